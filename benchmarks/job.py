@@ -52,7 +52,7 @@ from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
 from benchmarks.jobs.updates import accounts
 from snip_megatron.planner.layout import CUDA_GRAPHS
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId, PrecisionMap
+from snip_megatron.precision import DENSE_LAYER, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
 
 LAG = 2
@@ -138,7 +138,7 @@ class Job:
 
     def _map(self, fmt: Format) -> Path:
         path = self._folder / f"all_{fmt.value}.json"
-        names = [str(LinearId(layer, kind)) for layer in range(self._model.layers) for kind in LINEAR_KINDS]
+        names = [str(LinearId("decoder", layer, kind)) for layer in range(self._model.layers) for kind in DENSE_LAYER]
         path.write_text(PrecisionMap.uniform(names, fmt).to_json(), encoding="utf-8")
         return path
 

@@ -84,7 +84,7 @@ class Snip(_Linear):
         super().__init__(problem)
         n, k = problem.weight.shape
         self.handle = LinearHandle(
-            id=LinearId(0, "mlp.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+            id=LinearId("decoder", 0, "mlp.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
             out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend),
             module=_Holder(problem.weight), state=LinearState(formats=formats),
         )  # fmt: skip

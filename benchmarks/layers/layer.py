@@ -40,7 +40,7 @@ from benchmarks.jobs.kernels import recorded, summarised
 from benchmarks.layers.llama_blocks import transformer_config
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.precision import LINEAR_KINDS, Format, PrecisionMap
+from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 
 MICROBATCHES = 4
 STOCK = "megatron bf16"
@@ -122,7 +122,7 @@ def saved_by_linears(stack: Stack) -> int:
 def marking_linears(stack: Stack, inside: list[bool]) -> Iterator[None]:
     handles = []
     for name, module in stack.model.named_modules():
-        if name.endswith(LINEAR_KINDS):
+        if name.endswith(DENSE_LAYER):
             handles.append(module.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True)))
             handles.append(module.register_forward_hook(lambda *_: inside.__setitem__(0, False)))
     try:

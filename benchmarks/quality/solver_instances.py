@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import carried_weights
 from snip_megatron.solver import Choice, Item, Phase, Problem
@@ -86,7 +86,7 @@ def instance(model: Model, formats: int, seed: int) -> Problem:
     losses = loss[:, None] * np.array([LOSSES[f] for f in candidates]) * np.exp(rng.normal(0, 0.3, (n, formats)))
     items = tuple(
         Item(
-            id=f"decoder.layers.{block[i]}.{LINEAR_KINDS[kind[i]]}:{list(Gemm)[gemm[i]].value}",
+            id=f"decoder.layers.{block[i]}.{DENSE_LAYER[kind[i]]}:{list(Gemm)[gemm[i]].value}",
             stage=int(block[i] * model.stages // model.blocks),
             cost=float(cost[i]),
             choices=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, candidates_fault
+from snip_megatron.precision import FOUR_BIT, Format, candidates_fault
 
 LATE = ("late-forward", "late-all")
 FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
@@ -13,9 +13,6 @@ FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 
 def check(config: Any) -> None:
     """Raise SnipError naming the arguments that cannot be combined."""
-    if unknown := sorted(set(config.protected_kinds) - set(LINEAR_KINDS)):
-        kinds = ", ".join(LINEAR_KINDS)
-        raise SnipError(f"--snip-settings protected_kinds={cut(unknown[0])}: unknown; choose among {kinds}")
     _check_formats(config)
     _check_cost(config)
     if config.phases is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from snip_megatron.errors import SnipError
 from snip_megatron.export.te_precision import load_map, write_files
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 
 MODULE = "snip_te_map"
 """Name of the written module."""
@@ -91,23 +91,30 @@ def name_linears(model):
     while hasattr(model, "module"):  # DDP, Float16Module
         model = model.module
     named = set()
-    for layer in model.decoder.layers:
-        for kind in KINDS:
-            name = f"decoder.layers.{layer.layer_number - 1}.{kind}"
-            if name not in FORMATS:
-                raise ValueError(f"{name} is not in the map that @MODULE@ was written from")
-            linear = layer.get_submodule(kind)
-            if not hasattr(linear, "get_quantizer_roles"):
-                raise ValueError(f"{name} is {type(linear).__name__}, no linear of Transformer Engine 2.19 or later")
-            linear.name = name
-            named.add(linear)
-    for path, module in model.named_modules():  # other linears stay in bf16: the output layer, multi-token prediction
+    for stack in ("decoder", "mtp"):
+        for layer in getattr(getattr(model, stack, None), "layers", ()):
+            prefix = f"{stack}.layers.{layer.layer_number - 1}."
+            names = [name for name in FORMATS if name.startswith(prefix)]
+            if not names and stack == "decoder":
+                raise ValueError(f"{prefix[:-1]} is not in the map that @MODULE@ was written from")
+            for name in names:
+                for linear in _modules(layer, name.removeprefix(prefix)):
+                    if not hasattr(linear, "get_quantizer_roles"):
+                        found = type(linear).__name__
+                        raise ValueError(f"{name} is {found}, no linear of Transformer Engine 2.19 or later")
+                    linear.name = name
+                    named.add(linear)
+    for path, module in model.named_modules():  # other linears stay in bf16, as the output layer does
         if hasattr(module, "get_quantizer_roles") and module not in named:
             module.name = f"bf16.{path}"
     return len(named)
 
 
-KINDS = @KINDS@
+def _modules(layer, path):
+    """Return the modules of one name: one of each local expert where experts are apart."""
+    owner, _, last = path.rpartition(".")
+    experts = getattr(layer.get_submodule(owner), "local_experts", None)
+    return [layer.get_submodule(path)] if experts is None else [getattr(expert, last) for expert in experts]
 
 
 def _quantizer(name, tensor):
@@ -136,18 +143,15 @@ def _quantizer(name, tensor):
 
 
 def map_formats(precision_map: PrecisionMap, where: str) -> dict[LinearId, Formats]:
-    """Return the formats of every linear of the layers up to the last one that the map names. Others run in bf16.
+    """Return the formats of every linear that the map names. Others run in bf16.
 
     Raises:
-        SnipError: If the map names no linear, an expert, or a format without a quantizer.
+        SnipError: If the map names no linear, or a format without a quantizer.
     """
     named = precision_map.linears()
     if not named:
         raise SnipError(f"{where}: names no linear")
-    if experts := [linear for linear in named if linear.of_experts]:
-        raise SnipError(f"{where}: names {experts[0]}: maps of mixtures of experts are not exported")
-    linears = [LinearId(layer, kind) for layer in range(1 + named[-1].layer) for kind in LINEAR_KINDS]
-    formats = {linear: _three(precision_map, linear) for linear in linears}
+    formats = {linear: _three(precision_map, linear) for linear in named}
     known = ", ".join(fmt.value for fmt in QUANTIZERS)
     for linear, three in formats.items():
         for gemm, fmt in zip(Gemm, three, strict=True):
@@ -170,7 +174,7 @@ def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
         f"    {json.dumps(str(linear))}: ({', '.join(json.dumps(fmt.value) for fmt in three)}),"
         for linear, three in formats.items()
     ]
-    text = _MODULE.replace("@MODULE@", MODULE).replace("@KINDS@", repr(LINEAR_KINDS))
+    text = _MODULE.replace("@MODULE@", MODULE)
     # A path may hold any text, and so it goes in last and as one line.
     return text.replace("@FORMATS@", "\n".join(lines)).replace("@SOURCE@", json.dumps(source))
 

@@ -11,12 +11,12 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.records.output_file import is_special
 from snip_megatron.records.storage import write_atomically
 
@@ -101,17 +101,17 @@ def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequen
     """
     found: dict[str, tuple[Format, LinearId]] = {}
     for layers in chunks:
-        for local, layer in enumerate(layers):
-            for kind in LINEAR_KINDS:
-                linear, name = LinearId(layer, kind), str(LinearId(local, kind))
-                fmt = formats[linear]
-                earlier, owner = found.setdefault(name, (fmt, linear))
-                if RECIPES[earlier] != RECIPES[fmt]:
-                    raise SnipError(
-                        f"stage {stage}: {name} is {owner} ({earlier.value}) in one chunk and {linear} ({fmt.value}) in"
-                        " another, and Megatron's file cannot tell chunks of a virtual pipeline apart: export for a"
-                        " pipeline without --vpp, or make a map whose chunks agree (pins)"
-                    )
+        for linear, fmt in formats.items():
+            if linear.stack != "decoder" or linear.layer not in layers:
+                continue
+            name = str(replace(linear, layer=linear.layer - layers.start))
+            earlier, owner = found.setdefault(name, (fmt, linear))
+            if RECIPES[earlier] != RECIPES[fmt]:
+                raise SnipError(
+                    f"stage {stage}: {name} is {owner} ({earlier.value}) in one chunk and {linear} ({fmt.value}) in"
+                    " another, and Megatron's file cannot tell chunks of a virtual pipeline apart: export for a"
+                    " pipeline without --vpp, or make a map whose chunks agree (pins)"
+                )
     return {name: fmt for name, (fmt, _) in found.items()}
 
 
@@ -134,7 +134,7 @@ def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> s
         lines += [
             f"  {name}:",
             '    type: "glob"',
-            f"    pattern: {json.dumps(name)}",
+            f"    pattern: {json.dumps(name.replace('.experts.linear_', '.experts.*linear_'))}",  # experts may be apart
             f"    config: {json.dumps(RECIPES[fmt])}",
             "    enabled: true",
         ]
@@ -176,7 +176,10 @@ def run(args: argparse.Namespace) -> int:
         own = ", ".join(f"{c.start} to {c.stop - 1}" for c in chunks if c) or "none"
         comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within a chunk."]
         comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
-        texts[f"stage_{stage}.yaml"] = recipe_yaml(local_formats(collapsed.formats, stage, chunks), comment)
+        own_formats = local_formats(collapsed.formats, stage, chunks)
+        if stage == args.pp - 1:
+            own_formats |= {str(linear): fmt for linear, fmt in collapsed.formats.items() if linear.stack == "mtp"}
+        texts[f"stage_{stage}.yaml"] = recipe_yaml(own_formats, comment)
     write_files(args.out, texts)
     for path in args.out.glob("stage_*.yaml"):  # of an earlier export with more stages
         if path.name not in texts:
@@ -214,15 +217,13 @@ def load_map(path: Path) -> PrecisionMap:
 
 
 def _layers(collapsed: Collapsed, source: Path) -> int:
-    """Return the number of layers of the map. Raises SnipError unless it names every linear of a dense model."""
+    """Return the number of layers of the map. Raises SnipError if it says nothing about one."""
     if not collapsed.formats:
         raise SnipError(f"{source}: names no linear")
-    if experts := [str(linear) for linear in collapsed.formats if linear.of_experts]:
-        raise SnipError(f"{source}: names {min(experts)}: maps of mixtures of experts are not exported")
-    layers = 1 + max(linear.layer for linear in collapsed.formats)
-    for linear in (LinearId(layer, kind) for layer in range(layers) for kind in LINEAR_KINDS):
-        if linear not in collapsed.formats:
-            raise SnipError(f"{source}: says nothing about {linear}")
+    named = {linear.layer for linear in collapsed.formats if linear.stack == "decoder"}
+    layers = 1 + max(named, default=-1)
+    if missing := sorted(set(range(layers)) - named):
+        raise SnipError(f"{source}: says nothing about decoder layer {missing[0]}")
     return layers
 
 

@@ -14,7 +14,7 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax, shared_rotation
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
-from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId
+from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
 from snip_megatron.quantization.rounding import derive_seeds
@@ -118,6 +118,7 @@ class LinearState:
     """What changes of a linear while it trains.
 
     Attributes:
+        position: position of the linear in the global order of the model's linears, which the registry sets.
         formats: formats of (fprop, dgrad, wgrad) in the map in force.
         recorder: receives the backwards of probes; None if the linear is not recorded.
         weights: the quantised weight of this step.
@@ -128,6 +129,7 @@ class LinearState:
             which enters the keys of stochastic rounding.
     """
 
+    position: int = 0
     formats: tuple[Format, Format, Format] = ALL_BF16
     recorder: BackwardRecorder | None = None
     weights: WeightCache = field(default_factory=WeightCache)
@@ -141,7 +143,7 @@ class LinearHandle:
     """The identity of one converted linear of this rank.
 
     Attributes:
-        id: layer and kind, which are the linear's global name.
+        id: the global name.
         parallel: "column" (W is sharded over output features), "row" (over input features) or "whole" (every tensor
             parallel rank has all of it).
         n, k: shape of the unsharded weight.
@@ -191,13 +193,11 @@ class LinearHandle:
         """Formats of (fprop, dgrad, wgrad) in the map in force."""
         return self.state.formats
 
-    @functools.cached_property
+    @property
     def index(self) -> int:
         """An integer that identifies the linear and is the same under every parallel layout."""
-        if self.expert is None:
-            return self.id.layer * len(LINEAR_KINDS) + LINEAR_KINDS.index(self.id.kind)
-        of_layer = self.id.layer * len(EXPERT_KINDS) + EXPERT_KINDS.index(self.id.kind)
-        return _EXPERTS + of_layer * _EXPERTS_A_LINEAR + self.expert
+        position = self.state.position
+        return position if self.expert is None else _EXPERTS + position * _EXPERTS_A_LINEAR + self.expert
 
     @functools.cached_property
     def paired(self) -> bool:

@@ -7,21 +7,7 @@ from collections.abc import Iterator, Sequence
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Gemm, LinearId, PrecisionMap
-
-
-def decoder_linear_names(num_layers: int, experts: ExpertLayers | None = None) -> list[str]:
-    """Return the global names of a decoder's candidate linears in the order that maps and broadcasts use."""
-    return [str(LinearId(layer, kind)) for layer in range(num_layers) for kind in linear_kinds(layer, experts)]
-
-
-def linear_kinds(layer: int, experts: ExpertLayers | None) -> tuple[str, ...]:
-    """Return the kinds of the candidate linears of ``layer``. ``experts`` is None for a dense decoder."""
-    if experts is None or layer not in experts.layers:
-        return LINEAR_KINDS
-    attention = tuple(kind for kind in LINEAR_KINDS if not kind.startswith("mlp."))
-    return (*attention, *EXPERT_KINDS)
+from snip_megatron.precision import Gemm, LinearRow, PrecisionMap
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:
@@ -54,18 +40,19 @@ class LinearRegistry:
     """The converted linears of this rank by global name, in global order.
 
     Attributes:
-        names: global names of all linears of the model, over all ranks.
+        rows: all linears of the model, over all ranks, in the order that maps and broadcasts use.
+        names: their global names.
         context: the state of the step, which all linears share.
         current: the map in force.
         device: the state of the step that CUDA graphs read; None without graphs.
         generation: number of adopted maps that changed a format.
         frozen: names of this rank's linears that were not converted because their weight requires no gradient.
-        mixture: (number of experts per layer, number of experts per token); (1, 1) without experts.
     """
 
-    def __init__(self, names: Sequence[str], context: StepContext, mixture: tuple[int, int] = (1, 1)) -> None:
-        self.names = list(names)
-        self.mixture = mixture
+    def __init__(self, rows: Sequence[LinearRow], context: StepContext) -> None:
+        self.rows = tuple(rows)
+        self.names = [row.name for row in rows]
+        self._position = {name: position for position, name in enumerate(self.names)}
         self.context = context
         self.current = PrecisionMap(choices={})
         self.device: DeviceStep | None = None
@@ -81,16 +68,21 @@ class LinearRegistry:
             SnipError: the linear is registered already, or the model has none of its name.
         """
         key = (handle.name, handle.expert)
-        if key in self._handles or handle.name not in self.names:
+        if key in self._handles or handle.name not in self._position:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")
+        handle.state.position = self._position[handle.name]
         self._handles[key] = handle
-        self._ordered = sorted(self._handles.values(), key=lambda handle: (handle.id, handle.expert or 0))
+        self._ordered = sorted(self._handles.values(), key=lambda each: (each.state.position, each.expert or 0))
 
     def __iter__(self) -> Iterator[LinearHandle]:
         return iter(self._ordered)
 
     def __len__(self) -> int:
         return len(self._handles)
+
+    def row(self, handle: LinearHandle) -> LinearRow:
+        """Return the row of one of the linears."""
+        return self.rows[handle.state.position]
 
     def __getitem__(self, name: str) -> LinearHandle:
         return self._handles[name, None]

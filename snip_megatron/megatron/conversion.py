@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -20,11 +19,12 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names, linear_kinds
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, is_covered, model_rows
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.host import SINKS
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
@@ -60,11 +60,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     Raises:
         SnipError: If a linear is of a class that cannot be converted, such as a fused linear of Transformer Engine.
     """
-    layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
-    try:  # a pipeline stage that holds the embedding or the loss alone has a decoder without layers
-        model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
-    except RuntimeError:
-        raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT models") from None
+    local = [linear for linear in built_linears(model_chunks) if is_covered(linear.row)]
+    model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     formats = formats_in_use(config)
     selection = select_backend(  # C++ replays launches as soon as it is compiled: megatron/warmup.py
@@ -74,19 +71,14 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if packs:
         selection.backend.check_gathers(formats)
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
-    experts = ExpertLayers.of(model_config)
-    names = decoder_linear_names(model_config.num_layers, experts)
-    registry = LinearRegistry(names, context, (1, 1) if experts is None else experts.mixture)
-    for layer in layers:
-        for kind in linear_kinds(layer.layer_number - 1, experts):
-            linear = LinearId(layer.layer_number - 1, kind)
-            for expert, module in _modules(layer, linear):
-                _convert_linear(module, linear, registry, expert)
+    registry = LinearRegistry(model_rows(local), context)
+    for linear in local:
+        _convert_linear(linear, registry)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
-        _announce_experts(experts)
+        _announce_experts(ExpertLayers.of(model_config))
     if config.fusions == "auto":
-        _fuse(layers, selection.backend)
+        _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
     return registry
 
 
@@ -126,7 +118,7 @@ def _announce(selection: Selection, registry: LinearRegistry) -> None:
     print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
     if selection.backend is REFERENCE:
         return
-    small = {h.id.kind: tuple(h.weight.shape) for h in registry if not gains(*h.weight.shape)}
+    small = {h.id.path: tuple(h.weight.shape) for h in registry if not gains(*h.weight.shape)}
     if small:
         listed = ", ".join(f"{kind} {list(shape)}" for kind, shape in small.items())
         print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
@@ -145,43 +137,21 @@ def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
             yield module
 
 
-def _modules(layer: torch.nn.Module, linear: LinearId) -> list[tuple[int | None, Any]]:
-    """Return (expert, module) of each module with this name on this rank.
-
-    A linear of experts has one entry per local expert. Another linear has one entry with expert None, or no entry if
-    the layer lacks it.
-    """
-    if linear.of_experts:
-        mlp: Any = layer.mlp
-        local = getattr(mlp.experts, "local_experts", None)
-        if local is None:
-            raise SnipError(
-                f"{linear}: cannot quantise experts of a {type(mlp.experts).__qualname__}; use --transformer-impl local"
-            )
-        name = linear.kind.rpartition(".")[2]
-        return [(e, getattr(expert, name)) for e, expert in zip(mlp.local_expert_indices, local, strict=True)]
-    module: Any = layer
-    for part in linear.kind.split("."):
-        module = getattr(module, part, None)
-        if module is None:
-            logger.info("%s of layer %s is absent: stays bf16", linear.kind, layer.layer_number)
-            return []
-    return [(None, module)]
-
-
-def _convert_linear(module: Any, linear: LinearId, registry: LinearRegistry, expert: int | None) -> None:
+def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
+    module = linear.module
     if type(module) not in _SNIP_CLASS:
-        raise SnipError(f"{linear}: cannot quantise a {type(module).__module__}.{type(module).__qualname__}")
+        raise SnipError(f"{linear.id}: cannot quantise a {type(module).__module__}.{type(module).__qualname__}")
     if not module.weight.requires_grad:
-        logger.info("%s is frozen: stays bf16", linear)
-        registry.frozen.append(str(linear))
+        logger.info("%s is frozen: stays bf16", linear.id)
+        registry.frozen.append(str(linear.id))
         return
     module.__class__, parallel = _SNIP_CLASS[type(module)]
-    module.snip = _handle(module, linear, registry.context, expert, parallel)
+    module.snip = _handle(linear, registry.context, parallel)
     registry.add(module.snip)
 
 
-def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | None, parallel: str) -> LinearHandle:
+def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearHandle:
+    module, row = linear.module, linear.row
     # Transformer Engine's linears keep the group under a name of their own where they exchange nothing themselves.
     group = None if parallel == "whole" else getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -192,11 +162,11 @@ def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | N
     elif parallel == "row":
         in_features = _global_features([k], rank, size)
     return LinearHandle(
-        id=linear,
+        id=linear.id,
         parallel=parallel,
-        n=n * (size if parallel == "column" else 1),
-        k=k * (size if parallel == "row" else 1),
-        stage=_stage(module),
+        n=row.n,
+        k=row.k,
+        stage=row.stage,
         tp_rank=rank,
         tp_size=size,
         out_features=out_features,
@@ -204,7 +174,7 @@ def _handle(module: Any, linear: LinearId, context: StepContext, expert: int | N
         context=context,
         module=module,
         tp_group=group if size > 1 else None,
-        expert=expert,
+        expert=linear.expert,
     )
 
 
@@ -227,11 +197,3 @@ def _global_features(parts: Sequence[int], rank: int, size: int) -> torch.Tensor
         found.append(torch.arange(count) + start + rank * count)
         start += count * size
     return torch.cat(found)
-
-
-def _stage(module: Any) -> int:
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return 0
-    return int(parallel_state.get_pipeline_model_parallel_rank())

@@ -10,14 +10,19 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.precision import EXPERT_KINDS, Gemm, LinearId
-from snip_megatron.statistics.table import LinearRow
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import DENSE_LAYER, Gemm, LinearId, LinearRow
 
 
 def linear_names(args: argparse.Namespace) -> list[str]:
     """Return the global names of all linears that a precision map covers."""
-    return decoder_linear_names(args.num_layers, ExpertLayers.of(args))
+    experts = ExpertLayers.of(args)
+    mixed = frozenset() if experts is None else experts.layers
+    kinds = ((layer, kind) for layer in range(args.num_layers) for kind in DENSE_LAYER)
+    return [
+        str(LinearId("decoder", layer, kind.replace("mlp.", "mlp.experts.") if layer in mixed else kind))
+        for layer, kind in kinds
+    ]
 
 
 def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
@@ -35,12 +40,12 @@ def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
     experts = ExpertLayers.of(args)
     if experts is not None:
         of_each = ((experts.ffn * (2 if _gated(args) else 1), hidden), (hidden, experts.ffn))
-        shapes |= dict(zip(EXPERT_KINDS, of_each, strict=True))
+        shapes |= dict(zip(("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"), of_each, strict=True))
     rows, stages = [], layer_stages(args)
     for name in linear_names(args):
         linear = LinearId.parse(name)
-        mixture = experts.mixture if experts is not None and linear.of_experts else (1, 1)
-        rows.append(LinearRow(name, stages[linear.layer], *shapes[linear.kind], *mixture))
+        mixture = experts.mixture if experts is not None and "experts" in linear.path.split(".") else (1, 1)
+        rows.append(LinearRow(name, stages[linear.layer], *shapes[linear.path], *mixture))
     return tuple(rows)
 
 
@@ -60,11 +65,11 @@ def check_shapes(registry: LinearRegistry, args: argparse.Namespace) -> None:
             f"the model has {len(registry.names)} decoder linears, and the arguments say {len(rows)}: build it from"
             " Megatron's arguments (--num-layers, ...), which SNIP reads"
         )
-    for handle in registry:
-        row = rows[handle.name]
-        if not handle.id.of_experts and (handle.n, handle.k) != (row.n, row.k):
+    for built in registry.rows:
+        row = rows[built.name]
+        if (built.n, built.k) != (row.n, row.k):
             raise SnipError(
-                f"{handle.name} has the shape {handle.n} x {handle.k}, and the arguments say {row.n} x {row.k}: build"
+                f"{row.name} has the shape {built.n} x {built.k}, and the arguments say {row.n} x {row.k}: build"
                 " the model from Megatron's arguments (--hidden-size, ...), which SNIP reads"
             )
 

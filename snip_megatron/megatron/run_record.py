@@ -20,10 +20,10 @@ from snip_megatron.gemm import EMULATIONS
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import unquantised_flops
 from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import LinearRow
 from snip_megatron.timing.loading import NoTableError
 
 
@@ -76,7 +76,7 @@ def open_run_directory(
         "schedule": config.schedule,
         "request": request.as_dict(),  # what `snip solve RUN` starts from
         "predicted_times": _predicted_times(config, args, linears, backend),
-        "layer_stages": [row.stage for row in linears if row.id.kind == linears[0].id.kind],
+        "linear_stages": {row.name: row.stage for row in linears},
         "unquantised_flops": {str(stage): flops for stage, flops in unquantised_flops(args).items()},
         "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears).items()},
     }

@@ -38,6 +38,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
+from snip_megatron.precision import LinearRow
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
@@ -53,7 +54,6 @@ from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import LinearRow
 
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 

@@ -47,7 +47,7 @@ def cut_tiles(args: argparse.Namespace) -> list[str]:
     that does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
     """
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    rows = {row.id.kind: row for row in model_linears(args)}  # linears of one kind have the same shape in all layers
+    rows = {row.id.path: row for row in model_linears(args)}  # linears of one kind have the same shape in all layers
     sizes = {
         "rows of linear_qkv": (rows["self_attention.linear_qkv"].n, tp),
         "heads of linear_proj": (rows["self_attention.linear_proj"].k, tp),

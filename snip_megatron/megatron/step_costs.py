@@ -21,9 +21,8 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.tensor_parallel import TensorParallel
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearRow
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.statistics.table import LinearRow
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
@@ -81,7 +80,7 @@ def _with_exchanges(
             }
             for gemm in Gemm
         }
-        for kind in LINEAR_KINDS
+        for kind in DENSE_LAYER
         for name, shape in shapes.items()
         if name.endswith(kind)
     }
@@ -153,8 +152,8 @@ def linear_shapes(args: argparse.Namespace, linears: Sequence[LinearRow]) -> Map
     If all layers have the same shapes, they are returned by kind instead.
     """
     shapes = {row.name: _linear_shape(args, row) for row in linears}
-    by_kind = {row.id.kind: shapes[row.name] for row in linears}
-    return by_kind if all(shapes[row.name] == by_kind[row.id.kind] for row in linears) else shapes
+    by_kind = {row.id.path: shapes[row.name] for row in linears}
+    return by_kind if all(shapes[row.name] == by_kind[row.id.path] for row in linears) else shapes
 
 
 def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
@@ -162,13 +161,13 @@ def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     microbatches = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     tensor_parallel, sequence_parallel = args.tensor_model_parallel_size, args.sequence_parallel
-    if row.id.of_experts:
+    if row.experts > 1:
         own, expert_parallel = args.expert_tensor_parallel_size or tensor_parallel, args.expert_model_parallel_size
         tokens = max(1, tokens * row.active * expert_parallel * own // (tensor_parallel * row.experts))
         microbatches *= row.experts // expert_parallel
         tensor_parallel, sequence_parallel = own, False
     return local_shape(
-        row.id.kind,
+        row.id.path,
         row.n,
         row.k,
         tokens=tokens,
@@ -183,7 +182,7 @@ def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
 def _recomputed(args: argparse.Namespace, row: LinearRow) -> bool:
     """Whether activation recomputation repeats the forward of the linear, for an even split of the layers."""
     if args.recompute_granularity == "selective":
-        return row.id.kind.startswith("mlp.") and "mlp" in (args.recompute_modules or ())
+        return row.id.path.startswith("mlp.") and "mlp" in (args.recompute_modules or ())
     if args.recompute_granularity != "full" or args.recompute_method != "block":
         return bool(args.recompute_granularity == "full")
     return bool(row.id.layer % _layers_of_chunk(args) < args.recompute_num_layers)

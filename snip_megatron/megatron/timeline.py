@@ -14,12 +14,12 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
 from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.precision import LinearRow
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.fixed import late_plan
 from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import LinearRow
 
 _SAMPLES = 1000  # of the learning rate over a run
 _MOST_OF_THE_PRECISION = 0.25

@@ -11,8 +11,8 @@ from torch import nn
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import LinearRow, Role, dense_names
 
 
 class SnipLinear(nn.Linear):
@@ -48,43 +48,50 @@ def convert_linears(blocks: Sequence[Sequence[nn.Linear]], context: StepContext)
     """Convert the linears of all blocks in place. Parameters and their names do not change.
 
     Args:
-        blocks: the linears of each block in the order of LINEAR_KINDS.
+        blocks: the linears of each block in the order of DENSE_LAYER.
         context: the state of the step, which all linears share.
 
     Raises:
         SnipError: If a linear is of another class than ``nn.Linear``, is frozen, or occurs twice.
     """
-    registry = LinearRegistry(decoder_linear_names(len(blocks)), context)
+    rows = linear_rows(blocks)
+    registry = LinearRegistry(rows, context)
     converted: set[int] = set()
-    for layer, linears in enumerate(blocks):
-        for kind, module in zip(LINEAR_KINDS, linears, strict=True):
-            linear = LinearId(layer, kind)
-            if type(module) is not nn.Linear:
-                raise SnipError(f"{linear}: cannot quantise a {type(module).__qualname__}; convert() takes nn.Linear")
-            if not module.weight.requires_grad:
-                raise SnipError(f"{linear} is frozen: SNIP measures every linear of a block through its gradient")
-            if id(module) in converted:
-                raise SnipError(f"{linear} is a linear of another block as well; shared blocks are not supported")
-            converted.add(id(module))
-            handle = _handle(module, linear, context)
-            module.__class__ = SnipLinear
-            module.snip = handle  # type: ignore[assignment]
-            registry.add(handle)
+    modules = (module for linears in blocks for module in linears)
+    for row, module in zip(rows, modules, strict=True):
+        linear = row.id
+        if type(module) is not nn.Linear:
+            raise SnipError(f"{linear}: cannot quantise a {type(module).__qualname__}; convert() takes nn.Linear")
+        if not module.weight.requires_grad:
+            raise SnipError(f"{linear} is frozen: SNIP measures every linear of a block through its gradient")
+        if id(module) in converted:
+            raise SnipError(f"{linear} is a linear of another block as well; shared blocks are not supported")
+        converted.add(id(module))
+        handle = _handle(module, row, context)
+        module.__class__ = SnipLinear
+        module.snip = handle  # type: ignore[assignment]
+        registry.add(handle)
     return registry
 
 
-def _handle(module: nn.Linear, linear: LinearId, context: StepContext) -> LinearHandle:
-    n, k = module.out_features, module.in_features
+def linear_rows(blocks: Sequence[Sequence[nn.Linear]]) -> tuple[LinearRow, ...]:
+    """Return the rows of the linears of all blocks. They are named as in Megatron."""
+    names = dense_names(len(blocks))
+    modules = (module for linears in blocks for module in linears)
+    return tuple(LinearRow(name, 0, m.out_features, m.in_features) for name, m in zip(names, modules, strict=True))
+
+
+def _handle(module: nn.Linear, row: LinearRow, context: StepContext) -> LinearHandle:
     return LinearHandle(
-        id=linear,
-        parallel="column" if linear.is_first else "row",
-        n=n,
-        k=k,
+        id=row.id,
+        parallel="column" if row.role is Role.READS else "row",
+        n=row.n,
+        k=row.k,
         stage=0,
         tp_rank=0,
         tp_size=1,
-        out_features=torch.arange(n),
-        in_features=torch.arange(k),
+        out_features=torch.arange(row.n),
+        in_features=torch.arange(row.k),
         context=context,
         module=module,
     )

@@ -15,9 +15,9 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
+from snip_megatron.layers.registry import LinearRegistry, check_map_fits
 from snip_megatron.plain.host import Loss, PlainStep, make_host
-from snip_megatron.plain.linear import convert_linears
+from snip_megatron.plain.linear import convert_linears, linear_rows
 from snip_megatron.plain.structure import Structure, check_plain, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.sinks import Sinks
@@ -32,7 +32,7 @@ from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.fixed import formats_of
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
-from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.statistics.table import StatisticsTable
 
 #: Fields of SnipConfig that need Megatron's loop or a run directory.
 _WITH_MEGATRON = (
@@ -113,7 +113,7 @@ class PlainSnip:
         config: SnipConfig,
         microbatches: int,
     ) -> None:
-        self._config, self._request, self._rows = config, config.request(), _rows(structure)
+        self._config, self._request, self._rows = config, config.request(), linear_rows(structure.linears)
         self._given = None if config.map is None else _read_map(config.map, [row.name for row in self._rows])
         if config.updates:
             check_reachable(self._rows, self._request)
@@ -222,12 +222,6 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
 
 def _tuple(value: Any) -> tuple[str, ...]:
     return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-
-
-def _rows(structure: Structure) -> tuple[LinearRow, ...]:
-    modules = [module for linears in structure.linears for module in linears]
-    names = decoder_linear_names(len(structure.blocks))
-    return tuple(LinearRow(name, 0, m.out_features, m.in_features) for name, m in zip(names, modules, strict=True))
 
 
 def _read_map(path: str, names: Sequence[str]) -> PrecisionMap:

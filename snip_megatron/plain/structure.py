@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import LINEAR_KINDS
+from snip_megatron.precision import DENSE_LAYER
 from snip_megatron.runtime.host import Block
 from snip_megatron.statistics.table import SinkRow
 
@@ -31,7 +31,7 @@ class Structure:
 
     Attributes:
         blocks: the blocks in order.
-        linears: the linears of each block in the order of LINEAR_KINDS.
+        linears: the linears of each block in the order of DENSE_LAYER.
         hidden: width of the residual stream.
         sinks: the embeddings and norms that gradient errors reach.
     """
@@ -89,7 +89,7 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         and len(module)
-        and all(sum(isinstance(m, nn.Linear) for m in child.modules()) >= len(LINEAR_KINDS) for child in module)
+        and all(sum(isinstance(m, nn.Linear) for m in child.modules()) >= len(DENSE_LAYER) for child in module)
     ]
     if not lists:
         raise SnipError(
@@ -101,7 +101,7 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _linears(block: nn.Module, index: int, names: Sequence[str] | None) -> tuple[nn.Linear, ...]:
     found = {n: m for n, m in _named(block, index, names, "linears").items() if isinstance(m, nn.Linear)}
-    if len(found) != len(LINEAR_KINDS):
+    if len(found) != len(DENSE_LAYER):
         raise SnipError(
             f"block {index} has {len(found)} linears ({', '.join(found)}): SNIP takes four, with Q, K and V, and gate"
             f" and up, fused to one each; give {_LINEARS}"

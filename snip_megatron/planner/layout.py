@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import LINEAR_KINDS
+from snip_megatron.precision import DENSE_LAYER
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape, local_shape
 
@@ -154,7 +154,7 @@ class Layout:
                 recompute=self.recompute == "full",
                 fused_accumulation=self.gradient_accumulation_fusion,
             )
-            for kind in LINEAR_KINDS
+            for kind in DENSE_LAYER
         }
 
     def stage_parameters(self, stage: int) -> int:

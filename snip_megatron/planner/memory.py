@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.probes import Probes, probe_microbatches
-from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import Formats, LinearShape
@@ -112,7 +112,7 @@ def stage_memory(
     else:
         working_block = 0.0
     weights = sum(
-        quantised_weight(shapes[kind], formats_of(block, kind), native) for block in blocks for kind in LINEAR_KINDS
+        quantised_weight(shapes[kind], formats_of(block, kind), native) for block in blocks for kind in DENSE_LAYER
     )
     return StageMemory(
         parameters=float(_WEIGHT * parameters),
@@ -142,7 +142,7 @@ def _kept_without_recompute(
     heads = 2.0 * (queries + 2 * keys)
     output = 0.0 if layout.recompute == "selective" else 2.0 * queries + 4.0 * tokens * model.heads / tp
     swiglu = 2.0 * tokens * 2 * model.ffn / tp
-    inputs = sum(saved_input(layout, kind, formats[kind], native) for kind in LINEAR_KINDS)
+    inputs = sum(saved_input(layout, kind, formats[kind], native) for kind in DENSE_LAYER)
     return norms + heads + output + swiglu + inputs
 
 
@@ -224,13 +224,13 @@ def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
 
 def _bf16_activations(layout: Layout, stage: int, microbatches: int) -> float:
     """Return the bytes of activations of a call of the schedule, with all linears in bf16."""
-    formats = dict.fromkeys(LINEAR_KINDS, (Format.BF16,) * 3)
+    formats = dict.fromkeys(DENSE_LAYER, (Format.BF16,) * 3)
     kept = len(layout.stages[stage]) * block_activations(layout, formats) * layout.in_flight(stage, microbatches)
     return kept + (_kept_without_recompute(layout, formats) if layout.recompute == "full" else 0.0)
 
 
 def _row(formats_of: FormatsOf, block: int) -> dict[str, Formats]:
-    return {kind: formats_of(block, kind) for kind in LINEAR_KINDS}
+    return {kind: formats_of(block, kind) for kind in DENSE_LAYER}
 
 
 def _stream_shards(layout: Layout) -> int:

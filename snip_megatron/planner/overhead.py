@@ -13,7 +13,7 @@ from snip_megatron.planner.probes import (
 )
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepTime
-from snip_megatron.precision import LINEAR_KINDS
+from snip_megatron.precision import DENSE_LAYER
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID
 
 ASSUMPTIONS = (
@@ -28,7 +28,6 @@ The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine cap
 0.76 s (``job_1b-fp4_h200_2026-11-23.json``)."""
 
 _FLOAT64, _FLOAT32 = 8, 4
-_LAYOUT_COLUMNS = 3  # stage, n, k
 _FIGURES_BYTES = 400  # the map's figures as JSON, about
 _STEP_FIGURES = 2  # one small collective a step carries the loss and the number of ranks that have it
 
@@ -92,7 +91,7 @@ def overhead(
         recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
     """
     made = calls(layout, probes)
-    linears = layout.model.blocks * len(LINEAR_KINDS)
+    linears = layout.model.blocks * len(DENSE_LAYER)
     ends = (layout.pp - 1) / layout.vpp
     passing = sum(call.microbatches + ends for call in made) / layout.microbatches * bf16.slowest
     shapes = layout.linear_shapes().values()
@@ -150,11 +149,11 @@ def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: i
 
 def table_entries(linears: int, formats: int) -> int:
     """Return the count of numbers in the statistics table that an all-reduce carries."""
-    boundaries = 2 * (linears // len(LINEAR_KINDS)) + 1
-    each = len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) * formats + len(RHO_GRID) + _LAYOUT_COLUMNS
+    boundaries = 2 * (linears // len(DENSE_LAYER)) + 1
+    each = len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) * formats + len(RHO_GRID)
     return linears * each + boundaries * len(BOUNDARY_COLUMNS) + _sinks(linears) * (len(RHO_GRID) + 1)
 
 
 def _sinks(linears: int) -> int:
     """Return the number of parameters that are not weights of linears: norms and the word embedding."""
-    return 2 * (linears // len(LINEAR_KINDS)) + 2
+    return 2 * (linears // len(DENSE_LAYER)) + 2

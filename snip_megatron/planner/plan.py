@@ -16,7 +16,7 @@ from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.request import PlanRequest, build_problem, option_losses, training_budget
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
-from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 
@@ -65,7 +65,7 @@ def make_plan(
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
         "layout": _layout(layout),
         "timings": step.model.name,
-        "linears": [_linear(step, kind) for kind in LINEAR_KINDS],
+        "linears": [_linear(step, kind) for kind in DENSE_LAYER],
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
@@ -222,7 +222,7 @@ def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
 
 
 def _assumptions(step: StepModel, request: PlanRequest, run: PlannedRun | None) -> list[str]:
-    outside = [kind for kind in LINEAR_KINDS if step.model.extrapolated(step.shapes[kind])]
+    outside = [kind for kind in DENSE_LAYER if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")

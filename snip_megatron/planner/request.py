@@ -15,7 +15,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
-from snip_megatron.precision import FOUR_BIT, LINEAR_KINDS, Format, LinearId, candidates_fault, split_option_id
+from snip_megatron.precision import DENSE_LAYER, FOUR_BIT, Format, LinearId, candidates_fault, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.solver.items import Choice, Item
@@ -178,7 +178,7 @@ def _items(request: PlanRequest, layout: Layout) -> list[Item]:
     items = []
     for key, by_format in losses.items():
         linear, gemm = split_option_id(key)
-        n, k = layout.model.linears[linear.kind]
+        n, k = layout.model.linears[linear.path]
         cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
         choices = tuple(Choice(fmt, (loss,), cost if fmt in FOUR_BIT else 0.0) for fmt, loss in by_format.items())
         items.append(Item(key, stages[linear.layer], cost, choices))
@@ -217,9 +217,9 @@ def option_losses(request: PlanRequest, layout: Layout) -> Mapping[str, Mapping[
 def _restaged(table: StatisticsTable, layout: Layout, path: Path) -> StatisticsTable:
     """Return the table with the stages of this layout. Raises SnipError if its linears are not those of the model."""
     wanted = {
-        str(LinearId(layer, kind)): layout.model.linears[kind]
+        str(LinearId("decoder", layer, kind)): layout.model.linears[kind]
         for layer in range(layout.model.blocks)
-        for kind in LINEAR_KINDS
+        for kind in DENSE_LAYER
     }
     found = {row.name: (row.n, row.k) for row in table.linears}
     if found != wanted:

@@ -10,7 +10,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 from snip_megatron.timing.table_model import ACCUMULATION
@@ -163,7 +163,7 @@ class StepModel:
     def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
         layout = self.layout
         blocks = layout.stages[stage]
-        each = [(kind, formats_of(block, kind)) for block in blocks for kind in LINEAR_KINDS]
+        each = [(kind, formats_of(block, kind)) for block in blocks for kind in DENSE_LAYER]
         count = layout.microbatches * len(blocks)
         forward, backward = self.rates.attention(
             layout.seq_length, layout.model.heads // layout.tp, layout.model.head_size, layout.micro_batch_size

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id
 
 ASSUMPTIONS = (
     "losses are synthetic (log-normal over four decades, larger for fprop, linear_fc2, the first and the last blocks):"
@@ -51,8 +51,8 @@ def synthetic_losses(
     losses = loss[..., None] * (relative * spread)
     found: dict[str, dict[Format, float]] = {}
     for layer in range(blocks):
-        for i, kind in enumerate(LINEAR_KINDS):
-            name, rows = str(LinearId(layer, kind)), losses[layer, i]
+        for i, kind in enumerate(DENSE_LAYER):
+            name, rows = str(LinearId("decoder", layer, kind)), losses[layer, i]
             if granularity == "layer":
                 found[name] = _row(formats, rows.sum(axis=0), None)
             else:

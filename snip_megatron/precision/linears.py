@@ -1,70 +1,115 @@
-"""Names of linears, and keys of choices.
+"""Names of linears, the rows that describe them, and keys of choices.
 
 A choice has the key ``<linear>:<fprop|dgrad|wgrad>`` at granularity ``gemm``, or ``<linear>`` at granularity ``layer``,
-where the three GEMMs of a linear share one format. The name of a linear is ``decoder.layers.<0-based global
-index>.<kind>``. It is the same on every parallel layout.
+where the three GEMMs of a linear share one format. The name of a linear is ``<stack>.layers.<0-based global index>.
+<path of the module in the layer>``. It is the same on every parallel layout.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision.formats import Gemm
 
-LINEAR_KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Kinds of the linears of a dense decoder layer, in the order of the forward pass."""
-EXPERT_KINDS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Kinds that replace the two MLP linears in a layer with a mixture of experts. One name stands for all experts of the
-layer.
+_NAME = re.compile(r"(decoder|mtp)\.layers\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*)\Z")
+
+DENSE_LAYER = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Paths of the linears of a layer of attention and a dense MLP, in the order of the forward pass: the layers of models
+that ``snip plan`` knows by name, and of a plain torch loop.
 """
-_KINDS = "|".join(re.escape(k) for k in (*LINEAR_KINDS, *EXPERT_KINDS))
-_NAME = re.compile(rf"decoder\.layers\.(0|[1-9][0-9]{{0,5}})\.({_KINDS})\Z")
 
 
 @dataclass(frozen=True, order=True)
 class LinearId:
-    """Identity of a decoder linear.
+    """Identity of a linear. One name stands for the same linear of all routed experts of a layer.
 
     Attributes:
-        layer: global 0-based index of the decoder layer.
-        kind: one of LINEAR_KINDS or EXPERT_KINDS.
+        stack: ``decoder``, or ``mtp`` for the layers of multi-token prediction.
+        layer: global 0-based index of the layer in its stack.
+        path: path of the module in the layer.
     """
 
+    stack: str
     layer: int
-    kind: str
+    path: str
 
     def __str__(self) -> str:
-        return f"decoder.layers.{self.layer}.{self.kind}"
+        return f"{self.stack}.layers.{self.layer}.{self.path}"
 
     @classmethod
     def parse(cls, name: str) -> LinearId:
-        """Parse a name; the inverse of ``str``. Raises SnipError if ``name`` is not the name of a decoder linear."""
+        """Parse a name; the inverse of ``str``. Raises SnipError if ``name`` is not the name of a linear."""
         match = _NAME.match(name)
         if match is None:
-            raise SnipError(
-                f"{quoted(name)} is not the name of a decoder linear (decoder.layers.<n>.<{'|'.join(LINEAR_KINDS)}>)"
-            )
-        return cls(int(match[1]), match[2])
+            raise SnipError(f"{quoted(name)} is not the name of a decoder linear (decoder.layers.<n>.<module>)")
+        return cls(match[1], int(match[2]), match[3])
+
+
+def dense_names(layers: int) -> list[str]:
+    """Return the names of all linears of a decoder of dense layers."""
+    return [str(LinearId("decoder", layer, path)) for layer in range(layers) for path in DENSE_LAYER]
+
+
+class Role(StrEnum):
+    """What a linear does in its residual sub-block."""
+
+    READS = "reads"  # its input is the residual stream, after a norm
+    BETWEEN = "between"
+    WRITES = "writes"  # its output is added to the residual stream
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """One linear of the model.
+
+    A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them.
+
+    Attributes:
+        name: global name.
+        stage: pipeline stage.
+        n, k: global (unsharded) shape of W [n, k].
+        experts: number of matrices.
+        active: number of those matrices that a token goes through.
+        sub_block: index of the residual sub-block, which is also that of the residual boundary at its input. The
+            boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so is
+            the role: 2·layer for attention, 2·layer + 1 for the MLP.
+        role: what the linear does in its sub-block.
+    """
+
+    name: str
+    stage: int
+    n: int
+    k: int
+    experts: int = 1
+    active: int = 1
+    sub_block: int = -1
+    role: Role = Role.WRITES
+
+    def __post_init__(self) -> None:
+        if self.sub_block < 0:
+            linear = self.id
+            reads = linear.path.endswith(("linear_qkv", "linear_fc1"))
+            second = not linear.path.startswith("self_attention.")
+            object.__setattr__(self, "sub_block", 2 * linear.layer + second)
+            object.__setattr__(self, "role", Role.READS if reads else Role.WRITES)
 
     @property
-    def sub_block(self) -> int:
-        """Index of the residual sub-block: 2·layer for attention, 2·layer + 1 for the MLP.
-
-        The residual boundary at the input of the sub-block has the same index.
-        """
-        return 2 * self.layer + (0 if self.kind.startswith("self_attention.") else 1)
+    def id(self) -> LinearId:
+        """The parsed name."""
+        return LinearId.parse(self.name)
 
     @property
-    def is_first(self) -> bool:
-        """Whether the linear reads the residual stream (qkv, fc1). The others write to it (proj, fc2)."""
-        return self.kind.endswith(("linear_qkv", "linear_fc1"))
+    def elements(self) -> float:
+        """Elements of its weights."""
+        return float(self.n) * self.k * self.experts
 
     @property
-    def of_experts(self) -> bool:
-        """Whether the name stands for one linear in each expert of the layer."""
-        return self.kind in EXPERT_KINDS
+    def flops(self) -> float:
+        """FLOPs of one of its GEMMs for one token."""
+        return 2.0 * self.n * self.k * self.active
 
 
 def option_id(linear: str, gemm: Gemm | None) -> str:

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id, split_option_id
 from snip_megatron.records.run_data import Adoption, number
 from snip_megatron.reporting.figures import FORMAT_COLOURS
 
-SHORT_KINDS = {kind: kind.rpartition("linear_")[2] for kind in LINEAR_KINDS}
-SHORT_KINDS |= {kind: "experts " + kind.rpartition("linear_")[2] for kind in EXPERT_KINDS}
+_Row = tuple[tuple[str, str], Gemm]  # (stack, path), GEMM
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
 def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     """Return the data that the page's script draws, or None if no adopted map is known.
 
-    ``rows`` [R] holds objects {kind, gemm, label}. ``layers`` [C] holds global layer indices. Each of ``maps`` has
-    ``codes`` [R][C] (an index into ``formats``; null if the model has no such linear), ``changed`` (the number of
+    ``rows`` [R] holds objects {stack, path, gemm, label}. ``layers`` [C] holds global layer indices. Each of ``maps``
+    has ``codes`` [R][C] (an index into ``formats``; null if the model has no such linear), ``changed`` (the number of
     changed GEMMs; null for the first map) and ``scores`` (an index into the list ``scores``; null if unknown). Each
     entry of the list ``scores`` [R][C] holds {format: [ΔL, ΔW, Q]}.
     """
     known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
-    linears = sorted({linear for a in known if a.precision_map for linear in a.precision_map.linears()})
+    keys = dict.fromkeys(key for a in known if a.precision_map for key in a.precision_map.choices)
+    linears = dict.fromkeys(split_option_id(key)[0] for key in keys)  # in the model's order
     if not linears:
         return None
     present = {str(linear) for linear in linears}
     layers = sorted({linear.layer for linear in linears})
-    kinds = [kind for kind in SHORT_KINDS if any(linear.kind == kind for linear in linears)]
+    kinds = dict.fromkeys((linear.stack, linear.path) for linear in linears)
     rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
     tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that the guard restored shares its scores
     maps: list[dict[str, Any]] = []
@@ -48,20 +48,30 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         )
     return {
         "formats": [{"name": fmt.value, "colour": FORMAT_COLOURS[fmt]} for fmt in Format],
-        "rows": [{"kind": k, "gemm": g.value, "label": f"{SHORT_KINDS[k]} · {g.value}"} for k, g in rows],
+        "rows": [
+            {"stack": k[0], "path": k[1], "gemm": g.value, "label": f"{_short_kind(*k)} · {g.value}"} for k, g in rows
+        ],
         "layers": layers,
         "maps": maps,
         "scores": [_scores(table, rows, layers) for table in tables.values()],
     }
 
 
+def _short_kind(stack: str, path: str) -> str:
+    """Return a short name of the linears of one path: without the module that the layer consists of."""
+    *owners, last = path.split(".")
+    return " ".join([*([] if stack == "decoder" else [stack]), *owners[1:], last.removeprefix("linear_")])
+
+
 def _codes(
-    precision_map: PrecisionMap, rows: Sequence[tuple[str, Gemm]], layers: Sequence[int], present: set[str]
+    precision_map: PrecisionMap, rows: Sequence[_Row], layers: Sequence[int], present: set[str]
 ) -> list[list[int | None]]:
     """Return the format codes [R][C]."""
     return [
         [
-            precision_map.format_of(name, gemm).code if (name := str(LinearId(layer, kind))) in present else None
+            precision_map.format_of(name, gemm).code
+            if (name := str(LinearId(kind[0], layer, kind[1]))) in present
+            else None
             for layer in layers
         ]
         for kind, gemm in rows
@@ -73,10 +83,10 @@ def _count_changes(old: list[list[int | None]], new: list[list[int | None]]) -> 
 
 
 def _scores(
-    scores: Mapping[str, Any], rows: Sequence[tuple[str, Gemm]], layers: Sequence[int]
+    scores: Mapping[str, Any], rows: Sequence[_Row], layers: Sequence[int]
 ) -> list[list[dict[str, list[float | None]] | None]]:
     """Return the scores [R][C]. Under granularity ``layer``, each GEMM of a linear has the scores of the linear."""
-    return [[_cell(scores, str(LinearId(layer, kind)), gemm) for layer in layers] for kind, gemm in rows]
+    return [[_cell(scores, str(LinearId(kind[0], layer, kind[1])), gemm) for layer in layers] for kind, gemm in rows]
 
 
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:

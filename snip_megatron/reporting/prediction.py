@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from snip_megatron.errors import SnipError
@@ -31,19 +31,19 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The times of a run's linears, and the pipeline stage of each layer."""
+    """The times of a run's linears, and the pipeline stage of each by name."""
 
     times: OptionTimes
-    stages: Sequence[int]
+    stages: Mapping[str, int]
 
     @classmethod
     def stored(cls, run: RunData) -> Prediction | None:
         """Return the times that the run stored; None if it stored none. Raises SnipError if they are broken."""
-        request, stages = run.facts.get("request"), run.facts.get("layer_stages")
+        request, stages = run.facts.get("request"), run.facts.get("linear_stages")
         body = (request.get("times") if isinstance(request, Mapping) else None) or run.facts.get("predicted_times")
         if body is None:
             return None
-        return cls(OptionTimes.from_dict(body, "config.json: facts"), stages if isinstance(stages, Sequence) else ())
+        return cls(OptionTimes.from_dict(body, "config.json: facts"), stages if isinstance(stages, Mapping) else {})
 
     @classmethod
     def by_model(cls, run: RunData, model: CostModel, formats: Collection[Format]) -> Prediction | None:
@@ -51,7 +51,7 @@ class Prediction:
         shapes = run.facts.get("linear_shapes")
         if not isinstance(shapes, Mapping):
             return None
-        return cls(OptionTimes.predict(model, parse_shapes(shapes, "config.json"), formats), ())
+        return cls(OptionTimes.predict(model, parse_shapes(shapes, "config.json"), formats), {})
 
     def by_stage(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> dict[int, StageTime]:
         """Return the times of each stage under a map. ``stages`` is name of a linear → stage. Raises SnipError."""
@@ -66,10 +66,10 @@ class Prediction:
         if precision_map.step_speedup is not None:
             return precision_map.step_speedup
         try:
-            stages = {str(linear): int(self.stages[linear.layer]) for linear in precision_map.linears()}
+            stages = {name: int(self.stages[name]) for name in map(str, precision_map.linears())}
             saved = {stage: time.saved for stage, time in self.by_stage(precision_map, stages).items()}
             return self.times.step_speedup(stages, saved)
-        except (SnipError, IndexError, TypeError, ValueError):  # a format without a time, a layer without a stage
+        except (SnipError, KeyError, TypeError, ValueError):  # a format without a time, a linear without a stage
             return None
 
     def over_fp8(self, precision_map: PrecisionMap) -> tuple[Format, float] | None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite
-from snip_megatron.precision import fp4_fraction
+from snip_megatron.precision import LinearRow, fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Adoption, RunData
 from snip_megatron.reporting.figures import Figure, add_stages
 from snip_megatron.reporting.prediction import Prediction, StageTime
-from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
@@ -22,7 +22,7 @@ from snip_megatron.runtime.transition_overhead import TransitionCost, Transition
 from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.statistics.table import StatisticsTable
 
 _POLL_S = 0.01
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Gemm, Role
 from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
 
 FloatArray = NDArray[np.float64]
@@ -111,12 +111,13 @@ class Propagation:
     sinks: FloatArray
 
 
-def _places(table: StatisticsTable) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the sub-block of every linear, which is also the index of the boundary at its input, and whether it is the
-    first of its sub-block.
+def _places(table: StatisticsTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sub-block of every linear, which is also the index of the boundary at its input, and the place of its
+    role in the sub-block: 0 reads the residual stream, 2 writes it.
     """
-    ids = [row.id for row in table.linears]
-    return np.array([i.sub_block for i in ids], dtype=np.int64), np.array([i.is_first for i in ids], dtype=bool)
+    roles = list(Role)
+    sub_blocks = np.array([row.sub_block for row in table.linears], dtype=np.int64)
+    return sub_blocks, np.array([roles.index(row.role) for row in table.linears], dtype=np.int64)
 
 
 def _sink_boundaries(table: StatisticsTable) -> NDArray[np.int64]:
@@ -136,13 +137,13 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     The forward-noise pass gives the relative change of every X_j and G_j for noise at the embedding. An option of
     sub-block b has the effect of k times that noise. k = sqrt(c2 / cn2[b+1]) is calibrated by the effect on the loss.
     Gradients change everywhere, through the loss; activations change in later sub-blocks only. Inside its own sub-block
-    the error is local: ‖E‖/‖Y‖ reaches the X of the second linear and, through
-    the nonlinearity, the first linear's own G. (Gate and up are one fc1, and q, k and v are one qkv: the error of each
-    part is in the gradient of the other.)
+    the error is local: ‖E‖/‖Y‖ reaches the X of the linears after it and, through the nonlinearity, its own G. (Gate
+    and up are one fc1, and q, k and v are one qkv: the error of each part is in the gradient of the other.) A linear
+    that writes the residual stream has no linear after it.
 
     Raises SnipError if the table lacks the forward-noise pass.
     """
-    sub, first = _places(table)
+    sub, role = _places(table)
     c2 = format_column(table, "c2", (fmt,))[:, 0]
     calibration = table.boundary["cn2"][sub + 1]
     if bool(np.any((calibration <= 0.0) & (c2 > 0.0))):
@@ -151,7 +152,7 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     local = _ratio(format_column(table, "e2", (fmt,))[:, 0], table.linear["y2"])[:, None]
     gradient = k * _ratio(table.linear["fg2"], table.linear["gs2"])[None, :]
     activation = k * _ratio(table.linear["fx2"], table.linear["xs2"])[None, :] * (sub[None, :] > sub[:, None])
-    local = local * ((sub[None, :] == sub[:, None]) & first[:, None])
+    local = local * ((sub[None, :] == sub[:, None]) & (role[None, :] >= role[:, None]) & (role[:, None] < 2))
     residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
     return Propagation(
         linears=np.sqrt(gradient**2 + activation**2 + local**2),
@@ -176,8 +177,8 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
 
     Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
     down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
-    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and, from the second
-    linear, the G of the first.
+    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and the G of the
+    linears before it.
 
     Args:
         table: the statistics.
@@ -188,7 +189,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
     Raises:
         SnipError: ``backward_noise`` is set, and the table lacks that pass.
     """
-    sub, first = _places(table)
+    sub, role = _places(table)
     sink, at_option = _sink_boundaries(table), sub[:, None]
     # In the backward, a norm follows the linears of the sub-block above its boundary. The embedding is at boundary 0.
     is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
@@ -207,7 +208,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
         to_linear = to_linear * _ratio(measured**2, of_option**2)
         to_sink = to_sink * _ratio(residual[sink][None, :] ** 2, of_option**2)
     return Propagation(
-        linears=q * to_linear + local * ((sub[None, :] == at_option) & ~first[:, None] & first[None, :]),
+        linears=q * to_linear + local * ((sub[None, :] == at_option) & (role[None, :] < role[:, None])),
         sinks=q * to_sink + local * own_norm,
     )
 

@@ -153,7 +153,11 @@ def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray,
     kinds = request.protected_kinds
     levels = {kind: 10.0**-rank for rank, kind in enumerate(kinds)}
     # The linears of experts count as those of the dense MLP that they replace.
-    values = np.array([levels.get(row.id.kind.replace(".experts.", "."), 0.0) for row in table.linears])
+    paths = [row.id.path.replace(".experts.", ".").replace(".shared_experts.", ".") for row in table.linears]
+    if unknown := [kind for kind in kinds if kind not in paths and kind not in SolveRequest.protected_kinds]:
+        known = ", ".join(dict.fromkeys(paths))
+        raise SnipError(f"{request.prefix}settings protected_kinds={cut(unknown[0])}: unknown; choose among {known}")
+    values = np.array([levels.get(path, 0.0) for path in paths])
     return _rule(table, request, np.repeat(values[:, None], len(Gemm), axis=1))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import Format, Gemm, option_id, split_option_id
+from snip_megatron.precision import Format, Gemm, LinearRow, option_id, split_option_id
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.phased import PhasedRequest
@@ -20,7 +20,7 @@ from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.items import Choice, Item, Phase, Spent
 from snip_megatron.solver.problem import Problem
-from snip_megatron.statistics.table import LinearRow, StatisticsTable
+from snip_megatron.statistics.table import StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
 """Option id → format → {"loss_divergence", "weight_divergence", "q"}. q is the loss of the Problem's choice."""

@@ -22,8 +22,8 @@ class OptionTimes:
 
     Attributes:
         model: name of the cost model: ``flops``, or the device that was measured.
-        seconds: name or kind of a linear → GEMM → format → seconds per training step on one rank, quantisation
-            included. A name takes precedence over a kind.
+        seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank,
+            quantisation included. A name takes precedence over a path.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
             makes, as far as its format decides them. Empty if no format decides any.
@@ -43,7 +43,7 @@ class OptionTimes:
 
         Args:
             model: the cost model.
-            shapes: name or kind of a linear → its shape.
+            shapes: name of a linear, or path in its layer, → its shape.
             formats: candidate formats.
         """
         wanted = sorted({Format.BF16, *formats}, key=lambda f: f.code)
@@ -110,7 +110,7 @@ class OptionTimes:
 
 
 def _of_linear(seconds: Seconds, linear: str) -> Mapping[str, Mapping[str, float]] | None:
-    return seconds.get(linear) or seconds.get(LinearId.parse(linear).kind)
+    return seconds.get(linear) or seconds.get(LinearId.parse(linear).path)
 
 
 def _seconds(body: Any, checked: Callable[[Any], float]) -> Seconds:

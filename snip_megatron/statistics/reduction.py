@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.precision import LinearId
+from snip_megatron.precision import LinearRow, Role
 from snip_megatron.statistics.boundaries import Boundary
 from snip_megatron.statistics.recorder import Dots, LinearRecorder
 from snip_megatron.statistics.table import (
@@ -22,9 +22,9 @@ from snip_megatron.statistics.table import (
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,
     RHO_GRID,
-    LinearRow,
     SinkRow,
     StatisticsTable,
+    count_boundaries,
 )
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
@@ -90,21 +90,14 @@ class TableShape:
     """Rows and columns of the table, the same on every rank.
 
     Attributes:
-        names: global names of the linears.
+        linears: the linears.
         formats: candidate formats.
         sinks: the sinks.
-        mixture: number of matrices that a row of experts stands for, and number of them that a token goes through.
     """
 
-    names: tuple[str, ...]
+    linears: tuple[LinearRow, ...]
     formats: tuple[str, ...]
     sinks: tuple[SinkRow, ...]
-    mixture: tuple[int, int] = (1, 1)
-
-    @property
-    def boundaries(self) -> int:
-        """Number of residual boundaries, 2L + 1."""
-        return 2 * (1 + max(LinearId.parse(name).layer for name in self.names)) + 1
 
 
 class PartialTable:
@@ -113,8 +106,9 @@ class PartialTable:
     def __init__(self, shape: TableShape, gradient_scale: float) -> None:
         self.shape = shape
         self._scale2 = gradient_scale**2
-        self._row = {name: index for index, name in enumerate(shape.names)}
-        n, f, b, s, grid = len(shape.names), len(shape.formats), shape.boundaries, len(shape.sinks), len(RHO_GRID)
+        self._row = {row.name: index for index, row in enumerate(shape.linears)}
+        n, f, s, grid = len(shape.linears), len(shape.formats), len(shape.sinks), len(RHO_GRID)
+        b = count_boundaries(shape.linears)
         self.arrays: dict[str, torch.Tensor] = {
             **{f"linear.{c}": torch.zeros(n, dtype=torch.float64) for c in LINEAR_COLUMNS},
             **{f"by_format.{c}": torch.zeros(n, f, dtype=torch.float64) for c in FORMAT_COLUMNS},
@@ -122,7 +116,6 @@ class PartialTable:
             "drift2": torch.zeros(n, grid, dtype=torch.float64),
             "sink_drift2": torch.zeros(s, grid, dtype=torch.float64),
             "sink_w2": torch.zeros(s, dtype=torch.float64),
-            "layout": torch.zeros(n, 3, dtype=torch.float64),
         }
         self._on_device: list[tuple[str, int, torch.Tensor, float]] = []
 
@@ -145,10 +138,6 @@ class PartialTable:
                 begin, end = end, end + value.numel()
                 arrays[array][row] += values[begin:end].reshape(value.shape) * scale
         self._on_device.clear()
-
-    def _linear_row(self, name: str, layout: np.ndarray) -> LinearRow:
-        stage, n, k = map(int, layout)
-        return LinearRow(name, stage, n, k, *(self.shape.mixture if LinearId.parse(name).of_experts else (1, 1)))
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
         """Add the sums of a recorder, and clear them. Weights are the same on all data parallel ranks, so one of these
@@ -187,10 +176,6 @@ class PartialTable:
         self._add("sink_drift2", index, drift2, "sink_drift2")
         self._add("sink_w2", index, w2, "sink_w2")
 
-    def add_layout(self, name: str, stage: int, n: int, k: int) -> None:
-        """Report the pipeline stage and the global shape of a linear. Exactly one rank does."""
-        self._add("layout", self._row[name], torch.tensor([stage, n, k], dtype=torch.float64), "layout")
-
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
         self.finish()
@@ -215,14 +200,12 @@ class PartialTable:
 
     def matrices(self) -> torch.Tensor:
         """Return the number of matrices that each row stands for, float64 [linears]."""
-        each = [self.shape.mixture[0] if LinearId.parse(name).of_experts else 1 for name in self.shape.names]
-        return torch.tensor(each, dtype=torch.float64)
+        return torch.tensor([row.experts for row in self.shape.linears], dtype=torch.float64)
 
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
         """Return the finished table, with the entries that follow from others."""
         arrays = {name: array.numpy() for name, array in self.arrays.items()}
-        layout = arrays.pop("layout").astype(np.int64)
-        rows = tuple(self._linear_row(name, layout[i]) for i, name in enumerate(self.shape.names))
+        rows = self.shape.linears
         groups: dict[str, dict[str, np.ndarray]] = {"linear": {}, "by_format": {}, "boundary": {}}
         for name, array in arrays.items():
             group, _, column = name.partition(".")
@@ -254,15 +237,18 @@ def _complete_row_parallel(
     by_format: dict[str, np.ndarray],
     boundary: dict[str, np.ndarray],
 ) -> None:
-    """Fill in ``y2`` and ``e2`` of the linears that write to the residual stream.
+    """Fill in ``y2`` and ``e2`` of the linears that do not read the residual stream.
 
-    On each tensor parallel rank their Y and E are partial sums, whose norms have no meaning. ‖Y‖ is that of the
-    branch's contribution to the stream. ‖E‖ follows from the errors of the operands (how-it-works.md, local errors).
+    On each tensor parallel rank their Y and E may be partial sums, whose norms have no meaning. ‖Y‖ is that of the
+    branch's contribution to the stream, or follows from the operands where the linear stands inside of the branch. ‖E‖
+    follows from the errors of the operands (how-it-works.md, local errors).
     """
     for i, row in enumerate(rows):
-        if row.id.is_first:
+        if row.role is Role.READS:
             continue
-        linear["y2"][i] = boundary["branch_h2"][row.id.sub_block]
+        linear["y2"][i] = boundary["branch_h2"][row.sub_block]
+        if row.role is Role.BETWEEN:
+            linear["y2"][i] = linear["x2"][i] * linear["w2"][i] / (row.k * row.experts)
         products = by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]
         by_format["e2"][i] = products / (row.k * row.experts)  # assumes that the experts' weights are of about one size
 

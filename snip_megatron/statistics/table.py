@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import LinearId
+from snip_megatron.precision import LinearRow, Role
 from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
@@ -74,54 +74,17 @@ FORMAT_COLUMNS = (
     "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
     "wsigma2",  # ‖σ‖² of one step: the expected squared error of ∇W that wgrad in this format adds
 )
-# One value per residual boundary b = 0 … 2L: the input of sub-block b (b = 2L: the input of the final norm).
+# One value per residual boundary: boundary b is the input of sub-block b; each stack ends with one more.
 BOUNDARY_COLUMNS = (
     "h2",  # ‖h_b‖² over the sampled tokens
     "r2",  # ‖r_b‖², r_b = ∂L/∂h_b, sampled tokens
-    "branch_h2",  # ‖h_{b+1} − h_b‖², sampled tokens; 0 for b = 2L
-    "branch_r2",  # ‖r_b − r_{b+1}‖², sampled tokens; 0 for b = 2L
+    "branch_h2",  # ‖h_{b+1} − h_b‖², sampled tokens; 0 at the end of a stack
+    "branch_r2",  # ‖r_b − r_{b+1}‖², sampled tokens; 0 at the end of a stack
     "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
     "fh2",  # ‖δh_b‖², sampled tokens, forward-noise pass
     "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
     "br2",  # ‖δr_b‖², sampled tokens, backward-noise pass; 0 if that pass was not run
 )
-
-
-@dataclass(frozen=True)
-class LinearRow:
-    """One linear of the model.
-
-    A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them.
-
-    Attributes:
-        name: global name.
-        stage: pipeline stage.
-        n, k: global (unsharded) shape of W [n, k].
-        experts: number of matrices.
-        active: number of those matrices that a token goes through.
-    """
-
-    name: str
-    stage: int
-    n: int
-    k: int
-    experts: int = 1
-    active: int = 1
-
-    @property
-    def id(self) -> LinearId:
-        """The parsed name."""
-        return LinearId.parse(self.name)
-
-    @property
-    def elements(self) -> float:
-        """Elements of its weights."""
-        return float(self.n) * self.k * self.experts
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one of its GEMMs for one token."""
-        return 2.0 * self.n * self.k * self.active
 
 
 @dataclass(frozen=True)
@@ -179,7 +142,7 @@ class StatisticsTable:
 
     def __post_init__(self) -> None:
         n, f, s = len(self.linears), len(self.formats), len(self.sinks)
-        boundaries = 2 * (1 + max((row.id.layer for row in self.linears), default=-1)) + 1
+        boundaries = count_boundaries(self.linears)
         expected = {
             **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
             **{f"by_format.{c}": (n, f) for c in FORMAT_COLUMNS},
@@ -284,13 +247,20 @@ class StatisticsTable:
             raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
 
 
+def count_boundaries(linears: Iterable[LinearRow]) -> int:
+    """Return the number of residual boundaries of a model: one above its last sub-block."""
+    return 2 + max((row.sub_block for row in linears), default=-2)
+
+
 def _row(row: LinearRow) -> list[Any]:
-    of_experts = [row.experts, row.active] if row.experts != 1 else []
-    return [row.name, row.stage, row.n, row.k, *of_experts]
+    return [row.name, row.stage, row.n, row.k, row.experts, row.active, row.sub_block, row.role.value]
 
 
-def _linear_row(name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active: Any = 1) -> LinearRow:
-    return LinearRow(str(name), int(stage), int(n), int(k), int(experts), int(active))
+def _linear_row(
+    name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active: Any = 1, sub_block: Any = -1, role: Any = "writes"
+) -> LinearRow:
+    """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
+    return LinearRow(str(name), int(stage), int(n), int(k), int(experts), int(active), int(sub_block), Role(role))
 
 
 def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:

@@ -48,9 +48,10 @@ class Trial:
 
 def plan_trials(names: Sequence[str], formats: Sequence[str]) -> tuple[Trial, ...]:
     """Return the trials of all options of the linears ``names``. Those of a layer and GEMM follow a perturbation."""
-    layers: dict[int, list[str]] = {}
+    layers: dict[tuple[str, int], list[str]] = {}
     for name in names:
-        layers.setdefault(LinearId.parse(name).layer, []).append(name)
+        linear = LinearId.parse(name)
+        layers.setdefault((linear.stack, linear.layer), []).append(name)
     candidates = [Format(name) for name in formats]
     trials: list[Trial] = []
     for members in layers.values():

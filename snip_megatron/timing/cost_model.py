@@ -125,7 +125,7 @@ def with_times(
 
     def timed(item: Item) -> Item:
         linear, gemm = split_option_id(item.id)
-        key = (linear.kind, _shape_of(linear, shapes), gemm)
+        key = (linear.path, _shape_of(linear, shapes), gemm)
         cost = seconds(*key, Format.BF16)
         choices = tuple(Choice(c.format, c.losses, cost - seconds(*key, c.format)) for c in item.choices)
         return replace(item, cost=cost, choices=choices)
@@ -135,7 +135,7 @@ def with_times(
 
 
 def _shape_of(linear: LinearId, shapes: Mapping[str, LinearShape]) -> LinearShape:
-    shape = shapes.get(str(linear)) or shapes.get(linear.kind)
+    shape = shapes.get(str(linear)) or shapes.get(linear.path)
     if shape is None:
         raise SnipError(f"{linear}: its shape on a rank is not known")
     return shape

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import LINEAR_KINDS
+from snip_megatron.precision import DENSE_LAYER
 
 _MAX_EDGE = 2**24
 _MAX_BLOCKS = 10_000
@@ -53,7 +53,7 @@ class ModelShape:
             (2 * self.ffn, self.hidden),
             (self.hidden, self.ffn),
         )
-        return dict(zip(LINEAR_KINDS, shapes, strict=True))
+        return dict(zip(DENSE_LAYER, shapes, strict=True))
 
     @property
     def block_weights(self) -> int:

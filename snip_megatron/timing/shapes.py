@@ -61,7 +61,7 @@ def local_shape(
     """Return one rank's shape of a linear.
 
     Args:
-        kind: the kind of linear, one of :data:`snip_megatron.precision.LINEAR_KINDS`.
+        kind: the kind of linear, one of :data:`snip_megatron.precision.DENSE_LAYER`.
         n: output features of the whole linear.
         k: input features of the whole linear.
         tokens: sequence length × micro batch size.

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import (
+    Format,
+    Gemm,
+    PrecisionMap,
+    dense_names,
+    option_id,
+)
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError, Verdict
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 
-NAMES = decoder_linear_names(3)
+NAMES = dense_names(3)
 CPU = torch.device("cpu")
 
 
@@ -86,7 +91,7 @@ def corrupted(rank: int, faults: int) -> dict[str, Any]:
 
 def other_model() -> dict[str, Any]:
     """A rank that built another model agrees about nothing."""
-    names = decoder_linear_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
+    names = dense_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
     try:
         MapChannel(names, CPU).agree(only_on_zero(Decision(Verdict.NOT_READY)))
     except MapMismatchError as error:

@@ -73,8 +73,8 @@ def worst_differences(
         linears and tokens.
     """
     found: dict[str, Any] = {"value": 0.0, "column": "", "close": 0.0, "flips": 0.0, "touched": 0.0, "ragged": 0.0}
-    kinds = np.array([row.id.kind for row in expected.linears])
-    experts = np.array([row.id.of_experts for row in expected.linears])
+    kinds = np.array([row.id.path for row in expected.linears])
+    experts = np.array([row.experts > 1 for row in expected.linears])
     minuends = differences_of_passes(expected)
     for name, array in expected.arrays().items():
         if name in unlike:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from snip_megatron.megatron.startup import prepare
+from snip_megatron.precision import LinearRow
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 
 Gradients = dict[str, torch.Tensor]
@@ -33,7 +34,9 @@ class Brute:
         self.forward_step, self.iterator, (self.model,), self.optimizer, _, self.config, self.schedule = step_arguments
         self.step = step
         handles = [module.snip for module in self.model.modules() if hasattr(module, "snip")]
-        self.registry = LinearRegistry([handle.name for handle in handles], handles[0].context)
+        self.registry = LinearRegistry(
+            [LinearRow(handle.name, 0, handle.n, handle.k) for handle in handles], handles[0].context
+        )
         for handle in handles:
             self.registry.add(handle)
         self.microbatches = json.loads(os.environ["BRUTE_MICROBATCHES"])
@@ -43,7 +46,9 @@ class Brute:
         from megatron.training import get_args
 
         from snip_megatron.megatron import compat
-        from snip_megatron.precision import PrecisionMap
+        from snip_megatron.precision import (
+            PrecisionMap,
+        )
 
         args, count = get_args(), len(self.microbatches)
         self.registry.adopt(PrecisionMap(choices=choices))

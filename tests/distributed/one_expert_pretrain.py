@@ -32,11 +32,11 @@ def main() -> int:
     from snip_megatron.layers.context import LinearHandle
     from snip_megatron.megatron import setup
     from snip_megatron.megatron.entry import run
-    from snip_megatron.precision import LINEAR_KINDS
+    from snip_megatron.precision import DENSE_LAYER
 
     def dense_index(handle: Any) -> int:
-        kinds = len(LINEAR_KINDS)
-        return int(handle.id.layer * kinds + LINEAR_KINDS.index(handle.id.kind.replace(".experts.", ".")))
+        kinds = len(DENSE_LAYER)
+        return int(handle.id.layer * kinds + DENSE_LAYER.index(handle.id.path.replace(".experts.", ".")))
 
     hook = setup.SnipRun.pre_wrap_hook
 

@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.megatron.startup import prepare
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import (
+    Format,
+    LinearId,
+    LinearRow,
+    dense_names,
+)
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 TENSOR, NVFP4, HADAMARD = Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_HADAMARD
@@ -138,7 +143,7 @@ def run(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from snip_megatron.layers.context import Override, StepContext
-    from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+    from snip_megatron.layers.registry import LinearRegistry
     from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.statistics.recorder import LinearRecorder
 
@@ -167,8 +172,8 @@ def run(
     assert module.weight.shape == w.shape
     module.weight.data.copy_(w)
 
-    linear = LinearId(3, case.kind)
-    registry = LinearRegistry(decoder_linear_names(4), StepContext(step=6, seed=5))
+    linear = LinearId("decoder", 3, case.kind)
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(4)], StepContext(step=6, seed=5))
     _convert_linear(module, linear, registry, None)
     registry[str(linear)].state.formats = case.formats
     registry.start_step(6)

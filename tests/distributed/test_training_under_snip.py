@@ -121,7 +121,7 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
 
 
 def test_a_static_map_needs_no_update(warm: WarmRanks, tmp_path: Path) -> None:
-    names = [str(LinearId(layer, kind)) for layer in range(4) for kind in KINDS]
+    names = [str(LinearId("decoder", layer, kind)) for layer in range(4) for kind in KINDS]
     static = PrecisionMap.uniform(names, Format.FP8, version=7)
     path = tmp_path / "map.json"
     path.write_text(static.to_json())

@@ -13,7 +13,7 @@ from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.records.readers import read_metrics
 
 Formats = tuple[Format, Format, Format]
@@ -61,7 +61,7 @@ class Trainings:
 
 def in_turn(listed: Sequence[Formats], layers: int, shift: int = 0) -> dict[LinearId, Formats]:
     """The formats of each linear: those listed, in turn, from the one at ``shift`` on."""
-    linears = [LinearId(layer, kind) for layer in range(layers) for kind in LINEAR_KINDS]
+    linears = [LinearId("decoder", layer, kind) for layer in range(layers) for kind in DENSE_LAYER]
     return dict(zip(linears, itertools.islice(itertools.cycle(listed), shift, None), strict=False))
 
 

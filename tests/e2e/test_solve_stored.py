@@ -11,23 +11,16 @@ import numpy as np
 import pytest
 from test_solve_command import one_line, snip
 
-from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.statistics.table import (
-    BOUNDARY_COLUMNS,
-    FORMAT_COLUMNS,
-    LINEAR_COLUMNS,
-    RHO_GRID,
-    LinearRow,
-    StatisticsTable,
-)
+from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 from snip_megatron.timing.shapes import local_shape
 
 LAYERS = 4
 SHAPES = {
     kind: local_shape(kind, n, k, tokens=8192)
-    for kind, (n, k) in zip(LINEAR_KINDS, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), strict=True)
+    for kind, (n, k) in zip(DENSE_LAYER, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), strict=True)
 }
 
 
@@ -36,9 +29,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One update at step 10 of a run that asked for half of the FLOPs in fp4."""
     rng = np.random.default_rng(3)
     rows = tuple(
-        LinearRow(str(LinearId(i, kind)), i // 2, SHAPES[kind].n, SHAPES[kind].k)
+        LinearRow(str(LinearId("decoder", i, kind)), i // 2, SHAPES[kind].n, SHAPES[kind].k)
         for i in range(LAYERS)
-        for kind in LINEAR_KINDS
+        for kind in DENSE_LAYER
     )
     n = len(rows)
     table = StatisticsTable(

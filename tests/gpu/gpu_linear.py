@@ -33,7 +33,7 @@ class Linear(torch.nn.Module):
         self.weight.main_grad = torch.zeros(n, k, device=device) if main_grad is None else main_grad
         self.weight.grad_added_to_main_grad = False
         self.handle = LinearHandle(
-            id=LinearId(3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+            id=LinearId("decoder", 3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
             out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
             module=self, state=LinearState(formats=formats),
         )  # fmt: skip

@@ -62,7 +62,7 @@ def test_a_linear(backend: GemmBackend, formats: Any, shape: tuple[int, int, int
     module.weight.main_grad = torch.ones(n, k, device="cuda")
     module.weight.grad_added_to_main_grad = False
     handle = LinearHandle(
-        id=LinearId(0, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
+        id=LinearId("decoder", 0, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
         out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=3),
         module=module, state=LinearState(formats=formats),
     )  # fmt: skip

@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import (
+    Format,
+    PrecisionMap,
+    dense_names,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
@@ -72,7 +75,7 @@ class Trainings:
         at_once = AT_ONCE_BESIDE if service else AT_ONCE
         self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in at_once.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
-        names = decoder_linear_names(LAYERS)
+        names = dense_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
 
     def begin(self, kind: str, graphs: str | None, *extra: str, layout: str = "one") -> Future[dict[str, Any]]:

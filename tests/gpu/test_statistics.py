@@ -112,7 +112,7 @@ def recorded(device: str) -> LinearRecorder:
     )
     backend = select_backend("auto").backend if device == "cuda" else REFERENCE
     handle = LinearHandle(
-        id=LinearId(1, "mlp.linear_fc1"), parallel="column", n=768, k=512, stage=0, tp_rank=0, tp_size=1,
+        id=LinearId("decoder", 1, "mlp.linear_fc1"), parallel="column", n=768, k=512, stage=0, tp_rank=0, tp_size=1,
         out_features=torch.arange(768), in_features=torch.arange(512), context=StepContext(backend=backend),
         module=torch.nn.Identity(),
     )  # fmt: skip

@@ -10,23 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.solver import Choice, Item, Problem
-from snip_megatron.statistics.table import (
-    BOUNDARY_COLUMNS,
-    FORMAT_COLUMNS,
-    LINEAR_COLUMNS,
-    RHO_GRID,
-    LinearRow,
-    StatisticsTable,
-)
+from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 
 LAYERS, STEPS, FIRST, INTERVAL, LAG, UPDATES, TARGET = 6, 120, 10, 20, 5, 5, 0.75
 PER_STAGE = {"0": TARGET, "1": TARGET}
-LINEARS = tuple(str(LinearId(layer, kind)) for layer in range(LAYERS) for kind in LINEAR_KINDS)
+LINEARS = tuple(str(LinearId("decoder", layer, kind)) for layer in range(LAYERS) for kind in DENSE_LAYER)
 CONFIG: dict[str, Any] = {
     "budget": f"fp4={TARGET}", "policy": "snip", "granularity": "gemm", "estimator": "noise", "formats": ["fp8", "fp4"],
     "update_interval": INTERVAL, "first_update": FIRST, "lag": LAG, "pin": [], "seed": 1234,

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import (
-    LINEAR_KINDS,
+    DENSE_LAYER,
     STATUSES,
     VARIANTS,
     Format,
     Gemm,
     LinearId,
+    LinearRow,
     PrecisionMap,
+    Role,
     candidates_fault,
+    dense_names,
     fp4_fraction,
     misplaced,
     option_id,
@@ -28,7 +31,9 @@ from snip_megatron.precision import (
 )
 
 FORMATS = st.sampled_from(list(Format))
-LINEARS = st.builds(LinearId, st.integers(0, 200), st.sampled_from(LINEAR_KINDS))
+LINEARS = st.builds(
+    LinearId, st.sampled_from(["decoder", "mtp"]), st.integers(0, 200), st.sampled_from([*DENSE_LAYER, "mixer.in_proj"])
+)
 KEYS = st.builds(option_id, LINEARS.map(str), st.one_of(st.none(), st.sampled_from(list(Gemm))))
 CHOICES = st.dictionaries(KEYS, FORMATS, max_size=12).map(
     lambda drawn: {key: fmt for key, fmt in drawn.items() if misplaced(fmt, split_option_id(key)[1]) is None}
@@ -74,14 +79,14 @@ def test_option_ids_round_trip(key: str) -> None:
     "name",
     [
         "",
-        "decoder.layers.0.mlp",
+        "decoder.layers.0",
         "decoder.layers.00.mlp.linear_fc1",
         "decoder.layers.-1.mlp.linear_fc1",
         "decoder.layers.0.mlp.linear_fc1\n",
-        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc1:fprop",
         "decoder.layers.٣.mlp.linear_fc1",
         "xdecoder.layers.0.mlp.linear_fc1",
-        "decoder.layers.0.mlpxlinear_fc1",
+        "decoder.layers.0.mlp..linear_fc1",
     ],
 )
 def test_other_names_are_refused(name: str) -> None:
@@ -96,9 +101,9 @@ def test_other_gemms_are_refused(gemm: str) -> None:
 
 
 def test_sub_blocks_number_the_residual_boundaries() -> None:
-    order = [LinearId(layer, kind).sub_block for layer in (0, 1) for kind in LINEAR_KINDS]
-    assert order == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [LinearId(0, kind).is_first for kind in LINEAR_KINDS] == [True, False, True, False]
+    rows = [LinearRow(name, 0, 1, 1) for name in dense_names(2)]
+    assert [row.sub_block for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [row.role for row in rows] == [Role.READS, Role.WRITES] * 4
 
 
 # -- lookup --------------------------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ def test_a_gemm_wins_over_its_linear_and_absence_is_bf16() -> None:
     chosen = PrecisionMap({name: Format.FP8, f"{name}:wgrad": Format.FP4})
     assert [chosen.format_of(name, g) for g in Gemm] == [Format.FP8, Format.FP8, Format.FP4]
     assert chosen.format_of("decoder.layers.1.mlp.linear_fc1", Gemm.FPROP) is Format.BF16
-    assert chosen.linears() == [LinearId(0, "mlp.linear_fc1")]
+    assert chosen.linears() == [LinearId("decoder", 0, "mlp.linear_fc1")]
 
 
 def test_immutable_also_through_the_mapping_it_was_made_from() -> None:

@@ -38,7 +38,7 @@
 
   // ---- map --------------------------------------------------------------------------------------------------------
   const scientific = (value) => (value === null || value === undefined ? "–" : value.toExponential(2));
-  const linearName = (row, column) => `decoder.layers.${maps.layers[column]}.${maps.rows[row].kind}`;
+  const linearName = (row, column) => `${maps.rows[row].stack}.layers.${maps.layers[column]}.${maps.rows[row].path}`;
   const scoresOf = (map, row, column) => (map.scores === null ? null : maps.scores[map.scores][row][column]);
 
   function isChanged(index, row, column) {

@@ -68,7 +68,9 @@ class ProbeMemory:
         self._handles = list(handles)
         self._host = host
         self._probe_tokens = probe_tokens
-        self._blocks_at_once = 1.0 / max(1, len({h.id.layer for h in self._handles})) if host.recomputes else 1.0
+        self._blocks_at_once = (
+            1.0 / max(1, len({(h.id.stack, h.id.layer) for h in self._handles})) if host.recomputes else 1.0
+        )
 
     def needed(self, peak: float | None, microbatches: int, step_microbatches: int) -> float:
         """Bytes that an update takes beyond the memory that is allocated between two steps.
@@ -111,13 +113,13 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
     copies = Counter(handle.name for handle in handles)  # experts of a layer share a name
     linears = []
     for handle in handles:
-        rows = tokens if handle.expert is None else -(-tokens * registry.mixture[1] // copies[handle.name])
+        rows = tokens if handle.expert is None else -(-tokens * registry.row(handle).active // copies[handle.name])
         linears.append(LinearRows(rows, int(handle.weight.shape[0]), int(handle.weight.shape[1])))
     return ProbedShapes(
         linears=linears,
         tokens=tokens,
         hidden=host.hidden,
-        boundaries=2 * len({handle.id.layer for handle in handles}),
+        boundaries=len({registry.row(handle).sub_block for handle in handles}),
         element=handles[0].weight.element_size() if handles else 2,
     )
 

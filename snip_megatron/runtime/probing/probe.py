@@ -47,7 +47,7 @@ class ProbeRunner:
         self._registry = registry
         self._config = config
         self._weighs_updates = weighs_updates
-        self._shape = TableShape(tuple(registry.names), config.measured_formats, host.sinks, registry.mixture)
+        self._shape = TableShape(registry.rows, config.measured_formats, host.sinks)
         self._updates = UpdateErrors(host, len(registry.names), config.seed)
         self.has_trained = False
 
@@ -199,10 +199,6 @@ class ProbeRunner:
         reduce_columns(recorders, self._host.groups)
         table = self._partial(scale)
         self._collect(table, recorders, stream)
-        for handle in (recorder.handle for recorder in recorders):
-            first = self._host.groups.of(handle).dp_rank == 0 and handle.tp_rank == 0
-            if first and not handle.expert:  # experts of a layer share a row, which the first one adds
-                table.add_layout(handle.name, handle.stage, handle.n, handle.k)
         return self._reduced(table)
 
     def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:

@@ -19,7 +19,7 @@ from snip_megatron.quantization import derive_seed, fake_quantize
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC
 from snip_megatron.quantization.hadamard import ROTATED, rotate
 
-FC1 = LinearId(2, "mlp.linear_fc1")
+FC1 = LinearId("decoder", 2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
 Formats = tuple[Format, Format, Format]
 
@@ -73,7 +73,7 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
         in_features=torch.arange(k),
         context=context,
         module=linear,
-        state=LinearState(formats=formats),
+        state=LinearState(position=FC1_INDEX, formats=formats),
     )
     linear.__class__ = SnipRowParallelLinear if row else SnipColumnParallelLinear
     linear.snip = handle

@@ -18,7 +18,10 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import Override, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format
+from snip_megatron.precision import (
+    Format,
+    LinearRow,
+)
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
 
@@ -48,7 +51,7 @@ def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, devi
     linear = stock_linear(group, 128, 256, dtype=torch.bfloat16)
     context = StepContext(backend=backend, seed=5, dp_rank=1, dp_size=3)
     handle = convert(linear, context, formats)
-    registry = LinearRegistry([handle.name], context)
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in [handle.name]], context)
     registry.add(handle)
     linear.weight.main_grad = torch.zeros(linear.weight.shape)
     linear.weight.grad_added_to_main_grad = False

@@ -9,15 +9,22 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
-from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import LinearRegistry, check_map_fits, decoder_linear_names
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.layers.registry import LinearRegistry, check_map_fits
+from snip_megatron.precision import (
+    Format,
+    Gemm,
+    LinearId,
+    LinearRow,
+    PrecisionMap,
+    dense_names,
+    option_id,
+)
 
-NAMES = decoder_linear_names(3)
+NAMES = dense_names(3)
 
 
 def registry_of(*linears: LinearId) -> LinearRegistry:
-    registry = LinearRegistry(NAMES, StepContext())
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
     for linear in linears:
         registry.add(handle(linear, registry.context))
     return registry
@@ -31,26 +38,13 @@ def handle(linear: LinearId, context: StepContext) -> LinearHandle:
 
 def test_the_index_of_a_linear_is_its_place_among_all() -> None:
     """Part of the key of stochastic rounding: distinct, and the same on every pipeline stage."""
-    assert [handle(LinearId.parse(name), StepContext()).index for name in NAMES] == list(range(12))
-
-
-def test_experts_take_the_place_of_the_dense_mlp() -> None:
-    experts = ExpertLayers(frozenset({1}), experts=4, active=2, ffn=8)
-    names = decoder_linear_names(2, experts)
-    assert names[4:] == [
-        "decoder.layers.1.self_attention.linear_qkv",
-        "decoder.layers.1.self_attention.linear_proj",
-        "decoder.layers.1.mlp.experts.linear_fc1",
-        "decoder.layers.1.mlp.experts.linear_fc2",
-    ]
-    parsed = LinearId.parse(names[6])
-    assert (parsed.of_experts, parsed.is_first, parsed.sub_block) == (True, True, 3)
-    assert not LinearId.parse(names[7]).is_first
+    assert [each.index for each in registry_of(*map(LinearId.parse, reversed(NAMES)))] == list(range(12))
 
 
 def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
-    linear = LinearId(1, "mlp.experts.linear_fc1")
-    registry = LinearRegistry([str(linear)], StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1))
+    linear = LinearId("decoder", 1, "mlp.experts.linear_fc1")
+    context = StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1)
+    registry = LinearRegistry([LinearRow(str(linear), 0, 4, 4, experts=4, active=2)], context)
     for number in (3, 2):
         one = replace(handle(linear, registry.context), expert=number)
         registry.add(one)
@@ -59,13 +53,13 @@ def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
     registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
     assert [h.expert for h in registry] == [2, 3]
     assert all(h.formats == (Format.FP4,) * 3 for h in registry)
-    dense = handle(LinearId(1, "mlp.linear_fc1"), registry.context)
+    dense = handle(LinearId("decoder", 1, "mlp.linear_fc1"), registry.context)
     assert len({h.index for h in [*registry, dense]}) == 3
     assert [h.global_microbatch(5) for h in (one, dense)] == [5 * 2 + 1, 5 * 4 + 3]
 
 
 def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:
-    first, second = LinearId(1, "mlp.linear_fc2"), LinearId(1, "mlp.linear_fc1")
+    first, second = LinearId("decoder", 1, "mlp.linear_fc2"), LinearId("decoder", 1, "mlp.linear_fc1")
     registry = registry_of(first, second)
     choices = dict(PrecisionMap.uniform(NAMES, Format.FP8).choices)
     choices[option_id(str(first), Gemm.DGRAD)] = Format.FP4
@@ -75,12 +69,12 @@ def test_adopt_sets_all_three_formats_of_every_local_linear() -> None:
     assert registry[str(first)].formats == (Format.FP8, Format.FP4, Format.BF16)
     assert registry[str(second)].formats == (Format.FP8, Format.FP8, Format.FP8)
     assert registry.current is new
-    assert [h.id for h in registry] == sorted([first, second])
+    assert [h.id for h in registry] == [second, first]
     assert len(registry) == 2
 
 
 def test_adopt_of_a_map_by_linear_and_of_a_map_that_names_nothing() -> None:
-    linear = LinearId(0, "mlp.linear_fc1")
+    linear = LinearId("decoder", 0, "mlp.linear_fc1")
     registry = registry_of(linear)
     registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
     assert registry[str(linear)].formats == (Format.FP4,) * 3
@@ -89,7 +83,7 @@ def test_adopt_of_a_map_by_linear_and_of_a_map_that_names_nothing() -> None:
 
 
 def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
-    linear = LinearId(0, "mlp.linear_fc1")
+    linear = LinearId("decoder", 0, "mlp.linear_fc1")
     registry = registry_of(linear)
     before = registry.current
     bad = {str(linear): Format.FP4, "decoder.layers.3.mlp.linear_fc1": Format.FP4}
@@ -100,8 +94,8 @@ def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
 
 
 def test_a_linear_is_registered_once_and_only_if_known() -> None:
-    registry = registry_of(LinearId(0, "mlp.linear_fc1"))
-    for linear in (LinearId(0, "mlp.linear_fc1"), LinearId(3, "mlp.linear_fc1")):
+    registry = registry_of(LinearId("decoder", 0, "mlp.linear_fc1"))
+    for linear in (LinearId("decoder", 0, "mlp.linear_fc1"), LinearId("decoder", 3, "mlp.linear_fc1")):
         with pytest.raises(SnipError, match="registered twice or not a linear of this model"):
             registry.add(handle(linear, registry.context))
 
@@ -112,9 +106,9 @@ def test_a_map_of_this_model_fits() -> None:
 
 
 def test_maps_of_deeper_and_shallower_models_do_not() -> None:
-    deeper = PrecisionMap.uniform(decoder_linear_names(4), Format.FP4)
+    deeper = PrecisionMap.uniform(dense_names(4), Format.FP4)
     with pytest.raises(SnipError, match=r"m\.json: names decoder\.layers\.3\..*map of another model"):
         check_map_fits(deeper, NAMES, "m.json")
-    shallower = PrecisionMap.uniform(decoder_linear_names(2), Format.FP4)
+    shallower = PrecisionMap.uniform(dense_names(2), Format.FP4)
     with pytest.raises(SnipError, match=r"m\.json: says nothing about decoder\.layers\.2\..*4 of 12.*another model"):
         check_map_fits(shallower, NAMES, "m.json")

@@ -37,7 +37,7 @@ def test_linears_with_one_format_have_no_pairs() -> None:
 
 def a_linear() -> LinearHandle:
     return LinearHandle(
-        LinearId(1, "mlp.linear_fc1"), "column", 48, 32, 0, 0, 1, torch.arange(48), torch.arange(32),
+        LinearId("decoder", 1, "mlp.linear_fc1"), "column", 48, 32, 0, 0, 1, torch.arange(48), torch.arange(32),
         StepContext(seed=3), torch.nn.Linear(32, 48, bias=False),
     )  # fmt: skip
 

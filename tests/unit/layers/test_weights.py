@@ -14,7 +14,11 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import (
+    Format,
+    LinearRow,
+    PrecisionMap,
+)
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 
@@ -50,7 +54,7 @@ def backend() -> Counting:
 def registry(linear: Any, backend: Counting) -> LinearRegistry:
     context = StepContext(backend=backend)
     handle = convert(linear, context, (FP8, FP8, FP8))
-    registry = LinearRegistry([handle.name], context)
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in [handle.name]], context)
     registry.add(handle)
     return registry
 

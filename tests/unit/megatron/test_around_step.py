@@ -10,10 +10,14 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
-from snip_megatron.precision import LinearId
+from snip_megatron.precision import (
+    LinearId,
+    LinearRow,
+    dense_names,
+)
 
 
 def a_call() -> StepCall:
@@ -39,10 +43,10 @@ def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.Monkey
 def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index of a backward in its step enters the keys of stochastic rounding."""
     run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
-    registry = LinearRegistry(decoder_linear_names(1), StepContext())
+    registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(1)], StepContext())
     features = torch.arange(4)
     handle = LinearHandle(
-        LinearId(0, "mlp.linear_fc1"), "column", 4, 4, 0, 0, 1, features, features, registry.context,
+        LinearId("decoder", 0, "mlp.linear_fc1"), "column", 4, 4, 0, 0, 1, features, features, registry.context,
         torch.nn.Linear(4, 4),
     )  # fmt: skip
     registry.add(handle)

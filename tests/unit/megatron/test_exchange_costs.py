@@ -14,7 +14,7 @@ from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
@@ -45,16 +45,16 @@ def random_map(rng: random.Random, *, mixed: bool) -> PrecisionMap:
     """Formats by linear. ``mixed``: fprop has its own; dgrad and wgrad share one, so that the price of G is exact."""
     choices = {}
     for block in range(8):
-        for kind in LINEAR_KINDS:
+        for kind in DENSE_LAYER:
             forward, backward = rng.choice(FORMATS), rng.choice(FORMATS)
             for gemm in Gemm:
                 chosen = forward if mixed and gemm is Gemm.FPROP else backward
-                choices[option_id(str(LinearId(block, kind)), gemm)] = chosen
+                choices[option_id(str(LinearId("decoder", block, kind)), gemm)] = chosen
     return PrecisionMap(version=1, choices=choices)
 
 
 def formats_in(precision_map: PrecisionMap, block: int, kind: str) -> Formats:
-    fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId(block, kind)), gemm) for gemm in Gemm)
+    fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId("decoder", block, kind)), gemm) for gemm in Gemm)
     return fprop, dgrad, wgrad
 
 
@@ -68,7 +68,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
     given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
     times = of_run(communication, model, **given)
     step = planned(communication, model, recompute=recompute or "none")
-    stages = {str(LinearId(block, kind)): block // 4 for block in range(8) for kind in LINEAR_KINDS}
+    stages = {str(LinearId("decoder", block, kind)): block // 4 for block in range(8) for kind in DENSE_LAYER}
     bf16 = step.step(lambda block, kind: ALL_BF16).total
     rng = random.Random(17)
     for _ in range(10):
@@ -86,7 +86,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
 
 def test_the_reference_of_a_step_s_speedup_contains_every_exposed_exchange() -> None:
     """In bf16 they are all in the rest; with ``all`` they are in the linears, whose bf16 formats take as long."""
-    stages = {str(LinearId(block, kind)): block // 4 for block in range(8) for kind in LINEAR_KINDS}
+    stages = {str(LinearId("decoder", block, kind)): block // 4 for block in range(8) for kind in DENSE_LAYER}
     exposed = planned("bf16", "h200").step(lambda block, kind: ALL_BF16).stages[1].tensor_parallel
     found = {mode: of_run(mode, "h200") for mode in MODES}
     linears = {mode: times.linears(stages)[1] for mode, times in found.items()}
@@ -103,7 +103,7 @@ def test_exchanges_of_single_gemms() -> None:
     """By hand, from the bandwidth that is stated: 4,096 tokens of 1,024 features, a half of which a rank sends."""
     times = of_run("all", "flops")
     one = 4 * 4096 * 1024 / 2 / 350e9  # seconds in which a byte of every element is sent, of four microbatches
-    qkv, proj = (times.exchanges[kind] for kind in LINEAR_KINDS[:2])
+    qkv, proj = (times.exchanges[kind] for kind in DENSE_LAYER[:2])
     assert qkv["fprop"]["bf16"] == pytest.approx(2 * one)
     assert qkv["fprop"]["fp8"] == pytest.approx(1.03125 * one)
     assert qkv["fprop"]["fp4"] == pytest.approx(0.53125 * one)

@@ -9,12 +9,12 @@ from llama_arguments import arguments
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron.model_linears import gemm_flops, model_linears
+from snip_megatron.precision import dense_names
 
 
 def shapes(**given: Any) -> dict[str, tuple[int, int]]:
-    return {row.id.kind: (row.n, row.k) for row in model_linears(arguments(**given))[:4]}
+    return {row.id.path: (row.n, row.k) for row in model_linears(arguments(**given))[:4]}
 
 
 def test_shapes_follow_attention_and_mlp() -> None:
@@ -49,7 +49,7 @@ def test_stages_of_an_even_split(layers: int, stages: int, virtual: int | None, 
     )
     rows = model_linears(args)
     assert [row.stage for row in rows[::4]] == expected
-    assert [row.name for row in rows] == decoder_linear_names(layers)
+    assert [row.name for row in rows] == dense_names(layers)
 
 
 @pytest.mark.parametrize(

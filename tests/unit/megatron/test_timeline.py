@@ -13,8 +13,8 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import learning_rate
 from snip_megatron.megatron.timeline import relative_rates, timeline_of
+from snip_megatron.precision import LinearRow
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.statistics.table import LinearRow
 
 BATCH, STEPS = 8, 50
 LINEARS = (LinearRow("decoder.layers.0.mlp.linear_fc1", 0, 4, 4),)

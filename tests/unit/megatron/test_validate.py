@@ -11,10 +11,13 @@ from llama_arguments import EXPERTS, arguments
 from refusals import refused
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.registry import decoder_linear_names
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import (
+    Format,
+    PrecisionMap,
+    dense_names,
+)
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 
@@ -167,7 +170,7 @@ def test_a_probe_before_the_first_optimizer_step() -> None:
 
 # -- maps ------------------------------------------------------------------------------------------------------
 def write_map(path: Path, layers: int) -> str:
-    path.write_text(PrecisionMap.uniform(decoder_linear_names(layers), Format.FP8).to_json())
+    path.write_text(PrecisionMap.uniform(dense_names(layers), Format.FP8).to_json())
     return str(path)
 
 
@@ -267,7 +270,7 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
     args = arguments(**routed)
     assert unquantised_flops(args) == {}
     assert [row.name for row in model_linears(args)] == linear_names(args)
-    rows = {row.id.kind: row for row in model_linears(args) if row.id.layer == 1}
+    rows = {row.id.path: row for row in model_linears(args) if row.id.layer == 1}
     first, second = rows["mlp.experts.linear_fc1"], rows["mlp.experts.linear_fc2"]
     assert (first.n, first.k, first.experts, first.active) == (96, 64, 4, 2)
     assert (second.n, second.k, second.experts, second.active) == (64, 48, 4, 2)

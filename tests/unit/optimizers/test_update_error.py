@@ -111,7 +111,7 @@ SCALE = StepScale(gradient=0.5, clip=0.8, tokens=64, tokens_per_step=256)
 def recorder_of(out: torch.Tensor, inner: torch.Tensor, rank: int = 0) -> LinearRecorder:
     """A recorder that holds the column norms of these rows and columns of W."""
     handle = LinearHandle(
-        id=LinearId(0, "mlp.linear_fc1"),
+        id=LinearId("decoder", 0, "mlp.linear_fc1"),
         parallel="column",
         n=N,
         k=K,

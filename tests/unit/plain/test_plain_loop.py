@@ -14,7 +14,7 @@ from torch import nn
 
 from snip_megatron.errors import SnipError
 from snip_megatron.plain import PlainSnip, convert
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 
 ROOT = Path(__file__).resolve().parents[3]
 _spec = importlib.util.spec_from_file_location("plain_loop_example", ROOT / "examples" / "plain_loop.py")
@@ -150,7 +150,7 @@ def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     table = training.snip.table
     assert table is not None
     count = len(linears)
-    assert [row.name.rpartition("layers.")[2][2:] for row in table.linears] == [*LINEAR_KINDS] * 3
+    assert [row.name.rpartition("layers.")[2][2:] for row in table.linears] == [*DENSE_LAYER] * 3
     np.testing.assert_allclose(table.linear["x2"], [seen["x", i] for i in range(count)], rtol=1e-4)
     np.testing.assert_allclose(table.linear["g2"], [seen["g", i] for i in range(count)], rtol=1e-4)
     np.testing.assert_allclose(table.linear["gw2"], gradients, rtol=1e-4)

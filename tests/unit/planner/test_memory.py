@@ -19,7 +19,7 @@ from snip_megatron.planner.memory import (
     saved_input,
     stage_memory,
 )
-from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import ALL_BF16, Formats
@@ -45,13 +45,13 @@ def measured_layout() -> Layout:
 @pytest.mark.parametrize(("row", "formats"), [("snip fp8", FP8), ("snip fp8_tensor", TENSOR), ("snip fp4", FP8)])
 def test_saved_inputs_are_those_measured_on_an_h200(row: str, formats: Formats) -> None:
     chosen = measured_layout()
-    found = chosen.model.blocks * sum(saved_input(chosen, kind, formats) for kind in LINEAR_KINDS)
+    found = chosen.model.blocks * sum(saved_input(chosen, kind, formats) for kind in DENSE_LAYER)
     assert found == pytest.approx(MEASURED["rows"][row]["linears_saved_bytes"], rel=1e-6)
 
 
 def test_bf16_inputs_are_those_measured_but_for_attentions_own_output() -> None:
     chosen = measured_layout()
-    found = chosen.model.blocks * sum(saved_input(chosen, kind, BF16) for kind in LINEAR_KINDS)
+    found = chosen.model.blocks * sum(saved_input(chosen, kind, BF16) for kind in DENSE_LAYER)
     shared = chosen.model.blocks * 2 * chosen.tokens * chosen.model.hidden
     assert found + shared == MEASURED["rows"]["our spec bf16, not converted"]["linears_saved_bytes"]
 
@@ -87,13 +87,13 @@ def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
     fc1 = "mlp.linear_fc1"
     assert saved_input(parallel, fc1, FP8) == saved_input(parallel, fc1, BF16) == 2 * 8192 * 8192 / 8
     assert saved_input(plain, fc1, FP8) == pytest.approx(8192 * 8192 * (1 + 4 / 128))
-    rows = dict.fromkeys(LINEAR_KINDS, BF16)
+    rows = dict.fromkeys(DENSE_LAYER, BF16)
     assert block_activations(parallel, rows) < block_activations(plain, rows)
 
 
 def test_a_rank_keeps_a_whole_key_value_head() -> None:
     few, enough = (layout(replace(SMALL, groups=groups), tp=8) for groups in (4, 8))
-    bf16 = dict.fromkeys(LINEAR_KINDS, ALL_BF16)
+    bf16 = dict.fromkeys(DENSE_LAYER, ALL_BF16)
     assert block_activations(few, bf16) == block_activations(enough, bf16)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from snip_megatron.planner.overhead import overhead, table_entries
 from snip_megatron.planner.probes import Probes
-from snip_megatron.precision import LINEAR_KINDS, LinearId
+from snip_megatron.precision import LinearRow, dense_names
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import layout, step_model
@@ -19,11 +19,11 @@ def test_the_table_has_the_entries_that_ranks_reduce(blocks: int, formats: int) 
     reduction = pytest.importorskip("snip_megatron.statistics.reduction")
     from snip_megatron.statistics.table import SinkRow
 
-    names = [str(LinearId(layer, kind)) for layer in range(blocks) for kind in LINEAR_KINDS]
+    rows = tuple(LinearRow(name, 0, 1, 1) for name in dense_names(blocks))
     sinks = tuple(SinkRow(f"sink{i}", 0, 1) for i in range(2 * blocks + 2))  # embedding, two norms a block, last norm
-    shape = reduction.TableShape(tuple(names), ("fp8", "fp4", "fp8_tensor")[:formats], sinks)
+    shape = reduction.TableShape(rows, ("fp8", "fp4", "fp8_tensor")[:formats], sinks)
     entries = sum(array.numel() for array in reduction.PartialTable(shape, 1.0).arrays.values())
-    assert table_entries(len(names), formats) == entries
+    assert table_entries(len(rows), formats) == entries
 
 
 def test_a_fixed_map_measures_nothing() -> None:

@@ -18,7 +18,7 @@ from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import LINEAR_KINDS, Format, LinearId
+from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.precision.phases import AUTO, Schedule
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
@@ -28,7 +28,6 @@ from snip_megatron.statistics.table import (
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,
     RHO_GRID,
-    LinearRow,
     SinkRow,
     StatisticsTable,
 )
@@ -180,9 +179,9 @@ def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: in
     """A file of random statistics of SMALL, recorded on one pipeline stage."""
     rng = np.random.default_rng(0)
     rows = tuple(
-        LinearRow(str(LinearId(layer, kind)), 0, *SMALL.linears[kind])
+        LinearRow(str(LinearId("decoder", layer, kind)), 0, *SMALL.linears[kind])
         for layer in range(blocks)
-        for kind in LINEAR_KINDS
+        for kind in DENSE_LAYER
     )
     sinks = tuple(SinkRow(f"sink{i}", min(i, 2 * blocks), 100) for i in range(2 * blocks + 2))
     n, f, b = len(rows), len(formats), 2 * blocks + 1

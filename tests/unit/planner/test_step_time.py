@@ -15,7 +15,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import LINEAR_KINDS, Format
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
@@ -133,6 +133,6 @@ def test_fixed_seconds_and_linears_make_the_step(
     model = step_model(chosen)
     fprop, dgrad, wgrad = formats
     step = model.step(lambda block, kind: (fprop, dgrad, wgrad))
-    linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in LINEAR_KINDS)
+    linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in DENSE_LAYER)
     slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
     assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)

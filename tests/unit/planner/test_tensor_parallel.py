@@ -19,7 +19,7 @@ from snip_megatron.planner.rates import Links
 from snip_megatron.planner.request import build_problem
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
 from snip_megatron.solver import Problem, Solution, solve
@@ -65,7 +65,7 @@ def priced(step: StepModel, kind: str, formats: Formats) -> float:
 def test_charges_add_up_to_the_exchanges_that_formats_decide(communication: str, recompute: str) -> None:
     step = step_of(communication, recompute=recompute)
     inexact = 0
-    for kind, fprop, dgrad, wgrad in itertools.product(LINEAR_KINDS, Format, Format, Format):
+    for kind, fprop, dgrad, wgrad in itertools.product(DENSE_LAYER, Format, Format, Format):
         found = charged(step, kind, (fprop, dgrad, wgrad))
         wanted = priced(step, kind, (fprop, dgrad, wgrad))
         if kind in COLUMN_PARALLEL or communication == "bf16" or dgrad is wgrad:
@@ -110,7 +110,7 @@ def _problem_of(
 
 def _options(granularity: str) -> list[str]:
     gemms: Sequence[Gemm | None] = tuple(Gemm) if granularity == "gemm" else (None,)
-    return [option_id(str(LinearId(0, kind)), gemm) for kind in LINEAR_KINDS for gemm in gemms]
+    return [option_id(str(LinearId("decoder", 0, kind)), gemm) for kind in DENSE_LAYER for gemm in gemms]
 
 
 def _seconds(step: StepModel, solution: Solution) -> float:
@@ -140,7 +140,7 @@ def test_whole_linears_are_chosen_as_by_brute_force_over_planned_steps(
     best = math.inf
     for formats in itertools.product((BF16, FP8, FP4), repeat=4):
         if math.fsum(by[f] for by, f in zip(given_losses.values(), formats, strict=True)) <= bound:
-            chosen = dict(zip(LINEAR_KINDS, formats, strict=True))
+            chosen = dict(zip(DENSE_LAYER, formats, strict=True))
             best = min(best, step.step(lambda block, kind, of=chosen: (of[kind],) * 3).total)
     assert _seconds(step, found) == pytest.approx(best, rel=1e-9)
 

@@ -11,7 +11,7 @@ import pytest
 from sensitivity.synthetic import SHAPES, make_table
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, PrecisionMap
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import Change, Stored, find_stored, is_statistics, rebuild
@@ -22,7 +22,7 @@ from snip_megatron.timing.shapes import local_shape
 
 STEPS = (10, 30)
 MEASURED = ("fp8", "fp8_tensor", "fp4")
-LINEAR_SHAPES = {kind: local_shape(kind, *SHAPES[kind], tokens=256, microbatches=2) for kind in LINEAR_KINDS}
+LINEAR_SHAPES = {kind: local_shape(kind, *SHAPES[kind], tokens=256, microbatches=2) for kind in DENSE_LAYER}
 
 
 def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:

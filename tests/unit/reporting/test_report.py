@@ -139,7 +139,7 @@ def test_the_grid_is_the_map(page, whole_run):
         scores = json.loads((whole_run / "scores" / f"step_{entry['step'] - 5}.json").read_text())["scores"]
         for r, row in enumerate(payload["rows"]):
             for c, layer in enumerate(payload["layers"]):
-                key = f"decoder.layers.{layer}.{row['kind']}:{row['gemm']}"
+                key = f"{row['stack']}.layers.{layer}.{row['path']}:{row['gemm']}"
                 assert payload["formats"][entry["codes"][r][c]]["name"] == recorded.choices[key].value
                 shown = payload["scores"][entry["scores"]][r][c]["fp4"]
                 assert shown == pytest.approx(

@@ -132,7 +132,7 @@ def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> Non
     each = {gemm.value: {"bf16": 2.0, "fp8": 1.0, "fp4": 1.0} for gemm in Gemm}
     kinds = {linear.rpartition(".layers.")[2].partition(".")[2] for linear in synthetic_run.LINEARS}
     times = {"model": "test", "seconds": dict.fromkeys(kinds, each), "rest": {"0": 72.0, "1": 8.0}}
-    facts = {"predicted_times": times, "layer_stages": [0, 0, 0, 1, 1, 1]}
+    facts = {"predicted_times": times, "linear_stages": {name: i // 12 for i, name in enumerate(synthetic_run.LINEARS)}}
     worth = a_run(tmp_path, bf16=1.0, mapped=0.95, facts=facts, config={"update_interval": 0})
     # 12 linears a stage: 72 s of 3 GEMMs of 2 s each, halved by the map, beside 72 s on the slower stage
     assert worth.maps[-1].predicted == pytest.approx(144 / 108)

@@ -12,9 +12,15 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.precision import Format, LinearId, PrecisionMap
+from snip_megatron.precision import (
+    Format,
+    LinearId,
+    LinearRow,
+    PrecisionMap,
+    dense_names,
+)
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.wandb_sink import WandbSink
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
@@ -24,18 +30,11 @@ from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.statistics.table import (
-    BOUNDARY_COLUMNS,
-    FORMAT_COLUMNS,
-    LINEAR_COLUMNS,
-    RHO_GRID,
-    LinearRow,
-    StatisticsTable,
-)
+from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 
-NAMES = decoder_linear_names(1)
+NAMES = dense_names(1)
 CPU = torch.device("cpu")
-LINEAR = LinearId(0, "mlp.linear_fc1")
+LINEAR = LinearId("decoder", 0, "mlp.linear_fc1")
 FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
@@ -169,7 +168,7 @@ class Run:
     ) -> None:
         defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
         config = SnipConfig(enabled=True, **{**defaults, **fields})
-        self.script, self.registry = script, LinearRegistry(NAMES, StepContext())
+        self.script, self.registry = script, LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
         features = torch.arange(4)
         module = torch.nn.Linear(4, 4)
         self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)

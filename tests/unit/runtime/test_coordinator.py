@@ -13,8 +13,11 @@ from scripted_controller import table
 from sidecar.jobs import wait_until
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import (
+    Format,
+    PrecisionMap,
+    dense_names,
+)
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -22,7 +25,7 @@ from snip_megatron.sensitivity.request import SolveRequest
 
 
 def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path) -> None:
-    recorded = PrecisionMap.uniform(decoder_linear_names(1), Format.FP4, version=1)
+    recorded = PrecisionMap.uniform(dense_names(1), Format.FP4, version=1)
     with RunDirectory(tmp_path / "recorded", {}, overwrite=False, resume_step=None) as run:
         run.event(4, "adopt", version=1)
         run.write_map(4, recorded)

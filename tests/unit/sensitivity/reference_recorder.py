@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from snip_megatron.precision import LinearRow
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,
     RHO_GRID,
-    LinearRow,
     SinkRow,
     StatisticsTable,
 )

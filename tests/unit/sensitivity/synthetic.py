@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from snip_megatron.precision import LINEAR_KINDS
+from snip_megatron.precision import DENSE_LAYER, LinearRow
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,
     RHO_GRID,
-    LinearRow,
     SinkRow,
     StatisticsTable,
 )
@@ -29,7 +28,7 @@ def linear_rows(layers: int, stages: int = 1) -> tuple[LinearRow, ...]:
     return tuple(
         LinearRow(f"decoder.layers.{i}.{kind}", i * stages // layers, *SHAPES[kind])
         for i in range(layers)
-        for kind in LINEAR_KINDS
+        for kind in DENSE_LAYER
     )
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from snip_megatron.layers.registry import decoder_linear_names
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, misplaced
+from snip_megatron.precision import (
+    Format,
+    Gemm,
+    LinearId,
+    PrecisionMap,
+    dense_names,
+    misplaced,
+)
 from snip_megatron.sensitivity.fixed import FIXED, fixed_map, formats_of
 from snip_megatron.sensitivity.policies import POLICIES
 
-NAMES = decoder_linear_names(20)
+NAMES = dense_names(20)
 HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]
 
 
@@ -51,5 +57,5 @@ def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
     for name in NAMES:
         own = [found.format_of(name, g).value for g in Gemm]
         assert own == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
-    small = made("nvidia", names=decoder_linear_names(2))
-    assert [small.format_of(n, Gemm.FPROP).value for n in decoder_linear_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4
+    small = made("nvidia", names=dense_names(2))
+    assert [small.format_of(n, Gemm.FPROP).value for n in dense_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm, LinearId, split_option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
 from snip_megatron.sensitivity.times import OptionTimes
@@ -31,7 +31,7 @@ LLAMA = {
 
 def times(model: str = "h200", formats: tuple[str, ...] = FORMATS) -> OptionTimes:
     """The linears of a 70B model on 8 ranks, 4 microbatches of 8,192 tokens; by kind."""
-    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in LINEAR_KINDS}
+    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in DENSE_LAYER}
     return OptionTimes.predict(load_cost_model(model), shapes, [Format(f) for f in formats])
 
 
@@ -46,13 +46,13 @@ def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None
     assert problem.budget == Budget("speedup", 1.3)
     model = load_cost_model("h200")
     # The cost model's own way from a problem of FLOPs to one of seconds.
-    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in LINEAR_KINDS}
+    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in DENSE_LAYER}
     in_flops, _ = build_problem(table, replace(request(granularity=granularity), speedup=None, target=0.0))
     expected = with_times(in_flops, shapes, model, problem.budget)
     assert problem == expected
     for item in problem.items:
         linear, gemm = split_option_id(item.id)
-        assert item.cost == option_seconds(model, shapes[linear.kind], gemm, Format.BF16)
+        assert item.cost == option_seconds(model, shapes[linear.path], gemm, Format.BF16)
         assert [c.format.value for c in item.choices] == list(FORMATS)
         assert item.choices[0].saving == item.choices[0].loss == 0.0
         assert [c.loss for c in item.choices] == [scores[item.id][f]["q"] for f in FORMATS]
@@ -81,10 +81,10 @@ def test_the_map_reaches_the_speedup_on_every_stage_and_keeps_bf16_where_it_may(
 
 def test_pins_and_times_of_single_linears() -> None:
     """A name goes before its kind; a pinned format takes its own time and no loss it was never scored for."""
-    slow = LinearId(0, "mlp.linear_fc1")
+    slow = LinearId("decoder", 0, "mlp.linear_fc1")
     table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
     known = dict(times(formats=(*FORMATS, "fp4")).seconds)
-    known[str(slow)] = {g: {f: 2 * s for f, s in row.items()} for g, row in known[slow.kind].items()}
+    known[str(slow)] = {g: {f: 2 * s for f, s in row.items()} for g, row in known[slow.path].items()}
     pins = (("decoder.layers.1.mlp.linear_fc1:wgrad", "fp4"),)
     problem, _ = build_problem(table, request(times=OptionTimes("x", known), pins=pins))
     cost = {item.id: item.cost for item in problem.items}
@@ -109,7 +109,7 @@ def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
     problem, _ = build_problem(table, request(granularity=granularity, times=priced))
     for item, before in zip(problem.items, bare.items, strict=True):
         linear, gemm = split_option_id(item.id)
-        if linear.kind == kind and gemm in (Gemm.FPROP, None):
+        if linear.path == kind and gemm in (Gemm.FPROP, None):
             assert item.cost == pytest.approx(before.cost + 0.5)
             gained = [c.saving - b.saving for c, b in zip(item.choices, before.choices, strict=True)]
             assert gained == pytest.approx([0.0, 0.25, 0.5])

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.precision import LinearId
+from snip_megatron.precision import (
+    LinearId,
+    LinearRow,
+)
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.statistics.errors import squared_errors
 from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass
@@ -21,7 +24,7 @@ from snip_megatron.statistics.squares import sample_rows
 FORMATS = ("fp8", "fp4")
 T, N, K = 256, 256, 384
 CONTEXT = StepContext(step=3, seed=21, dp_size=2, dp_rank=1)
-COLUMN, ROW = LinearId(1, "mlp.linear_fc1"), LinearId(1, "mlp.linear_fc2")
+COLUMN, ROW = LinearId("decoder", 1, "mlp.linear_fc1"), LinearId("decoder", 1, "mlp.linear_fc2")
 
 
 @dataclass
@@ -236,7 +239,7 @@ def test_no_tokens_leave_no_nan() -> None:
 
 # -- experts ---------------------------------------------------------------------------------------------------
 def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
-    handle = handle_of(LinearId(1, "mlp.experts.linear_fc1"))
+    handle = handle_of(LinearId("decoder", 1, "mlp.experts.linear_fc1"))
     handle = replace(handle, parallel="column", expert=number, module=torch.nn.Linear(K, N, bias=False))
     with torch.no_grad():
         handle.module.weight.copy_(weight)
@@ -275,17 +278,17 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     assert idle.x_cols is not None
     assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))  # type: ignore[union-attr]
     record(idle, 0, torch.empty(0, K), 2 * b.w, torch.empty(0, N), torch.empty(0, K), torch.empty(0, K))
-    shape = TableShape(names=("decoder.layers.1.mlp.experts.linear_fc1",), formats=FORMATS, sinks=(), mixture=(4, 2))
+    row = LinearRow("decoder.layers.1.mlp.experts.linear_fc1", 0, N, K, experts=4, active=2)
+    shape = TableShape(linears=(row,), formats=FORMATS, sinks=())
     table = PartialTable(shape, 1.0)
     for recorder in (busy, idle):
         table.add_recorder(recorder, dp_rank=0)
     expected = definitions([b], 64)
-    name = shape.names[0]
+    name = row.name
     assert table.linear(name, "w2") == pytest.approx(5 * expected["w2"])
     assert table.linear(name, "x2") == pytest.approx(expected["x2"], rel=1e-6)
-    table.add_layout(name, 0, N, K)
-    (row,) = table.to_table(step=0, tokens=T, tokens_per_step=T, meta={}).linears
-    assert (row.n, row.k, row.experts, row.active) == (N, K, 4, 2)
+    assert table.to_table(step=0, tokens=T, tokens_per_step=T, meta={}).linears == (row,)
+    assert table.matrices().tolist() == [4.0]
     assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
 
 
@@ -340,7 +343,7 @@ def test_the_sum_over_shards_is_the_whole(
         known = None if own.known is None or other.known is None else own.known + other.known
         assert (known is None) == (tokens == T)
         first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, known)
-    shape = TableShape(names=(str(linear),), formats=FORMATS, sinks=())
+    shape = TableShape(linears=(LinearRow(str(linear), 0, N, K),), formats=FORMATS, sinks=())
     one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
     finish_dots([whole], alone())
     one.add_recorder(whole, dp_rank=0)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
+from snip_megatron.precision import LinearRow
 from snip_megatron.statistics.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,
     RHO_GRID,
-    LinearRow,
     SinkRow,
     StatisticsTable,
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.statistics.truth import plan_trials, truth_of
 
-NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in LINEAR_KINDS]
+NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]
 FORMATS = ["fp8", "fp4"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import LINEAR_KINDS, Format, Gemm
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Choice, Item, Problem, solve
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, option_seconds, with_times
@@ -106,26 +106,26 @@ def test_flops_model() -> None:
 @pytest.mark.parametrize(
     ("kind", "n", "k", "gathered"),
     [
-        (LINEAR_KINDS[0], 1280, 8192, True),
-        (LINEAR_KINDS[1], 8192, 1024, False),
-        (LINEAR_KINDS[2], 7168, 8192, True),
-        (LINEAR_KINDS[3], 8192, 3584, False),
+        (DENSE_LAYER[0], 1280, 8192, True),
+        (DENSE_LAYER[1], 8192, 1024, False),
+        (DENSE_LAYER[2], 7168, 8192, True),
+        (DENSE_LAYER[3], 8192, 3584, False),
     ],
 )
 def test_local_shapes_of_70b(kind: str, n: int, k: int, gathered: bool) -> None:
-    whole = dict(zip(LINEAR_KINDS, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), strict=True))
+    whole = dict(zip(DENSE_LAYER, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), strict=True))
     shape = local_shape(kind, *whole[kind], tokens=8192, tensor_parallel=8, sequence_parallel=True)
     assert (shape.n, shape.k, shape.gathered) == (n, k, gathered)
 
 
 def test_features_that_cannot_be_split() -> None:
     with pytest.raises(SnipError, match="100 features cannot be split over 8 ranks"):
-        local_shape(LINEAR_KINDS[0], 100, 64, tokens=1, tensor_parallel=8)
+        local_shape(DENSE_LAYER[0], 100, 64, tokens=1, tensor_parallel=8)
 
 
 # -- problems ------------------------------------------------------------------------------------------------------
 def problem(granularity: str = "gemm") -> Problem:
-    names = [f"decoder.layers.{layer}.{kind}" for layer in range(2) for kind in LINEAR_KINDS]
+    names = [f"decoder.layers.{layer}.{kind}" for layer in range(2) for kind in DENSE_LAYER]
     ids = [f"{name}:{g.value}" for name in names for g in Gemm] if granularity == "gemm" else names
     choices = (Choice(BF16, (0.0,), 0.0), Choice(FP8, (0.1,), 0.0), Choice(FP4, (1.0,), 1.0))
     items = tuple(Item(key, int(key.split(".")[2]), 1.0, choices, pin=FP8 if i == 0 else None)
@@ -134,7 +134,7 @@ def problem(granularity: str = "gemm") -> Problem:
 
 
 def shapes() -> dict[str, LinearShape]:
-    return {kind: LinearShape(4096, 4096, 4096, 2) for kind in LINEAR_KINDS[1:]} | {LINEAR_KINDS[0]: SHAPE}
+    return {kind: LinearShape(4096, 4096, 4096, 2) for kind in DENSE_LAYER[1:]} | {DENSE_LAYER[0]: SHAPE}
 
 
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
@@ -157,7 +157,7 @@ def test_a_problem_in_seconds(granularity: str) -> None:
 def test_a_format_slower_than_bf16_saves_less_than_nothing() -> None:
     tiny = LinearShape(64, 64, 64)
     slow = TimingModel(formula_table(shared=0.0))
-    timed = with_times(problem("layer"), dict.fromkeys(LINEAR_KINDS, tiny), slow, Budget("speedup", 1.0))
+    timed = with_times(problem("layer"), dict.fromkeys(DENSE_LAYER, tiny), slow, Budget("speedup", 1.0))
     assert timed.items[0].choices[1].saving < 0
 
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import LinearRegistry, decoder_linear_names
-from snip_megatron.precision import LinearId
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.precision import (
+    LinearId,
+    LinearRow,
+    dense_names,
+)
 from snip_megatron.runtime.probing.gradient_norms import GradientNorms
 
-NAMES = decoder_linear_names(2)
+NAMES = dense_names(2)
 PRESENT = ("decoder.layers.1.self_attention.linear_proj", "decoder.layers.1.mlp.linear_fc2")
 
 
@@ -43,7 +46,7 @@ def share_of(linears: LinearRegistry, rank: int, expert_rank: int = 0) -> torch.
 
 def registry() -> LinearRegistry:
     """A pipeline stage with two of the model's eight linears."""
-    found = LinearRegistry(NAMES, StepContext())
+    found = LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
     for i, name in enumerate(PRESENT):
         module = torch.nn.Linear(5, 4, bias=False)
         module.weight.main_grad = torch.arange(20.0).view(4, 5) + i
@@ -67,13 +70,13 @@ def test_copies_of_a_gradient_count_once() -> None:
 
 def test_experts_of_a_layer_add_up() -> None:
     """Two of them on this rank, of which another data parallel rank holds no copy."""
-    names = decoder_linear_names(1, ExpertLayers(frozenset({0}), experts=4, active=2, ffn=5))
-    found = LinearRegistry(names, StepContext())
+    names = [name.replace("mlp.", "mlp.experts.") for name in dense_names(1)]
+    found = LinearRegistry([LinearRow(name, 0, 1, 1) for name in names], StepContext())
     for expert in (2, 3):
         module = torch.nn.Linear(5, 4, bias=False)
         module.weight.main_grad = torch.full((4, 5), float(expert))
         features = torch.arange(4), torch.arange(5)
-        linear = LinearId(0, "mlp.experts.linear_fc2")
+        linear = LinearId("decoder", 0, "mlp.experts.linear_fc2")
         found.add(LinearHandle(linear, "row", 4, 5, 0, 0, 1, *features, found.context, module, expert=expert))
     assert share_of(found, 1, 0).tolist() == [0.0, 0.0, 0.0, 20 * (4.0 + 9.0)]
     assert not share_of(found, 0, 1).any()

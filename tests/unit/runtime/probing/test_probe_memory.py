@@ -15,7 +15,12 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.probes import Probes
-from snip_megatron.precision import EXPERT_KINDS, LINEAR_KINDS, Format, LinearId
+from snip_megatron.precision import (
+    DENSE_LAYER,
+    Format,
+    LinearId,
+    LinearRow,
+)
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.probing.memory import DeviceMemory, ProbeMemory, probed_shapes, shortage
 from snip_megatron.runtime.protocols import Unmeasured
@@ -35,14 +40,16 @@ def one_rank() -> Iterator[ProbeGroups]:
 
 
 def handles(layers: int = 2) -> list[LinearHandle]:
-    shapes = dict(zip(LINEAR_KINDS, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
+    shapes = dict(zip(DENSE_LAYER, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
     found = []
     for layer in range(layers):
         for kind, (n, k) in shapes.items():
             side = "column" if kind.endswith(("qkv", "fc1")) else "row"
             features = torch.arange(n), torch.arange(k)
             module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
-            found.append(LinearHandle(LinearId(layer, kind), side, n, k, 0, 0, 1, *features, StepContext(), module))
+            found.append(
+                LinearHandle(LinearId("decoder", layer, kind), side, n, k, 0, 0, 1, *features, StepContext(), module)
+            )
     return sorted(found, key=lambda handle: handle.id)
 
 
@@ -62,8 +69,9 @@ def memory(stage: int = 0, stages: int = 1, **fields: Any) -> ProbeMemory:
     return ProbeMemory(shapes(), handles(), host(stage, stages, **fields), 128)
 
 
-def registry(linears: list[LinearHandle], mixture: tuple[int, int] = (1, 1)) -> LinearRegistry:
-    found = LinearRegistry(sorted({handle.name for handle in linears}), StepContext(), mixture)
+def registry(linears: list[LinearHandle], active: int = 1) -> LinearRegistry:
+    names = sorted({handle.name for handle in linears})
+    found = LinearRegistry([LinearRow(name, 0, 1, 1, active=active) for name in names], StepContext())
     for handle in linears:
         found.add(handle)
     return found
@@ -77,13 +85,13 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
     """Four of eight experts are here, two are active: half of 512 tokens each, of this rank and its peer."""
     attention = handles(1)[2:]
     experts = []
-    for kind, side in zip(EXPERT_KINDS, ("column", "row"), strict=True):
+    for kind, side in (("mlp.experts.linear_fc1", "column"), ("mlp.experts.linear_fc2", "row")):
         for expert in range(4):
             module = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
             features = torch.arange(16), torch.arange(32)
             place = (side, 16, 32, 0, 0, 1, *features, StepContext(), module)
-            experts.append(LinearHandle(LinearId(0, kind), *place, expert=expert))
-    found = probed_shapes(registry(attention + experts, (8, 2)), host(), 512)
+            experts.append(LinearHandle(LinearId("decoder", 0, kind), *place, expert=expert))
+    found = probed_shapes(registry(attention + experts, active=2), host(), 512)
     assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
     assert found.boundaries == 2
     assert found.features == 512 * (160 + 128) + 8 * 256 * (16 + 32)

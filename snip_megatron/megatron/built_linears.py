@@ -1,0 +1,174 @@
+"""Reads the linears of a model off its built chunks: names, shapes, stages, and places in the residual stream."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_pg_size
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import LinearId, LinearRow, Role
+
+# Class → dimension of the weight that tensor parallel ranks shard. Subclasses are found by their bases, so that
+# Transformer Engine's need not be importable.
+_SHARDED = {
+    "ColumnParallelLinear": 0,
+    "RowParallelLinear": 1,
+    "TEColumnParallelLinear": 0,
+    "TERowParallelLinear": 1,
+    "TELayerNormColumnParallelLinear": 0,
+    "TEColumnParallelGroupedLinear": 0,
+    "TERowParallelGroupedLinear": 1,
+    "TELinear": None,
+}
+_INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
+
+
+@dataclass(frozen=True)
+class BuiltLinear:
+    """One module of this rank: a linear, the linear of one expert, or that of all local experts.
+
+    Attributes:
+        id: global name.
+        module: the module.
+        expert: global index of the expert; None for a linear that belongs to none, or to all local experts.
+        row: its row, whose ``sub_block`` is counted within the layer.
+    """
+
+    id: LinearId
+    module: Any
+    expert: int | None
+    row: LinearRow
+
+
+def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
+    """Return the linears of this rank's decoder and MTP layers, in the order of the forward pass.
+
+    Raises:
+        SnipError: a chunk has no decoder.
+    """
+    found: list[BuiltLinear] = []
+    for chunk in chunks:
+        for stack, layer in _layers(chunk):
+            found += _in_layer(stack, layer)
+    return found
+
+
+def model_rows(local: Sequence[BuiltLinear]) -> tuple[LinearRow, ...]:
+    """Return the linears of the whole model, from those of this rank. Collective, over all ranks.
+
+    Raises:
+        SnipError: ranks of the same pipeline stage have built different models.
+    """
+    rows = list(dict.fromkeys(each.row for each in local))  # experts of a layer share a row
+    if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
+        group = parallel_state.get_pipeline_model_parallel_group()
+        parts: list[list[LinearRow]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(parts, rows, group=group)
+        rows = list(itertools.chain.from_iterable(parts))
+    rows = _numbered(sorted(rows, key=lambda row: (row.id.stack, row.id.layer)))
+    _check_equal(rows)
+    return tuple(rows)
+
+
+def is_covered(row: LinearRow) -> bool:
+    """Whether a precision map covers a linear. Shared experts and multi-token prediction stay in bf16."""
+    return row.id.stack == "decoder" and "shared_experts" not in row.id.path.split(".")
+
+
+def _numbered(rows: Sequence[LinearRow]) -> list[LinearRow]:
+    """Count sub-blocks over the model. Each MTP layer has a stream of its own, which begins with a new boundary."""
+    found: list[LinearRow] = []
+    first = 0
+    for (stack, _), of_layer in itertools.groupby(rows, key=lambda row: (row.id.stack, row.id.layer)):
+        first += stack != "decoder"
+        own = [replace(row, sub_block=first + row.sub_block) for row in of_layer]
+        first = 1 + max(row.sub_block for row in own)
+        found += own
+    return found
+
+
+def _check_equal(rows: Sequence[LinearRow]) -> None:
+    if not dist.is_initialized():
+        return
+    digest = zlib.crc32(repr(rows).encode())
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    ends = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        raise SnipError("data parallel ranks have built different models: all ranks must get the same arguments")
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    try:  # a pipeline stage that holds the embedding or the loss alone has a decoder without layers
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    except RuntimeError:
+        raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT and hybrid models") from None
+    for stack in ("decoder", "mtp"):
+        for layer in getattr(getattr(model, stack, None), "layers", ()):
+            yield stack, layer
+
+
+def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
+    linears = [(path, module) for path, module in layer.named_modules() if _class(module) is not None]
+    blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
+    found = [_built(stack, layer, path, module, blocks.index(_sub_block(path))) for path, module in linears]
+    roles = list(Role)  # modules are in the order of construction: attention builds its output first
+    return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
+
+
+def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> BuiltLinear:
+    config, expert = module.config, None
+    mixture, inside, rest = path.partition(".local_experts.")
+    if inside:  # one module an expert, under one name
+        local, _, rest = rest.partition(".")
+        expert = layer.get_submodule(mixture.rpartition(".")[0]).local_expert_indices[int(local)]
+        path = f"{mixture}.{rest}"
+    of_experts = "experts" in path.split(".")
+    linear = LinearId(stack, layer.layer_number - 1, path)
+    weight = module.weight0 if hasattr(module, "weight0") else module.weight
+    shape, dimension = list(weight.shape), _SHARDED[_class(module) or ""]
+    if dimension is not None:
+        shape[dimension] *= get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
+    passes = config.mtp_num_layers if stack == "mtp" and getattr(config, "mtp_use_repeated_layer", False) else 1
+    row = LinearRow(
+        str(linear),
+        parallel_state.get_pipeline_model_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0,
+        shape[0],
+        shape[1],
+        experts=config.num_moe_experts if of_experts else 1,
+        active=passes * (config.moe_router_topk if of_experts else 1),
+        sub_block=sub_block,
+        role=_role(shape, dimension, config.hidden_size),
+    )
+    return BuiltLinear(linear, module, expert, row)
+
+
+def _role(shape: Sequence[int], sharded: int | None, hidden: int) -> Role:
+    """Return what a linear does in its sub-block, by its width and by what is sharded: its input (dimension 1), as in
+    linears that end a branch, or its output.
+    """
+    n, k = shape
+    if sharded != 1 and k % hidden == 0:  # MTP's eh_proj reads twice the width: the stream and the embedding
+        return Role.READS
+    return Role.WRITES if sharded != 0 and n == hidden else Role.BETWEEN
+
+
+def _class(module: torch.nn.Module) -> str | None:
+    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _SHARDED), None)
+
+
+def _sub_block(path: str) -> str:
+    """Return the path in the layer up to the module whose output is added to the residual stream."""
+    parts = path.split(".")
+    end = 0
+    while parts[end] in _INNER or parts[end] == "layers":  # a hybrid's MTP layer holds layers with numbers
+        end += 2 if parts[end] == "layers" else 1
+    return ".".join(parts[: end + 1])
