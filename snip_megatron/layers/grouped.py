@@ -17,6 +17,7 @@ from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, expert_gradient, gradient_keys, passed_on
 from snip_megatron.layers.context import LinearHandle, signs_of
+from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -36,6 +37,28 @@ class GroupedCall(NamedTuple):
     handles: Sequence[LinearHandle]
     splits: Sequence[int]
     products: GroupLoop
+
+
+def grouped_product(
+    handles: Sequence[LinearHandle], weights: Sequence[Tensor], x: Tensor, splits: Sequence[int]
+) -> Tensor:
+    """Return X_e·W_eᵀ of all experts in the formats of the precision map.
+
+    Args:
+        handles: the linears of this rank's experts, in the order of the rows.
+        weights: their weights [N, K].
+        x: X [rows, K].
+        splits: number of rows of each expert.
+    """
+    first = min(handles, key=lambda handle: handle.expert or 0)
+    products = first.context.backend.grouped(*weights[0].shape)
+    rows = None
+    if any(count % products.row_multiple for count in splits):
+        rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)
+        x, splits = rows.pad(x), rows
+    call = GroupedCall(LinearCall(first, has_backward=torch.is_grad_enabled()), handles, tuple(splits), products)
+    y: Tensor = GroupedLinear.apply(x, call, *weights)  # type: ignore[no-untyped-call]
+    return y if rows is None else rows.unpad(y)
 
 
 class GroupedLinear(torch.autograd.Function):

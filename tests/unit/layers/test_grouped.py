@@ -14,9 +14,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.layers.autograd import LinearCall
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, StepContext
-from snip_megatron.layers.grouped import GroupedCall, GroupedLinear
+from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization import derive_seed, fake_quantize
 from snip_megatron.quantization.exact import quantize_exact
@@ -55,9 +54,7 @@ class Experts(torch.nn.Module):
         ]  # fmt: skip
 
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
-        linear = LinearCall(self.handles[0], has_backward=torch.is_grad_enabled())
-        call = GroupedCall(linear, self.handles, splits, self.context.backend.grouped(N, K))
-        return GroupedLinear.apply(x, call, *self.parameters())  # type: ignore[no-untyped-call,no-any-return]
+        return grouped_product(self.handles, list(self.parameters()), x, splits)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,79 @@
+"""Transformer Engine's grouped linears of experts, as Megatron wraps them, with quantised GEMMs.
+
+As in :mod:`snip_megatron.megatron.te_linear`, instances are made by assigning a class, and this module can only be
+imported where Transformer Engine can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from torch import Tensor
+
+from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.padding import PaddedSplits
+
+
+class _GroupedForward:
+    """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
+
+    Attributes:
+        snip_experts: the linears of this rank's experts.
+    """
+
+    snip_experts: list[LinearHandle]
+
+    def forward(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+        if self.snip_experts[0].is_stock:
+            return super().forward(x, m_splits)  # type: ignore[misc,no-any-return]
+        self.is_first_microbatch = False  # as after a forward of the stock class
+        order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
+        handles = self.snip_experts[order]
+        y = grouped_product(handles, [handle.weight for handle in handles], x, m_splits)
+        biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)][order] if self.use_bias else []
+        if self.apply_bias:
+            y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, m_splits, strict=True)])
+        return y, biases if self.te_return_bias else None
+
+
+class SnipTEColumnParallelGroupedLinear(_GroupedForward, TEColumnParallelGroupedLinear):  # type: ignore[misc]
+    """The first linear of all experts, whose GEMMs follow the precision map."""
+
+
+class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear):  # type: ignore[misc]
+    """The second linear of all experts, whose GEMMs follow the precision map."""
+
+
+class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
+    """Experts that pad the rows of their linears once, where the grouped products need padding."""
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
+        linears = [linear.snip_experts for linear in (self.linear_fc1, self.linear_fc2)]
+        multiple = max(_row_multiple(handles[0]) for handles in linears)
+        if multiple == 1:
+            return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
+        weights = [handle.weight for handle in linears[0]]
+        backwards = weights[-1].data_ptr() < weights[0].data_ptr()
+        rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
+        output, bias = super().forward(rows.pad(hidden), rows, rows.pad(probs), *buffers, **named)
+        return rows.unpad(output), bias
+
+
+def _row_multiple(handle: LinearHandle) -> int:
+    """Return the number of which the rows of every expert must be a multiple in the next forward."""
+    return 1 if handle.is_stock else handle.context.backend.grouped(*handle.weight.shape).row_multiple
+
+
+CLASSES: dict[type, tuple[type, str]] = {
+    TEColumnParallelGroupedLinear: (SnipTEColumnParallelGroupedLinear, "column"),
+    TERowParallelGroupedLinear: (SnipTERowParallelGroupedLinear, "row"),
+}
+"""Class of a built linear → the class that it gets, and how its weights are sharded."""

@@ -1,0 +1,28 @@
+"""Rows of experts with zeros between them: there and back, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snip_megatron.layers.padding import PaddedSplits
+
+
+@pytest.mark.parametrize("splits", [(3, 0, 128, 130), (0, 0), (256,)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_rows_stand_at_the_start_of_their_expert(splits: tuple[int, ...], backwards: bool) -> None:
+    rows = PaddedSplits(splits, 128, backwards=backwards, device=torch.device("cpu"))
+    x = torch.randn(sum(splits), 4, requires_grad=True)
+    padded = rows.pad(x)
+    order = reversed(list(x.split(list(splits)))) if backwards else x.split(list(splits))
+    for found, expected in zip(padded.split(rows.tolist()), order, strict=True):
+        assert len(found) % 128 == 0
+        assert len(found) - len(expected) < 128
+        assert torch.equal(found[: len(expected)], expected)
+        assert not found[len(expected) :].any()
+    y = rows.unpad(padded * 3)
+    assert torch.equal(y, x * 3)
+    weight = torch.randn_like(y)
+    y.backward(weight)
+    assert x.grad is not None
+    assert torch.equal(x.grad, weight * 3)
