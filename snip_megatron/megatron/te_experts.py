@@ -56,12 +56,13 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
-        linears = [linear.snip_experts for linear in (self.linear_fc1, self.linear_fc2)]
-        multiple = max(_row_multiple(handles[0]) for handles in linears)
+        fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
+        multiple = max(_row_multiple(fc1), _row_multiple(fc2))
         if multiple == 1:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
-        weights = [handle.weight for handle in linears[0]]
-        backwards = weights[-1].data_ptr() < weights[0].data_ptr()
+        weights = [handle.weight for handle in self.linear_fc1.snip_experts]
+        # Transformer Engine's own code takes rows from the first expert on.
+        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not (fc1.is_stock or fc2.is_stock)
         rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
         output, bias = super().forward(rows.pad(hidden), rows, rows.pad(probs), *buffers, **named)
         return rows.unpad(output), bias
