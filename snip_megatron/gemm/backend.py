@@ -134,8 +134,8 @@ class GemmBackend:
             return reference.dgrad(a.tensor, b.tensor, a.format, **how, out_dtype=dtype)
         return reference.wgrad(a.tensor, b.tensor, a.format, **how, rotation=(a.rotation, b.rotation), out=out)
 
-    def grouped(self, n: int, k: int) -> GroupLoop:
-        """Return the products of the linears of all experts of a layer, whose weights on this rank are [n, k]."""
+    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
+        """Return the products of one linear of all experts of a layer, whose weights on this rank are [n, k]."""
         return GroupLoop(self.quantize, self.multiply)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:

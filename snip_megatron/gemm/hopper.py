@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend
+from snip_megatron.gemm.grouped import GroupLoop
+from snip_megatron.gemm.grouped_hopper import GroupQuantizers, HopperGroups
 from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import Packing, QuantizedShard, operand_shard
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.packed import STORED, CachedOperands, Operand, Operands
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
@@ -52,6 +55,7 @@ class HopperBackend(GemmBackend):
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module that quantises the results of activation functions; None if none does.
+        groups: the module that quantises for grouped products, and DeepGEMM's module; None without it.
     """
 
     name = "hopper"
@@ -62,11 +66,13 @@ class HopperBackend(GemmBackend):
         products: ScaledProducts,
         others: GemmBackend = REFERENCE,
         activations: Activations | None = None,
+        groups: tuple[GroupQuantizers, Any] | None = None,
     ) -> None:
         self._quantizers = quantizers
         self._products = products
         self._others = others
         self._activations = activations
+        self._groups = groups
         self.fuses_swiglu = activations is not None
 
     def check_gathers(self, formats: Collection[Format]) -> None:
@@ -137,6 +143,12 @@ class HopperBackend(GemmBackend):
             assert isinstance(b, UnquantizedOperand)
             return self._products.accumulate_plain(a.tensor, b.tensor, out)
         return self._others.multiply(gemm, a, b, dtype, out)
+
+    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
+        """See the base class."""
+        if self._groups is None or n % TILE or k % TILE or dtype is not torch.bfloat16:
+            return super().grouped(n, k, dtype)
+        return HopperGroups(self.quantize, self.multiply, *self._groups)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""

@@ -70,7 +70,9 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
 def _row_multiple(handle: LinearHandle) -> int:
     """Return the number of which the rows of every expert must be a multiple in the next forward."""
-    return 1 if handle.is_stock else handle.context.backend.grouped(*handle.weight.shape).row_multiple
+    return (
+        1 if handle.is_stock else handle.context.backend.grouped(*handle.weight.shape, handle.weight.dtype).row_multiple
+    )
 
 
 CLASSES: dict[type, tuple[type, str]] = {

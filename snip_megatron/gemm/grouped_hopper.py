@@ -1,0 +1,175 @@
+"""Grouped products of all experts on a Hopper GPU: one launch of DeepGEMM for each product.
+
+DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds wgrad in FP32 to the gradients of all experts,
+which follow each other in Megatron's buffers. Other formats run expert by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.grouped import GroupLoop
+from snip_megatron.gemm.operands import OperandPair, OperandSpec
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.grouped import GroupRows, group_rows
+from snip_megatron.quantization.packed import STORED, Operand, Operands
+
+_NATIVE = frozenset((Format.BF16, *STORED))
+
+
+class GroupQuantizers(Protocol):
+    """The functions of ``quantization.grouped``, which ``quantization.kernels.grouped`` has as Triton kernels."""
+
+    quantize_group_tiles: Callable[..., Operands]
+    quantize_group_blocks: Callable[..., Operands]
+
+
+class RowsOperand(NamedTuple):
+    """X or G of all experts as an operand of one product.
+
+    Attributes:
+        matrix: the quantised matrix; in bf16 the matrix itself.
+        rows: where the rows of each expert are.
+    """
+
+    matrix: Operand | Tensor
+    rows: GroupRows
+
+
+class HopperGroups(GroupLoop):
+    """Grouped products of bf16 weights [N, K] whose two dimensions are multiples of 128.
+
+    Args:
+        quantize, multiply: see :class:`GroupLoop`.
+        quantizers: the module that quantises.
+        library: the module ``deep_gemm``; tests on a CPU pass an emulation.
+    """
+
+    row_multiple = TILE
+
+    def __init__(
+        self,
+        quantize: Callable[..., OperandPair],
+        multiply: Callable[..., Tensor],
+        quantizers: GroupQuantizers | ModuleType,
+        library: Any,
+    ) -> None:
+        super().__init__(quantize, multiply)
+        self._quantizers: Any = quantizers
+        self._library = library
+
+    def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        """See the base class. One read serves both products. All experts have the keys of ``spec``: rows are counted
+        over all of them.
+        """
+        rows = group_rows(tuple(splits), x.device)
+        made = self._tiles(x, rows, spec)
+
+        def operand(fmt: Format | None, tiled: Operand | None) -> RowsOperand | None:
+            matrix = x if fmt is Format.BF16 else tiled
+            return None if matrix is None else RowsOperand(matrix, rows)
+
+        found = operand(spec.rowwise, made.row), operand(spec.columnwise, made.col)
+        left = self._left(spec)
+        return found if left is None else _either(found, super().quantize_rows(x, splits, left))
+
+    def _tiles(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> Operands:
+        row, col = (fmt if fmt in STORED else None for fmt in (spec.rowwise, spec.columnwise))
+        if row is None and col is None:
+            return Operands(None, None)
+        seeds: dict[str, Any] = {}
+        if spec.keys is not None:
+            seeds = {"row_seed": spec.keys.dgrad, "col_seed": spec.keys.wgrad, "cols": spec.keys.cols}
+        made: Operands = self._quantizers.quantize_group_tiles(x, rows, row, col, **seeds)
+        return made
+
+    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
+        """See the base class."""
+        formats = spec.rowwise, spec.columnwise
+        found: OperandPair = None, None
+        if not _NATIVE.isdisjoint(formats):
+            whole = stacked(weights)
+            whole = torch.stack(list(weights)) if whole is None else whole
+            row, col = (fmt if fmt in STORED else None for fmt in formats)
+            blocks = Operands(None, None)
+            if row is not None or col is not None:
+                blocks = self._quantizers.quantize_group_blocks(whole, row, col)
+            found = tuple(
+                whole if fmt is Format.BF16 else made
+                for fmt, made in zip(formats, (blocks.row, blocks.col), strict=True)
+            )
+        left = self._left(spec)
+        return found if left is None else _either(found, super().quantize_weights(weights, left))
+
+    def _left(self, spec: OperandSpec) -> OperandSpec | None:
+        """Return how the loop over experts quantises; None if it has nothing to do."""
+        formats = [None if fmt in _NATIVE else fmt for fmt in (spec.rowwise, spec.columnwise)]
+        return None if formats == [None, None] else spec._replace(rowwise=formats[0], columnwise=formats[1])
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        if not isinstance(a, RowsOperand):
+            return super().multiply(gemm, a, b, dtype)
+        left, right, rows = a.matrix, b, a.rows
+        if isinstance(left, Operand):
+            out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
+            self._library.m_grouped_fp8_fp4_gemm_nt_contiguous(
+                left[:2], right[:2], out, rows.experts, disable_ue8m0_cast=True
+            )
+            return out
+        if gemm is Gemm.FPROP:
+            out = left.new_empty(left.shape[0], right.shape[1])
+            self._library.m_grouped_bf16_gemm_nt_contiguous(left, right, out, rows.experts)
+        else:
+            out = left.new_empty(left.shape[0], right.shape[2])
+            self._library.m_grouped_bf16_gemm_nn_contiguous(left, right, out, rows.experts)
+        return out
+
+    def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """See the base class."""
+        if not isinstance(g, RowsOperand):
+            return super().accumulate(g, x, out)
+        rows, whole = g.rows, None
+        if out is not None and out[0].dtype is torch.float32:
+            whole = stacked(out)
+        found = whole
+        if found is None:
+            shape = (len(rows.splits), _width(g.matrix), _width(x.matrix))
+            found = torch.zeros(shape, dtype=torch.float32, device=rows.ends.device)
+        counts = list(rows.splits), rows.counts
+        if isinstance(g.matrix, Operand):
+            self._library.k_grouped_fp8_gemm_nt_contiguous(g.matrix[:2], x.matrix[:2], found, *counts, found)
+        else:
+            self._library.k_grouped_bf16_gemm_tn_contiguous(g.matrix, x.matrix, found, *counts, found)
+        if out is None:
+            return found.unbind(0)
+        if whole is None:
+            torch._foreach_add_(list(out), list(found.unbind(0)))
+        return out
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return equal contiguous matrices that follow each other in memory as one tensor [count, rows, cols], or None."""
+    first = tensors[0]
+    size, memory = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    for i, each in enumerate(tensors):
+        follows = each.data_ptr() == first.data_ptr() + i * size and each.untyped_storage().data_ptr() == memory
+        if not follows or not each.is_contiguous():
+            return None
+    shape = (len(tensors), *first.shape)
+    return first.detach().as_strided(shape, (first.numel(), *first.stride()))
+
+
+def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
+    return loop[0] if found[0] is None else found[0], loop[1] if found[1] is None else found[1]
+
+
+def _width(matrix: Operand | Tensor) -> int:
+    """Return the columns of X or G, which are the rows of their transposed operand."""
+    return matrix.scale.shape[0] if isinstance(matrix, Operand) else matrix.shape[1]

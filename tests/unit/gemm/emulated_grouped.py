@@ -1,0 +1,80 @@
+"""DeepGEMM's grouped products on a CPU: the layouts that it demands on Hopper, in exact arithmetic, rounded once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snip_megatron.quantization.formats import TILE
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _wide(scale: Tensor, rows: int = 1) -> Tensor:
+    return scale.double().repeat_interleave(rows, -2).repeat_interleave(TILE, -1)
+
+
+def m_grouped_fp8_fp4_gemm_nt_contiguous(
+    a: Pair, b: Pair, d: Tensor, experts: Tensor, *, disable_ue8m0_cast: bool
+) -> None:
+    (values, scale), (weights, blocks) = a, b
+    rows, depth = values.shape
+    assert disable_ue8m0_cast
+    assert values.is_contiguous()
+    assert weights.is_contiguous()
+    assert blocks.is_contiguous()
+    assert scale.shape == (rows, depth // TILE)
+    assert scale.stride() == (1, rows)
+    assert blocks.shape == (len(weights), weights.shape[1] // TILE, depth // TILE)
+    _by_rows(values.double() * _wide(scale), weights.double() * _wide(blocks, TILE), d, experts, True)
+
+
+def m_grouped_bf16_gemm_nt_contiguous(a: Tensor, b: Tensor, d: Tensor, experts: Tensor) -> None:
+    _by_rows(a.double(), b.double(), d, experts, True)
+
+
+def m_grouped_bf16_gemm_nn_contiguous(a: Tensor, b: Tensor, d: Tensor, experts: Tensor) -> None:
+    _by_rows(a.double(), b.double(), d, experts, False)
+
+
+def _by_rows(a: Tensor, b: Tensor, d: Tensor, experts: Tensor, transposed: bool) -> None:
+    assert d.dtype is torch.bfloat16
+    assert experts.dtype is torch.int32
+    assert experts.shape == (len(a),)
+    for first in range(0, len(a), TILE):
+        (expert,) = set(experts[first : first + TILE].tolist())  # a tile of rows is of one expert
+        weight = b[expert].t() if transposed else b[expert]
+        d[first : first + TILE] = a[first : first + TILE] @ weight
+
+
+def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: Tensor, ks: list[int], counts: Tensor, c: Tensor) -> None:
+    _checked(d, ks, counts, c)
+    first = 0
+    for e, rows in enumerate(ks):
+        sides = []
+        for (values, scale), width in ((a, d.shape[1]), (b, d.shape[2])):
+            assert values.is_contiguous()
+            assert values.numel() == width * sum(ks)
+            assert scale.shape == (width, sum(ks) // TILE)
+            assert scale.stride() == (1, width)
+            own = values.view(-1)[first * width : (first + rows) * width].view(width, rows)
+            sides.append(own.double() * _wide(scale[:, first // TILE : (first + rows) // TILE]))
+        d[e] += (sides[0] @ sides[1].t()).float()
+        first += rows
+
+
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: Tensor, b: Tensor, d: Tensor, ks: list[int], counts: Tensor, c: Tensor
+) -> None:
+    _checked(d, ks, counts, c)
+    for e, (left, right) in enumerate(zip(a.split(ks), b.split(ks), strict=True)):
+        d[e] += (left.double().t() @ right.double()).float()
+
+
+def _checked(d: Tensor, ks: list[int], counts: Tensor, c: Tensor) -> None:
+    assert c is d, "accumulates in place"
+    assert d.dtype is torch.float32
+    assert d.is_contiguous()
+    assert counts.dtype is torch.int32
+    assert counts.tolist() == ks
+    assert not any(rows % TILE for rows in ks)
