@@ -100,10 +100,9 @@ class HopperGroups(GroupLoop):
             blocks = Operands(None, None)
             if row is not None or col is not None:
                 blocks = self._quantizers.quantize_group_blocks(whole, row, col)
-            found = tuple(
-                whole if fmt is Format.BF16 else made
-                for fmt, made in zip(formats, (blocks.row, blocks.col), strict=True)
-            )
+            sides = zip(formats, (blocks.row, blocks.col), strict=True)
+            rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
+            found = rowwise, columnwise
         left = self._left(spec)
         return found if left is None else _either(found, super().quantize_weights(weights, left))
 

@@ -51,7 +51,8 @@ def grouped_product(
         splits: number of rows of each expert.
     """
     first = min(handles, key=lambda handle: handle.expert or 0)
-    products = first.context.backend.grouped(*weights[0].shape, weights[0].dtype)
+    n, k = weights[0].shape
+    products = first.context.backend.grouped(n, k, weights[0].dtype)
     rows = None
     if any(count % products.row_multiple for count in splits):
         rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)

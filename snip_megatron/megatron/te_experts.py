@@ -70,9 +70,10 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
 def _row_multiple(handle: LinearHandle) -> int:
     """Return the number of which the rows of every expert must be a multiple in the next forward."""
-    return (
-        1 if handle.is_stock else handle.context.backend.grouped(*handle.weight.shape, handle.weight.dtype).row_multiple
-    )
+    if handle.is_stock:
+        return 1
+    n, k = handle.weight.shape
+    return handle.context.backend.grouped(n, k, handle.weight.dtype).row_multiple
 
 
 CLASSES: dict[type, tuple[type, str]] = {
