@@ -39,9 +39,7 @@ from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, is_rank_zero
-from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
 
 _LOSS = "lm loss"
 

@@ -84,9 +84,9 @@ def _of_one(args: argparse.Namespace, path: Path) -> int:
 
 
 def _serve(path: Path, cost: str | None, port: int | None) -> None:
-    from snip_megatron.reporting.live import PORT, start
+    from snip_megatron.reporting.live import PORT, LiveServer
 
-    server = start(path, cost, PORT if port is None else port)
+    server = LiveServer(path, cost, PORT if port is None else port)
     host = socket.gethostname()
     print(f"{server.url}  (Ctrl-C ends it)", flush=True)
     print(

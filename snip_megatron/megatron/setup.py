@@ -40,9 +40,7 @@ from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
 from snip_megatron.precision import LinearRow
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator

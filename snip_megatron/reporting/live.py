@@ -14,8 +14,6 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,59 +26,44 @@ from snip_megatron.reporting.report import render
 PORT = 8765
 REFRESH_S = 15
 REDRAW_S = 60
+"""The page is drawn when it is requested, if the run has recorded something or so long has passed since."""
 
 
-class LivePage:
-    """The page about a run, as text compressed by gzip.
-
-    It is drawn only if it is requested, and if the run has recorded something or a minute has passed since.
+class LiveServer:
+    """A server for the page about a run. :meth:`serve` answers requests until it is interrupted or closed.
 
     Args:
         run: the run directory.
-        draw: returns the page as text.
+        cost: see :func:`snip_megatron.reporting.report.write_report`.
+        port: the port; 0 for any free port.
+
+    Raises:
+        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
     """
 
-    def __init__(self, run: Path, draw: Callable[[Path], str]) -> None:
-        self._run = run
-        self._draw = draw
+    def __init__(self, run: Path | str, cost: str | None = None, port: int = PORT) -> None:
+        self._run, self._cost = Path(run), cost
         self._lock = threading.Lock()
         self._seen: object = None
         self._page = b""
+        self.compressed()  # an error is one of the command, not of the first request
+        self.secret = secrets.token_urlsafe(12)
+        try:
+            self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        except (OSError, OverflowError) as error:
+            raise SnipError(f"--port {port}: cannot listen ({error}); choose another one, 0 for any") from None
+        self.http.daemon_threads = True  # a browser that keeps its connection does not keep the command
+        self.port = int(self.http.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/{self.secret}/"
 
     def compressed(self) -> bytes:
-        """Return the page. Raises SnipError if the run directory cannot be read."""
+        """Return the page, compressed by gzip. Raises SnipError if the run directory cannot be read."""
         with self._lock:
             now = (time.time() // REDRAW_S, *(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
             if now != self._seen:
-                text = self._draw(self._run)
+                text = render(load_run(self._run), self._cost, live=True)
                 self._page, self._seen = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), now
             return self._page
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class LiveServer:
-    """A server for the page. :meth:`serve` answers requests until it is interrupted or :meth:`close` is called."""
-
-    http: ThreadingHTTPServer
-    secret: str
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self.http.server_address[1])
-
-    @property
-    def url(self) -> str:
-        """The address of the page on this machine."""
-        return f"http://127.0.0.1:{self.port}/{self.secret}/"
 
     def serve(self) -> None:
         """Answer requests."""
@@ -94,49 +77,33 @@ class LiveServer:
         self.http.shutdown()
 
 
-def start(run: Path | str, cost: str | None = None, port: int = PORT) -> LiveServer:
-    """Listen for requests for the page about ``run``.
-
-    Args:
-        run: the run directory.
-        cost: see :func:`snip_megatron.reporting.report.write_report`.
-        port: the port; 0 for any free port.
-
-    Raises:
-        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
-    """
-    page = LivePage(Path(run), lambda path: render(load_run(path), cost, live=True))
-    page.compressed()  # an error is one of the command, not of the first request
-    secret = secrets.token_urlsafe(12)
+def _stamp(path: Path) -> tuple[int, int]:
     try:
-        http = ThreadingHTTPServer(("127.0.0.1", port), _handler(page, f"/{secret}/"))
-    except (OSError, OverflowError) as error:
-        raise SnipError(f"--port {port}: cannot listen ({error}); choose another one, 0 for any") from None
-    http.daemon_threads = True  # a browser that keeps its connection does not keep the command
-    return LiveServer(http, secret)
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
-def _handler(page: LivePage, path: str) -> type[BaseHTTPRequestHandler]:
+def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if not hmac.compare_digest(self.path.encode(), path.encode()):
-                self._answer(404, b"There is no page here: use the address that snip report printed.\n", "text/plain")
+            if not hmac.compare_digest(self.path.encode(), f"/{server.secret}/".encode()):
+                self._answer(404, b"There is no page here: use the address that snip report printed.\n")
                 return
             try:
-                self._answer(200, page.compressed(), "text/html", compressed=True)
+                self._answer(200, server.compressed(), "text/html", **{"Content-Encoding": "gzip"})
             except SnipError as error:
-                self._answer(503, f"{error}\n".encode(), "text/plain")
+                self._answer(503, f"{error}\n".encode())
 
-        def _answer(self, status: int, body: bytes, kind: str, *, compressed: bool = False) -> None:
+        def _answer(self, status: int, body: bytes, kind: str = "text/plain", **headers: str) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")
-            if compressed:
-                self.send_header("Content-Encoding", "gzip")
+            headers |= {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+            headers |= {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
             if status != 404:
-                self.send_header("Refresh", str(REFRESH_S))
+                headers["Refresh"] = str(REFRESH_S)
+            for name, value in headers.items():
+                self.send_header(name, value)
             with contextlib.suppress(ConnectionError):  # the browser has gone away
                 self.end_headers()
                 self.wfile.write(body)

@@ -264,7 +264,7 @@ class WandbFails(Kind):
         return {"calls": rng.randrange(1, 3), "error": rng.choice(("OSError", "TimeoutError", "RuntimeError"))}
 
     def at_step(self, rank: Rank, fault: Any, step: int) -> None:
-        from snip_megatron.reporting.wandb_sink import WandbSink
+        from snip_megatron.reporting.sinks import WandbSink
 
         for sink in rank.controller._sink._sinks:
             if step == fault.step and isinstance(sink, WandbSink) and sink._writer is not None:

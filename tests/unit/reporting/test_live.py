@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(run: Path) -> Iterator[LiveServer]:
-    server = live.start(run, port=0)
+    server = LiveServer(run, port=0)
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield server
@@ -77,11 +77,11 @@ def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, ser
 
 def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer, tmp_path: Path) -> None:
     with pytest.raises(SnipError, match="not a run directory"):
-        live.start(tmp_path / "absent", port=0)
+        LiveServer(tmp_path / "absent", port=0)
     with pytest.raises(SnipError, match=f"--port {server.port}: cannot listen"):
-        live.start(run, port=server.port)
+        LiveServer(run, port=server.port)
     with pytest.raises(SnipError, match="--port 70000"):
-        live.start(run, port=70000)
+        LiveServer(run, port=70000)
 
 
 def old_run(path: Path, age: float, steps: int = 40) -> RunData:

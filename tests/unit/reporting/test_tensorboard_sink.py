@@ -7,9 +7,7 @@ import math
 import pytest
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.reporting.sinks import GIVE_UP_AFTER, Sinks
-from snip_megatron.reporting.tensorboard_sink import TensorBoardSink
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import GIVE_UP_AFTER, Sinks, TensorBoardSink, WandbSink
 
 pytest.importorskip("tensorboard")
 

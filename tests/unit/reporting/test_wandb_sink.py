@@ -8,8 +8,7 @@ import pytest
 from wandb_file import history
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.reporting.sinks import GIVE_UP_AFTER
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import GIVE_UP_AFTER, WandbSink
 
 wandb = pytest.importorskip("wandb")
 

@@ -22,7 +22,7 @@ from snip_megatron.precision import (
     dense_names,
 )
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.reporting.wandb_sink import WandbSink
+from snip_megatron.reporting.sinks import WandbSink
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.protocols import ProbeResult
