@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import is_finite
+from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_plans, read_scores
 
@@ -127,6 +128,14 @@ class RunData:
     updates: Sequence[Update]
     unreadable: Sequence[str]
     plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of the run; None if its configuration has none that can be read."""
+        try:
+            return Budget.parse(self.config.get("budget"), "budget")
+        except SnipError:
+            return None
 
     @property
     def faults(self) -> list[Mapping[str, Any]]:

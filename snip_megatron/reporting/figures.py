@@ -135,18 +135,11 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     return figure.as_dict()
 
 
-def share_figure(
-    run: RunData, target: float | None, shares: Sequence[Mapping[str, float]] | None = None
-) -> dict[str, Any] | None:
+def share_figure(run: RunData, shares: Sequence[Mapping[str, float]] | None = None) -> dict[str, Any] | None:
     """Draw the fp4 share over steps, of the whole model and of each pipeline stage.
 
-    Args:
-        run: the run.
-        target: the wanted share; None for another kind of budget.
-        shares: for each adoption, stage → share; None for the shares in the ``adopt`` events.
-
-    Returns:
-        The figure, or None if the run recorded no share.
+    ``shares`` are stage → share for each adoption; None for those in the ``adopt`` events. Returns None if the run
+    recorded no share.
     """
     steps, values = run.series("fp4_fraction")
     if not any(value is not None for value in values) and not run.adoptions:
@@ -160,8 +153,8 @@ def share_figure(
     end = max([*steps[-1:], *adopted[-1:]], default=0)
     if len({stage for by_stage in shares for stage in by_stage}) > 1:
         add_stages(figure, adopted, shares, end)
-    if target is not None and run.adoptions:
-        figure.line("target", [min([*steps[:1], adopted[0]]), end], [target] * 2, FAULT, **DASHED)
+    if run.budget is not None and run.budget.kind == "fp4" and run.adoptions:
+        figure.line("target", [min([*steps[:1], adopted[0]]), end], [run.budget.value] * 2, FAULT, **DASHED)
     return figure.as_dict()
 
 
@@ -210,7 +203,7 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
     """
     if front is None or not front.points:
         return None
-    share = front.kind == "target"
+    share = front.share
     figure = Figure("predicted loss (Σ of the choices' scores)", zero=True)
     title = "share of FLOPs in fp4" if share else "predicted speedup of the decoder's linears"
     figure.layout["xaxis"] = {"title": {"text": title}, "tickformat": ".0%" if share else ".2f"}
@@ -221,8 +214,8 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
     marker = {"size": 6, "symbol": ["circle" if p.proven else "circle-open" for p in front.points]}
     texts = [_point_text(p, form) for p in front.points]
     figure.data[-1] |= {"mode": "lines+markers", "text": texts, "marker": marker}
-    kind, wanted = front.asked
-    across, along = ("x", "y") if kind == "loss" else ("y", "x")
+    wanted = front.asked.value
+    across, along = ("x", "y") if front.asked.kind == "loss" else ("y", "x")
     ends = {f"{across}ref": f"{across} domain", f"{across}0": 0, f"{across}1": 1}
     figure.layout["shapes"] = [
         {"type": "line", f"{along}0": wanted, f"{along}1": wanted, "line": {"color": FAULT, **DASHED}} | ends

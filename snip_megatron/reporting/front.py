@@ -1,6 +1,5 @@
-"""The Pareto front of a run's latest Problem: the least predicted loss at other budgets.
-
-The front is solved when the report is written.
+"""The Pareto front of a run's latest Problem, solved when the report is written: the least predicted loss at other
+budgets.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Front:
-    """Loss against budget for one update.
+    """Loss against budget for the update of ``step``.
 
     Attributes:
         step: the step of the Problem.
-        kind: ``target`` (x is the fp4 share of FLOPs) or ``speedup`` (x is a predicted speedup).
+        share: whether x is the fp4 share of FLOPs; else a predicted speedup.
         points: the points, ascending by x.
-        asked: the run's budget as (kind, value).
+        asked: the run's budget.
         chosen: the run's own map as (x, sum of losses); None if the run adopted no map from this Problem.
         seconds: the solving time.
     """
 
     step: int
-    kind: str
+    share: bool
     points: Sequence[Point]
-    asked: tuple[str, float]
+    asked: Budget
     chosen: tuple[float, float] | None
     seconds: float
 
@@ -60,17 +59,10 @@ class Front:
 def latest_front(
     run: Path, updates: Sequence[Update], unreadable: list[str], *, points: int = POINTS, seconds: float = SECONDS
 ) -> Front | None:
-    """Solve the front of the latest stored Problem.
+    """Solve the front of the latest stored Problem at ``points`` budgets in about ``seconds``.
 
-    Args:
-        run: the run directory.
-        updates: the updates of the run.
-        unreadable: receives a message if the Problem cannot be read or solved.
-        points: the number of budgets.
-        seconds: approximate limit of the solving time.
-
-    Returns:
-        The front, or None if there is no Problem, if it is one over phases, or if it cannot be read or solved.
+    Returns None if there is no Problem, if it is one over phases, or if it cannot be read or solved, of which
+    ``unreadable`` receives a message.
     """
     try:
         files = step_files(run, "problems")
@@ -80,9 +72,7 @@ def latest_front(
         if files[step].stat().st_size > MAX_BYTES:
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
         problem = Problem.from_json(files[step].read_bytes(), where=str(files[step]))
-        if problem.phases:  # one over the phases of a run has no such front
-            return None
-        return _front(step, problem, _chosen(problem, step, updates), points, seconds)
+        return None if problem.phases else _front(step, problem, updates, points, seconds)
     except OSError as error:
         unreadable.append(f"{files[step]}: cannot be read ({error})")
     except SnipError as error:
@@ -90,11 +80,10 @@ def latest_front(
     return None
 
 
-def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, points: int, seconds: float) -> Front:
-    started = time.perf_counter()
-    share = problem.budget.kind == "fp4"
-    asked = ("target" if share else problem.budget.kind, problem.budget.value)
-    if problem.budget.kind == "loss":  # the same trade-off, drawn over the predicted speedup
+def _front(step: int, problem: Problem, updates: Sequence[Update], points: int, seconds: float) -> Front:
+    started, asked = time.perf_counter(), problem.budget
+    share = asked.kind == "fp4"
+    if asked.kind == "loss":  # the same trade-off, drawn over the predicted speedup
         problem = replace(problem, budget=Budget("speedup", 1.0))
     cost = {item.id: item.cost for item in problem.items}
     found = []
@@ -102,15 +91,6 @@ def _front(step: int, problem: Problem, chosen: tuple[float, float] | None, poin
         x = solution.achieved if share else solution.finite_speedup
         if x is not None and solution.loss is not None and solution.choices:
             found.append(Point(x, solution.loss, solution.status == "optimal", cost_shares(solution, cost)))
-    return Front(step, "target" if share else "speedup", found, asked, chosen, time.perf_counter() - started)
-
-
-def _chosen(problem: Problem, step: int, updates: Sequence[Update]) -> tuple[float, float] | None:
-    """Return (x, sum of losses) of the map that the run solved from this Problem, or None."""
-    for update in updates:
-        if update.step == step:
-            share = problem.budget.kind == "fp4"
-            x, loss = (update.achieved, update.objective) if share else (update.speedup, update.loss)
-            if x is not None and loss is not None:
-                return x, loss
-    return None
+    own = [(u.achieved, u.objective) if share else (u.speedup, u.loss) for u in updates if u.step == step]
+    chosen = next(((x, loss) for x, loss in own if x is not None and loss is not None), None)
+    return Front(step, share, found, asked, chosen, time.perf_counter() - started)

@@ -17,7 +17,6 @@ from snip_megatron.reporting.figures import DASHED, FAULT, LINE, STAGE_COLOURS, 
 
 MAX_ROWS = 200
 """Number of phases in the table. Of a longer run, the last ones are shown."""
-EVENTS = ("plan", "phase", "plan_moved", "out_of_reach")
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,8 @@ def phase_view(run: RunData) -> PhaseView | None:
     phases = phases_of(run)
     if not phases:
         return None
-    budget = str(run.config.get("budget", ""))
-    kind, _, figure = budget.partition("=")
-    timed = kind in ("speedup", "loss")
+    budget = run.budget
+    timed = budget is not None and budget.kind != "fp4"
     now = _next_step(run)
     spent, ahead = _spent(run, timed), _ahead(remaining_phases(run), now, timed)
     whole = _averages(spent + ahead, timed)
@@ -148,8 +146,8 @@ def phase_view(run: RunData) -> PhaseView | None:
     return PhaseView(
         rows=rows[-MAX_ROWS:],
         timed=timed,
-        budget=budget,
-        target=None if kind == "loss" else _figure(figure),
+        budget=str(run.config.get("budget", "")),
+        target=None if budget is None or budget.kind == "loss" else budget.value,
         steps=len(spent),
         average=whole[len(spent) - 1] if spent else None,
         expected=whole[-1] if ahead else None,
@@ -172,12 +170,6 @@ def phase_figure(view: PhaseView) -> dict[str, Any]:
         ends = [min([*steps[:1], view.rows[0].phase.begin]), view.last]
         figure.line("budget", ends, [view.target] * 2, FAULT, form, **DASHED)
     return figure.as_dict()
-
-
-def phase_events(run: RunData) -> list[Mapping[str, Any]]:
-    """Return the events about plans, without the lists of phases, which the table has."""
-    kept = [event for event in run.events if event["event"] in EVENTS]
-    return [{name: value for name, value in event.items() if name != "phases"} for event in kept]
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
@@ -271,10 +263,3 @@ def _outline(phases: Sequence[RunPhase], timed: bool) -> tuple[list[int | None],
 
 def _time(speedup: float | None) -> float:
     return 1.0 if speedup is None or speedup <= 0.0 else 1.0 / speedup
-
-
-def _figure(text: str) -> float | None:
-    try:
-        return number(float(text))
-    except ValueError:
-        return None

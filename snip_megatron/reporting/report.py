@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError
-from snip_megatron.precision.budget import Budget
 from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
@@ -20,7 +18,7 @@ from snip_megatron.reporting.figures import front_figure, loss_figure, share_fig
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.phases import phase_events, phase_figure, phase_view
+from snip_megatron.reporting.phases import phase_figure, phase_view
 from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.stage_view import saved_figure, stage_view
 from snip_megatron.reporting.summary import RunSummary, summarise
@@ -68,7 +66,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     shares = None if stages is None else stages.shares_of(run.adoptions)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run, target_share(run.config), shares),
+        "share": share_figure(run, shares),
         "saved": None if stages is None else saved_figure(stages),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
@@ -91,7 +89,6 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         maps=map_payload(run.adoptions),
         stages=stages,
         phases=phases,
-        phase_events=[_event_row(event) for event in phase_events(run)[-MAX_EVENT_ROWS:]],
         front=front,
         updates=run.updates,
         timed=any(update.speedup is not None for update in run.updates),
@@ -117,15 +114,6 @@ def policy_line(config: Mapping[str, Any]) -> str:
     """Return one line with the policy, budget, granularity and estimator of a configuration."""
     named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
     return " · ".join(named)
-
-
-def target_share(config: Mapping[str, Any]) -> float | None:
-    """Return the budget's fp4 share, or None for another kind of budget."""
-    try:
-        budget = Budget.parse(str(config.get("budget")), "budget")
-    except SnipError:
-        return None
-    return budget.value if budget.kind == "fp4" else None
 
 
 # -- parts of the page ---------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole: Path) -
     front = latest_front(whole, run.updates, unreadable)
     assert unreadable == []
     assert front is not None
-    assert (front.step, front.kind, front.asked) == (LAST, "target", ("target", 0.75))
+    assert (front.step, front.share, front.asked) == (LAST, True, Budget("fp4", 0.75))
     assert len(front.points) == 17
     assert all(p.proven for p in front.points)
     reached, losses = [p.x for p in front.points], [p.loss for p in front.points]
@@ -79,7 +79,7 @@ def test_time_and_loss_budgets_share_an_axis_of_speedup(tmp_path: Path, budget: 
     ]
     front = latest_front(run, updates, [], points=5)
     assert front is not None
-    assert (front.step, front.kind, front.asked) == (1, "speedup", (budget.kind, budget.value))
+    assert (front.step, front.share, front.asked) == (1, False, budget)
     assert front.points[0].x == 1.0
     assert front.points[-1].x == pytest.approx(2.0)
     assert front.chosen == (own.speedup, own.loss)
