@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 
 from snip_megatron.errors import is_finite
@@ -25,14 +24,11 @@ def sent_sentence(run: RunData, stretches: Sequence[Stretch]) -> str | None:
     ``stretches`` are the steps between adoptions in the order of time. None if no bytes are recorded: on one rank,
     under CUDA graphs, or by an earlier release.
     """
-    by_step = {row["step"]: sent for row in run.metrics if (sent := _bytes(row.get("wire_bytes")))}
-    steps = list(by_step)  # ascending
-    usual = [(each, found) for each in stretches if (found := _usual(by_step, steps, each))]
-    if not usual:
+    now, sent = next(((s, sent) for s in reversed(stretches) if (sent := _usual(run, s))), (None, {}))
+    if now is None:
         return None
-    now, sent = usual[-1]
     kinds = ", ".join(f"{_NAMES.get(kind, kind)} {size(sent[kind])}" for kind in sorted(sent, key=lambda k: -sent[k]))
-    before = next((found for each, found in usual if not each.quantised), None)
+    before = next((found for s in stretches if not s.quantised and (found := _usual(run, s))), None)
     compared = "" if before is None or not now.quantised else f"; in bf16 {size(sum(before.values()))}"
     under = f"under map {now.version}" if now.quantised else "in bf16"
     return f"Rank 0 sent {size(sum(sent.values()))} a step {under} ({kinds}){compared}."
@@ -46,14 +42,9 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _bytes(recorded: object) -> dict[str, float]:
-    if not isinstance(recorded, Mapping):
-        return {}
-    return {str(kind): float(count) for kind, count in recorded.items() if is_finite(count)}
-
-
-def _usual(by_step: Mapping[int, dict[str, float]], steps: Sequence[int], stretch: Stretch) -> dict[str, float]:
+def _usual(run: RunData, stretch: Stretch) -> dict[str, float]:
     """Return the bytes of the step of a stretch whose sum is the median; empty if none are recorded."""
-    first, stop = (bisect.bisect_left(steps, step) for step in (stretch.begin, stretch.end))
-    found = sorted((by_step[step] for step in steps[first:stop]), key=lambda b: sum(b.values()))
+    own = [row.get("wire_bytes") for row in run.metrics if stretch.begin <= row["step"] < stretch.end]
+    finite = [{str(k): float(n) for k, n in sent.items() if is_finite(n)} for sent in own if isinstance(sent, Mapping)]
+    found = sorted(filter(None, finite), key=lambda sent: sum(sent.values()))
     return found[len(found) // 2] if found else {}
