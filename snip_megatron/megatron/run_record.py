@@ -24,7 +24,7 @@ from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.timing.loading import NoTableError
+from snip_megatron.timing.loading import NoTableError, load_table
 
 
 def open_run_directory(
@@ -90,13 +90,14 @@ def _predicted_times(
 ) -> Mapping[str, Any] | None:
     """Return the predicted times with which the report compares measured speedups.
 
-    Returns None if the run's request already has them, or if they are not known. The run says so, unless there is no
-    table for this GPU: its budget asks for no times, so that training goes on.
+    Returns None if the run's request has them or will have them, or if they are not known. The run says so, unless
+    there is no table for this GPU: its budget asks for no times, so that training goes on.
     """
     if config.timed or backend in EMULATIONS:
         return None
     try:
-        return option_times(config, args, linears).as_dict()
+        times = option_times(config, args, linears, load_table("time", torch.cuda.get_device_name()))
+        return None if times is None else times.as_dict()
     except NoTableError:
         return None
     except SnipError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -32,9 +33,11 @@ from snip_megatron.megatron.model_linears import (
     unquantised_flops,
 )
 from snip_megatron.megatron.oracle import Oracle
+from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
@@ -51,6 +54,7 @@ from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
@@ -109,6 +113,7 @@ class SnipRun:
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
         check_shapes(self._registry, self._args)
+        check_measurable(self._config, self._registry.context.backend.name)
         frozen = frozen_parameter(model_chunks, self._registry) if self._config.updates else None
         if frozen is not None:
             raise SnipError(
@@ -367,6 +372,16 @@ class SnipRun:
         config, backend = self._config, registry.context.backend.name
         static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend)
+        own: OwnTimes | None = None
+        if config.timed and config.updates and request.times is None:
+            assert self._host is not None
+            kept = None if run is None else run.path
+            own = OwnTimes(config, args, linears, registry.context.backend, kept, self._host.device)
+            request = dataclasses.replace(request, times=own.known())
+            if request.times is not None:
+                check_reachable(linears, request)
+                if run is not None:
+                    run.set_fact("request", request.as_dict())
         if compat.graph_implementation(args) is None:  # Python does not see the collectives of a graph
             self._traffic = compat.Traffic()
             self._undo_evaluation.callback(self._traffic.install())
@@ -376,6 +391,7 @@ class SnipRun:
         return RankZeroCoordinator(
             config, request, linears, static_map, run, tokens, finish,
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
+            times=None if own is None or request.times is not None else own.measure,
         )  # fmt: skip
 
 

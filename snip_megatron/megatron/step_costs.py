@@ -13,8 +13,11 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
@@ -27,23 +30,30 @@ from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table_model import TimingModel
 
 
-def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]) -> OptionTimes:
-    """Predict the times of every linear by the cost model of ``cost`` and ``--snip-timings``.
+def option_times(
+    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], table: TimingTable | None = None
+) -> OptionTimes | None:
+    """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
+
+    Returns:
+        The times. None if there is neither: a run then measures its own GEMMs (``own_times.py``).
 
     Raises:
-        SnipError: If there is no table for this device, or if it lacks a candidate or pinned format.
+        SnipError: If the named table cannot be read, or if the table lacks a candidate or pinned format.
     """
-    wanted = "flops" if config.cost == "flops" else config.timings or "time"
-    device = None if wanted == "flops" else _device_name()
-    if wanted == "time" and device is None:
-        raise SnipError(
-            f"--snip-budget {config.budget} weighs measured times, and a CPU has no table of them:"
-            " give --snip-timings FILE, or --snip-settings cost=flops"
-        )
+    named = "flops" if config.cost == "flops" else config.timings
+    model: CostModel
     try:
-        model = load_cost_model(wanted, device)
+        if table is not None:
+            model = TimingModel(table)
+        elif named is not None:
+            model = load_cost_model(named, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+        else:
+            return None
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         shapes = linear_shapes(args, linears)
         times = OptionTimes.predict(model, shapes, formats)
@@ -57,12 +67,27 @@ def option_times(config: SnipConfig, args: argparse.Namespace, linears: Sequence
             )
             times = _with_exchanges(times, exchanges, shapes, {*formats, *model.formats})
     except SnipError as error:
-        argument = (
-            f"--snip-timings {config.timings}" if config.timings is not None else f"--snip-settings cost={config.cost}"
-        )
-        raise type(error)(f"{argument} with --snip-budget {config.budget}: {error}") from None
+        source = "measured times" if table is not None else f"--snip-timings {named}"
+        raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
     step = step_model(args, model, config.gradient_reduction, config.communication)
     return times if step is None else replace(times, rest=step.fixed_seconds())
+
+
+def check_measurable(config: SnipConfig, backend: str | None) -> None:
+    """Raise SnipError if the budget weighs times that are neither named nor worth measuring.
+
+    Args:
+        config: SNIP's configuration.
+        backend: the name of the GEMM backend; None on a CPU before there is one.
+    """
+    if not (config.timed and config.updates) or config.cost == "flops" or config.timings is not None:
+        return
+    if backend in (None, *EMULATIONS):
+        here = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"
+        raise SnipError(
+            f"--snip-budget {config.budget} weighs measured times of GEMMs, and {here}, which saves none: give"
+            " --snip-timings h200 for the times of that card, or a budget of fp4="
+        )
 
 
 def _with_exchanges(
@@ -201,10 +226,3 @@ def _layers_of_chunk(args: argparse.Namespace) -> int:
     """Return the layers of a model chunk, for an even split."""
     chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     return int(max(1, -(-args.num_layers // chunks)))
-
-
-def _device_name() -> str | None:
-    """Return the name of the GPU. Returns None on a CPU, for which there is no table."""
-    import torch
-
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

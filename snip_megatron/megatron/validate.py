@@ -17,7 +17,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.conflicts import CONFLICTS
 from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
 from snip_megatron.megatron.shards import check_gathers
-from snip_megatron.megatron.step_costs import option_times
+from snip_megatron.megatron.step_costs import check_measurable, option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import Schedule
@@ -61,6 +61,8 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_fixed_map(config, args)
     if config.phases is not None:
         _check_globs(config.phases, linear_names(args))
+    if not torch.cuda.is_available():
+        check_measurable(config, None)
     _check_reachable(config, args)
 
 
@@ -219,10 +221,10 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
 
 
 def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:
-    """Return the request that every update of this run solves.
+    """Return the request that every update of this run solves. Times that the run must measure are left out.
 
     Raises:
-        SnipError: If the budget needs predicted times and there is no table of them.
+        SnipError: If the table of times that the configuration names cannot be used.
     """
     unquantised = unquantised_flops(args)
     return config.request(
@@ -244,7 +246,8 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
         return
     request = solve_request(config, args)
     if config.timed:
-        check_reachable(model_linears(args), request)
+        if request.times is not None:  # otherwise the run measures them
+            check_reachable(model_linears(args), request)
         return
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
     share = reachable_share(model_linears(args), request, tokens_per_step=tokens)

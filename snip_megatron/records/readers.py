@@ -17,6 +17,8 @@ from snip_megatron.records.storage import read_lines
 RUN_SCHEMA = "snip.run/1"
 SCORES_SCHEMA = "snip.scores/1"
 CONFIG, EVENTS, METRICS, REPORT = "config.json", "events.jsonl", "metrics.jsonl", "report.html"
+TIMINGS = "timings.json"
+"""The table of times of the run's own GEMMs, where its budget weighs them."""
 STEP_FILES = {"stats": ".npz", "problems": ".json", "maps": ".json", "plans": ".json", "scores": ".json"}
 """Folders of the run directory, and the suffix of the step files in each."""
 _STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})\Z")

@@ -35,6 +35,7 @@ from snip_megatron.records.readers import (
     RUN_SCHEMA,
     SCORES_SCHEMA,
     STEP_FILES,
+    TIMINGS,
     step_files,
     step_path,
 )
@@ -84,7 +85,7 @@ class RunDirectory:
         """Duration of the last completed training step in seconds. Every event records it."""
         self.faults = Faults(self.path)
         wanted = jsonable(config)
-        body = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
+        body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
         try:
             resuming, absent = resume_step is not None, jsonable(defaults or {})
             check_lock(self.path)
@@ -94,6 +95,7 @@ class RunDirectory:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
             cut = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
+            self._body = body
             self._config = dump_json(body).encode()
             write_atomically(self.path / CONFIG, self._config)
         except OSError as error:
@@ -105,6 +107,12 @@ class RunDirectory:
         self._files = WriteQueue(self.faults, ordered=False)
         if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
+
+    def set_fact(self, name: str, value: Any) -> None:
+        """Replace one of the ``facts``, which became known later."""
+        self._body["facts"] = {**self._body["facts"], name: value}
+        self._config = data = dump_json(self._body).encode()
+        self._files.put(lambda: write_atomically(self.path / CONFIG, data), len(data))
 
     def _keep_config(self) -> None:
         """Write ``config.json`` again if the directory is gone: no reader and no resume accepts one without it."""
@@ -209,7 +217,7 @@ def _clear(path: Path) -> int:
     for folder in STEP_FILES:
         for file in [*step_files(path, folder).values(), *step_files(path, folder, ".1").values()]:
             file.unlink()
-    for name in (EVENTS, METRICS, REPORT):
+    for name in (EVENTS, METRICS, REPORT, TIMINGS):
         for file in (path / name, path / f"{name}.1"):
             file.unlink(missing_ok=True)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import replayed_maps
@@ -22,6 +23,7 @@ from snip_megatron.runtime.transition_overhead import TransitionCost, Transition
 from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import StatisticsTable
 
 _POLL_S = 0.01
@@ -41,6 +43,7 @@ class RankZeroCoordinator:
         unjudged: why step times under maps are not compared with those in bf16, in the words of the line that the run
             prints at Megatron's log interval; None if they are.
         solver: what solves updates; None for the sidecar.
+        times: measures the times that ``request`` needs and lacks, before the first update; None if it has them.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class RankZeroCoordinator:
         finished: Callable[[Path], None] | None = None,
         unjudged: str | None = "emulated",
         solver: Solver | None = None,
+        times: Callable[[], OptionTimes] | None = None,
     ) -> None:
         self._config = config
         self._request = request
+        self._times = times
         self._tokens_per_step = tokens_per_step
         self._linears = linears
         self._flops = {row.name: row.flops for row in linears}
@@ -91,10 +96,27 @@ class RankZeroCoordinator:
         self._changes("update", step, version)
         if self._run is not None:
             self._run.write_statistics(step, table)
+        if self._times is not None and not self._timed(step, version, self._times):
+            return
         request = dataclasses.replace(self._request, version=version, phases=phases)
         if self._tokens_per_step is not None:
             request = request.of_step(table.tokens_per_step / self._tokens_per_step)
         self._sidecar.submit(SolveJob(table=table, request=request, hint=self._hint()))
+
+    def _timed(self, step: int, version: int, measure: Callable[[], OptionTimes]) -> bool:
+        """Measure the times of the run's options. If they cannot be, the update is dropped, and False is returned."""
+        started = time.perf_counter()
+        try:
+            self._request = dataclasses.replace(self._request, times=measure())
+        except (SnipError, RuntimeError) as error:
+            self._drop(step, version, "times", " ".join(str(error).split()), time.perf_counter() - started)
+            return False
+        self._times = None
+        seconds = round(time.perf_counter() - started, 6)
+        self.event(step, "times", seconds=seconds, wait_s=seconds)
+        if self._run is not None:
+            self._run.set_fact("request", self._request.as_dict())
+        return True
 
     def _hint(self) -> dict[str, Format] | None:
         """Return the choices of the map in force by the ids of this run's options, or None if there is no map."""
@@ -137,16 +159,7 @@ class RankZeroCoordinator:
     def _take(self, step: int, result: SidecarResult) -> None:
         version = result.version
         if result.failure is not None:
-            self._decisions[version] = Decision(Verdict.DROPPED)
-            self.event(
-                step,
-                "solve_failed",
-                version=version,
-                reason=result.failure.kind,
-                message=result.failure.message,
-                latency_s=result.latency_s,
-            )
-            print(f"snip: update {version}: {result.failure.message}; the map in force stays", flush=True)
+            self._drop(step, version, result.failure.kind, result.failure.message, result.latency_s)
             return
         plan, precision_map = result.plan, result.precision_map
         assert precision_map is not None
@@ -178,6 +191,12 @@ class RankZeroCoordinator:
             submitted = self._submitted.pop(version, step)
             self._run.write_problem(submitted, result.problem_json or "")
             self._run.write_scores(submitted, _named_scores(result.scores), version=version)
+
+    def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
+        """Record that an update gives no map."""
+        self._decisions[version] = Decision(Verdict.DROPPED)
+        self.event(step, "solve_failed", version=version, reason=reason, message=message, latency_s=seconds)
+        print(f"snip: update {version}: {message}; the map in force stays", flush=True)
 
     def _with_predictions(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Add the fp4 share of FLOPs and the whole step's speedup to a map under a budget of time or loss."""

@@ -36,7 +36,7 @@ def test_a_replay_is_not_written_over_what_it_replays(tmp_path: Path) -> None:
         (
             "NVIDIA H200",
             ("fp8", "nvfp4"),
-            "no predicted times: --snip-settings cost=auto with --snip-budget fp4=0.75: the timings",
+            "no predicted times: measured times with --snip-budget fp4=0.75: the timings",
         ),
     ],
 )

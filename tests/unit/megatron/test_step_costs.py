@@ -162,10 +162,14 @@ def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any
     assert times.step_speedup({}, {}) is None
 
 
+def test_a_run_that_names_no_table_measures_its_times() -> None:
+    args = arguments()
+    assert option_times(SnipConfig(**WANTED), args, model_linears(args)) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "a CPU has no table"),
         ({"timings": "absent.json"}, "--snip-timings absent.json with --snip-budget speedup=1.2: absent.json"),
         ({"timings": "h200", "pin": ("*=nvfp4",)}, "--snip-timings h200 with --snip-budget speedup=1.2: the timings"),
     ],

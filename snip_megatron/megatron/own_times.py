@@ -1,0 +1,106 @@
+"""The times of a run's own GEMMs, for budgets of time and loss that name no table."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.precision import Format
+from snip_megatron.records.own_table import OwnTable
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.statistics.table import LinearRow
+from snip_megatron.timing.calibration.calibrate import calibrate, device_name
+from snip_megatron.timing.calibration.clock import Clock, clock_for
+from snip_megatron.timing.calibration.measure import Measurer
+from snip_megatron.timing.calibration.workload import shapes_workload
+from snip_megatron.timing.table import TimingTable
+
+_LONGEST_ATTENTION = 8192  # tokens: longer sequences have the rate of this length
+
+
+class OwnTimes:
+    """Finds or measures the times of a run's GEMMs. Only rank 0 makes one; the solver has no other rank's times.
+
+    Args:
+        config: SNIP's configuration.
+        args: Megatron's validated arguments.
+        linears: the model's linears.
+        backend: the GEMM backend of the run.
+        run: the run directory; None if the run keeps no record.
+        device: the device that multiplies.
+        clock: times calls; None for the clock of ``device``, which takes memory once it is needed.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        args: argparse.Namespace,
+        linears: Sequence[LinearRow],
+        backend: GemmBackend,
+        run: Path | None,
+        device: torch.device,
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._args = args
+        self._linears = linears
+        self._backend = backend
+        self._device = device
+        self._clock = clock
+        used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
+        heads = args.num_attention_heads // args.tensor_model_parallel_size
+        self._table = OwnTable(
+            device_name(device),
+            backend.name,
+            tuple(sorted(used, key=lambda fmt: fmt.code)),
+            shapes_workload(
+                linear_shapes(args, linears).values(),
+                [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
+            ),
+            run,
+        )
+
+    def known(self) -> OptionTimes | None:
+        """Return the times that an earlier start stored with the run or in the cache; None if there are none."""
+        found = self._table.find()
+        if found is None:
+            return None
+        table, path = found
+        print(f"snip: times of this model's GEMMs: {path}", flush=True)
+        return self._predicted(table)
+
+    def measure(self) -> OptionTimes:
+        """Measure the times, and store them with the run and in the cache.
+
+        Raises:
+            SnipError: a size could not be measured, as where memory is too small.
+        """
+        started = time.perf_counter()
+        clock = clock_for(self._device) if self._clock is None else self._clock
+        measurer = Measurer(self._backend, clock, self._table.formats)
+        about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
+        with torch.enable_grad():
+            table = calibrate(measurer, self._table.workload, about)
+        if not self._table.suffices(table):
+            raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
+        kept = " and ".join(map(str, self._table.keep(table))) or "nowhere"
+        print(
+            f"snip: timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
+            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}",
+            flush=True,
+        )
+        return self._predicted(table)
+
+    def _predicted(self, table: TimingTable) -> OptionTimes:
+        times = option_times(self._config, self._args, self._linears, table)
+        assert times is not None
+        return times

@@ -1,0 +1,98 @@
+"""The table of times of a run's own linears: kept with the run and in the user's cache, where later runs find it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from snip_megatron.errors import SnipError
+from snip_megatron.precision import Format
+from snip_megatron.records.readers import TIMINGS
+from snip_megatron.records.storage import write_atomically
+from snip_megatron.timing.calibration.calibrate import versions
+from snip_megatron.timing.calibration.workload import Workload
+from snip_megatron.timing.table import TimingTable
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's cached tables. It need not exist."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
+    return base / "snip_megatron" / "timings"
+
+
+@dataclass(frozen=True)
+class OwnTable:
+    """Where the table of a run's linears is kept, and what it must hold.
+
+    Attributes:
+        device: the GPU's name in torch.
+        backend: the name of the GEMM backend.
+        formats: the quantised formats.
+        workload: the sizes.
+        run: the run directory; None if the run keeps no record.
+    """
+
+    device: str
+    backend: str
+    formats: tuple[Format, ...]
+    workload: Workload
+    run: Path | None = None
+
+    @property
+    def cached(self) -> Path:
+        """The file of the user's cache. Its name depends on the card, the versions, the backend and the sizes."""
+        asked = repr((self.device, sorted(versions().items()), self.backend, self.formats, self.workload))
+        name = re.sub(r"\W+", "-", self.device.removeprefix("NVIDIA ")).lower()
+        return cache_folder() / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files in the order in which they are looked for: the run's own, so that a resume has equal times."""
+        return (self.cached,) if self.run is None else (self.run / TIMINGS, self.cached)
+
+    def find(self) -> tuple[TimingTable, Path] | None:
+        """Return the kept table of these linears, and its file. None if there is none, or none that can be read.
+
+        One from the cache is stored with the run too: the cache of a later release has another one.
+        """
+        for path in self.paths:
+            if not path.exists():
+                continue
+            try:
+                table = TimingTable.load(path)
+            except SnipError as error:
+                print(f"snip: {error}; it is measured again", flush=True)
+                continue
+            if self.suffices(table):
+                if self.run is not None and path == self.cached:
+                    _write(self.run / TIMINGS, table)
+                return table, path
+        return None
+
+    def keep(self, table: TimingTable) -> list[Path]:
+        """Write the table with the run and into the cache. Returns the files; one that cannot be written is named."""
+        return [path for path in self.paths if _write(path, table)]
+
+    def suffices(self, table: TimingTable) -> bool:
+        """Return whether the table is of this card and backend, and holds all formats and sizes of linears."""
+        return (
+            (table.device, table.backend) == (self.device, self.backend)
+            and set(self.formats) <= set(table.formats)
+            and set(self.workload.gemms) <= set(table.gemms)
+            and set(self.workload.activations) <= set(table.activations)
+            and set(self.workload.weights) <= set(table.weights)
+        )
+
+
+def _write(path: Path, table: TimingTable) -> bool:
+    """Return whether the file could be written."""
+    try:
+        write_atomically(path, table.to_json().encode())
+    except OSError as error:
+        print(f"snip: {path}: the times of GEMMs cannot be kept there: {error.strerror}", flush=True)
+        return False
+    return True
