@@ -72,8 +72,8 @@ class SnipConfig:
     )
     timings: str | None = option(
         None,
-        "table of measured times for a budget of speedup= or loss=, which snip calibrate wrote. Without this argument:"
-        " the package's table of this GPU",
+        "table of measured times for a budget of speedup= or loss=: a file of snip calibrate, or a name such as h200."
+        " Without this argument the run times its own GEMMs before its first update",
         metavar="FILE",
     )
     granularity: str = option(

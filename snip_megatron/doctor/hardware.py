@@ -42,8 +42,28 @@ def check_hardware() -> Iterator[Check]:
         memory = properties.total_memory / 2**30
         card = f"{properties.name}, sm_{properties.major}{properties.minor}"
         yield ok(ROOM, f"gpu {index}", f"{card}, {memory:.0f} GiB of memory")
+    yield times_of(torch.cuda.get_device_name(0))
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     yield ok(ROOM, "nccl", ".".join(map(str, version)))
+
+
+def times_of(card: str) -> Check:
+    """Say which times of GEMMs there are of a card, by its name in torch."""
+    from snip_megatron.records.own_table import cache_folder, cached_tables
+    from snip_megatron.timing.loading import NoTableError, packaged_table
+    from snip_megatron.timing.table import TimingTable
+
+    cached = len(cached_tables(card))
+    own = f"trainings timed {cached} model{'s' * (cached != 1)} ({cache_folder()})"
+    try:
+        device = TimingTable.load(packaged_table(card)).device
+    except NoTableError:
+        found = f"the package has no table of {card}; {own}"
+        return note(ROOM, "times", found, "for snip plan, in a minute: snip calibrate --out FILE.json")
+    if device != card:
+        found = f"the package has those of {device}, the nearest relative; {own}"
+        return note(ROOM, "times", found, "those of this card, in a minute: snip calibrate --out FILE.json")
+    return ok(ROOM, "times", f"the package has those of {device}; {own}")
 
 
 def check_backends() -> Iterator[Check]:

@@ -24,7 +24,7 @@ from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.timing.loading import NoTableError, load_table
+from snip_megatron.timing.loading import NoTableError, load_table, packaged_table
 
 
 def open_run_directory(
@@ -95,8 +95,9 @@ def _predicted_times(
     """
     if config.timed or backend in EMULATIONS:
         return None
+    device = torch.cuda.get_device_name()
     try:
-        times = option_times(config, args, linears, load_table("time", torch.cuda.get_device_name()))
+        times = option_times(config, args, linears, load_table(packaged_table(device), device))
         return None if times is None else times.as_dict()
     except NoTableError:
         return None

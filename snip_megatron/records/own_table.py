@@ -16,12 +16,23 @@ from snip_megatron.timing.calibration.calibrate import versions
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
 
+_DIGITS = 16  # of the hash in a cached file's name
+
 
 def cache_folder() -> Path:
     """Return the folder of the user's cached tables. It need not exist."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
     return base / "snip_megatron" / "timings"
+
+
+def cached_tables(device: str) -> list[Path]:
+    """Return the files of the user's cache with times of a GPU, given its name in torch."""
+    return sorted(cache_folder().glob(f"{_slug(device)}-{'[0-9a-f]' * _DIGITS}.json"))
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"\W+", "-", device.removeprefix("NVIDIA ")).lower()
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,7 @@ class OwnTable:
     def cached(self) -> Path:
         """The file of the user's cache. Its name depends on the card, the versions, the backend and the sizes."""
         asked = repr((self.device, sorted(versions().items()), self.backend, self.formats, self.workload))
-        name = re.sub(r"\W+", "-", self.device.removeprefix("NVIDIA ")).lower()
-        return cache_folder() / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+        return cache_folder() / f"{_slug(self.device)}-{hashlib.sha256(asked.encode()).hexdigest()[:_DIGITS]}.json"
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -1,7 +1,11 @@
-"""Loading of cost models by name: ``flops``, a table of the package, or a file."""
+"""Loading of cost models by name: ``flops``, a table of the package, a GPU, or a file."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import sys
 from pathlib import Path
 
 from snip_megatron.errors import SnipError, cut
@@ -12,6 +16,9 @@ from snip_megatron.timing.table_model import TimingModel
 TIMINGS = Path(__file__).with_name("tables")
 """Folder of the package's tables of measured times, one file ``<name>.json`` for each device."""
 
+_RELATIVES = {"h100": "h100", "h200": "h200", "gh200": "h200"}
+"""First word of a GPU's name → the package's table of the nearest card: of NVL, PCIe and Grace Hopper variants too."""
+
 
 class NoTableError(SnipError):
     """The package has no table of times of this device."""
@@ -21,13 +28,14 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
     """Load a cost model.
 
     Args:
-        name_or_path: ``flops``; ``time`` for the package's table of ``device_name``; the name of a table of the
-            package, such as ``h200``; or the path of a ``snip.timings/1`` file, which ``snip calibrate`` writes.
+        name_or_path: ``flops``; the name of a table of the package, such as ``h200``; the name of a GPU, such as
+            ``NVIDIA H100 NVL`` or ``h100-nvl``; or the path of a ``snip.timings/1`` file, which ``snip calibrate``
+            writes. A GPU without a table takes that of its nearest relative, with a warning.
         device_name: the GPU's name in torch, such as ``NVIDIA H200``. If it is not None, a table of another device is
-            refused.
+            refused, unless they are relatives.
 
     Raises:
-        NoTableError: the package has none of this device.
+        NoTableError: the package has none of this GPU.
         SnipError: the table does not exist, is invalid, or was measured on another device.
     """
     return FlopsModel() if str(name_or_path) == "flops" else TimingModel(load_table(name_or_path, device_name))
@@ -35,33 +43,61 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
 
 def load_table(name_or_path: str | Path, device_name: str | None = None) -> TimingTable:
     """Load a table of times. See :func:`load_cost_model`, whose ``flops`` is none."""
-    table = TimingTable.load(_table_path(str(name_or_path), device_name))
-    if device_name is not None and table.device != device_name:
-        raise SnipError(
-            f"the timings of {name_or_path} were measured on {table.device}, this is {device_name}:"
-            " measure it with snip calibrate --out FILE.json and name that file, or use flops"
-        )
+    name, asked = str(name_or_path), device_name
+    packaged = {path.stem: path for path in sorted(TIMINGS.glob("*.json"))}
+    if name in packaged:
+        path = packaged[name]
+    elif _nearest(name) is not None and not _exists(Path(name)):
+        path, asked = packaged_table(name), device_name or name
+    else:
+        path = Path(name)
+        if not _exists(path):
+            raise SnipError(f"{cut(name)}: neither a file of timings nor one of {', '.join(['flops', *packaged])}")
+    table = TimingTable.load(path)
+    if asked is not None and asked != table.device:
+        if _nearest(asked) is None or _nearest(asked) != _nearest(table.device):
+            raise SnipError(
+                f"the timings of {name} were measured on {table.device}, this is {asked}:"
+                " measure it with snip calibrate --out FILE.json and name that file, or use flops"
+            )
+        _warn(asked, table.device)
     return table
 
 
-def _table_path(name: str, device_name: str | None) -> Path:
-    if name == "time":
-        if device_name is None:
-            raise SnipError("timings of which device? Name a table (such as h200), a file, or flops")
-        for path in sorted(TIMINGS.glob("*.json")):
-            if TimingTable.load(path).device == device_name:
-                return path
+def packaged_table(device_name: str) -> Path:
+    """Return the file of the package's table of a GPU or of its nearest relative. Raises NoTableError."""
+    path = TIMINGS / f"{_nearest(device_name)}.json"
+    if not path.exists():
         raise NoTableError(
             f"there is no table of timings of {device_name}: measure one with snip calibrate --out FILE.json"
             " and name that file, or use flops"
         )
-    packaged = {path.stem: path for path in sorted(TIMINGS.glob("*.json"))}
-    path = packaged.get(name, Path(name))
+    return path
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is such a path, if only one that cannot be read: whoever reads it says why."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        known = ", ".join(["flops", "time", *packaged])
-        raise SnipError(f"{cut(name)}: neither a file of timings nor one of {known}") from None
-    except OSError:  # whoever reads the file says why it cannot be read
+        return False
+    except OSError:
         pass
-    return path
+    return True
+
+
+def _nearest(device_name: str) -> str | None:
+    """Return the name of the package's table of the GPU's nearest relative, which need not exist; None if unknown."""
+    words = re.fullmatch(r"(?:nvidia )?(\w+)(?:[ -][\w -]*)?", device_name.lower())
+    return None if words is None else _RELATIVES.get(words[1])
+
+
+@functools.cache
+def _warn(device_name: str, measured: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"snip: warning: the times are those of {measured}, the nearest relative of {device_name}; snip calibrate"
+            " measures this card",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -13,11 +13,13 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm, PrecisionMap
-from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics
+from snip_megatron.records.readers import TIMINGS, read_config, read_events, read_maps, read_metrics
 from snip_megatron.records.stored import Change, find_stored, rebuild
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Problem
 from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.timing.table import TimingTable
 
 FORMATS = "bf16,fp8,fp8_tensor"
 # Due decisions wait for the solver, so that every run adopts two maps: before step 6 and before step 12.
@@ -167,3 +169,38 @@ def test_a_cpu_has_no_times_of_its_own(warm: WarmRanks, tmp_path: Path) -> None:
     (line,) = error_lines(done)
     assert done.returncode == 2
     assert "a CPU emulates them, which saves none: give --snip-timings h200" in line
+
+
+def test_a_run_without_a_table_times_its_gemms_once(warm: WarmRanks, tmp_path: Path) -> None:
+    """A resume has the times of the first start, whatever the cache holds, and another run those of the cache."""
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    env = {"XDG_CACHE_HOME": str(cache)}
+
+    def train(folder: Path, until: int, *extra: str) -> str:
+        wanted = ("--snip-formats", FORMATS, "--snip-budget", "speedup=1.25", "--pipeline-model-parallel-size", "2")
+        saved = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", str(until))
+        args = tiny_llama_args(*SNIP, "--snip-dir", str(folder), *wanted, *saved, *extra, iters=14)
+        done = warm.run(2, args, module="timed_pretrain", tmp=tmp_path, timeout=300, env=env)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    def times(folder: Path) -> OptionTimes:
+        request = SolveRequest.from_dict(read_config(folder)["facts"]["request"], "config.json")
+        assert request.times is not None
+        return request.times
+
+    assert train(run, 8).count("snip: timed the GEMMs of this model (4 shapes, bf16, fp8, fp8_tensor) on cpu in") == 1
+    first = times(run)
+    assert [e["step"] for e in read_events(run) if e["event"] == "times"] == [2]
+    assert read_maps(run)[6].speedup > 1.25
+    assert TimingTable.load(run / TIMINGS).backend == "reference"
+    (cached,) = (cache / "snip_megatron" / "timings").iterdir()
+    cached.unlink()
+    assert f"snip: times of this model's GEMMs: {run / TIMINGS}" in train(run, 14, "--load", str(tmp_path / "saved"))
+    assert times(run) == first
+    assert [e["step"] for e in read_events(run) if e["event"] == "times"] == [2]
+    assert 12 in read_maps(run)
+    cached.write_bytes((run / TIMINGS).read_bytes())
+    assert f"snip: times of this model's GEMMs: {cached}" in train(tmp_path / "other", 4)
+    assert times(tmp_path / "other") == first
+    assert main(["solve", str(run), "--budget", "speedup=1.2", "--out", str(tmp_path / "again.json")]) == 0

@@ -26,6 +26,20 @@ def test_without_a_gpu_hopper_says_why():
     assert [check.status for check in hardware.check_hardware()] == [Status.NOTE]
 
 
+def test_times_of_a_card_are_those_of_the_package_and_of_earlier_trainings(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "snip_megatron" / "timings"
+    folder.mkdir(parents=True)
+    for name in ("h200-0123456789abcdef", "h200-nvl-0123456789abcdef", "h200-nvl-f123456789abcdef"):
+        (folder / f"{name}.json").write_text("{}")
+    found = [hardware.times_of(card) for card in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB")]
+    assert [check.status for check in found] == [Status.OK, Status.NOTE, Status.NOTE]
+    assert found[0].found == f"the package has those of NVIDIA H200; trainings timed 1 model ({folder})"
+    assert "those of NVIDIA H200, the nearest relative; trainings timed 2 models" in found[1].found
+    assert "no table of NVIDIA A100-SXM4-80GB; trainings timed 0 models" in found[2].found
+    assert all("snip calibrate --out FILE.json" in check.advice for check in found[1:])
+
+
 class _Transposed(GemmBackend):
     """A backend whose weights come out in the wrong layout."""
 

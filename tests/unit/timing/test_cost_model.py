@@ -171,17 +171,24 @@ def test_models_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(formula_table().to_json())
     assert load_cost_model("flops").name == "flops"
-    assert load_cost_model("h200").name == load_cost_model("time", "NVIDIA H200").name == "NVIDIA H200"
+    assert load_cost_model("h200").name == load_cost_model("NVIDIA H200").name == "NVIDIA H200"
     assert load_cost_model(path, "Formula 1").name == "Formula 1"
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA GH200 480GB"])
+def test_a_relative_without_a_table_takes_the_nearest(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert load_cost_model(device, device).name == load_cost_model("h200", device).name == "NVIDIA H200"
+    warned = f"snip: warning: the times are those of NVIDIA H200, the nearest relative of {device}; snip calibrate"
+    assert capsys.readouterr().err.count(warned) == 1
 
 
 @pytest.mark.parametrize(
     ("name", "device", "message"),
     [
-        ("time", "NVIDIA H100 80GB HBM3", "there is no table of timings of NVIDIA H100 80GB HBM3: measure one with"),
-        ("time", None, "timings of which device"),
-        ("h200", "NVIDIA H100 80GB HBM3", "the timings of h200 were measured on NVIDIA H200, this is NVIDIA H100"),
-        ("b200", None, "b200: neither a file of timings nor one of flops, time, h200"),
+        ("NVIDIA B200", None, "NVIDIA B200: neither a file of timings nor one of flops, h"),
+        ("h200", "NVIDIA B200", "the timings of h200 were measured on NVIDIA H200, this is NVIDIA B200"),
+        ("b200", None, "b200: neither a file of timings nor one of flops, h"),
         ("./", None, ".: cannot be read: Is a directory"),
         ("h200.json/x", None, "h200.json/x: neither a file of timings nor one of"),
         (300 * "x", None, 300 * "x" + ": cannot be read: File name too long"),
