@@ -17,7 +17,6 @@ from snip_megatron.megatron.step_costs import linear_shapes, option_times
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.records.own_table import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
-
 from snip_megatron.timing.calibration.calibrate import calibrate, device_name
 from snip_megatron.timing.calibration.clock import Clock, clock_for
 from snip_megatron.timing.calibration.measure import Measurer
