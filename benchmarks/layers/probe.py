@@ -142,7 +142,7 @@ class Training:
             forward_backward_func=get_forward_backward_func(),
             num_microbatches=4,
         )
-        return self.runner.run(MegatronStep(call, self.loop, self.host.groups), 1.0)
+        return self.runner.run(MegatronStep(call, self.loop, self.host.groups), 1.0, sequences=1)
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------

@@ -146,11 +146,6 @@ class GraphedRun:
         self._captured_before = True
         return kind, seconds, fields
 
-    @property
-    def idle_bytes(self) -> float:
-        """Bytes that are reserved for graphs and that probes cannot use; 0 if not known."""
-        return 0.0 if self._graphs is None else self._graphs.idle_bytes
-
     # -- beside the graphs ---------------------------------------------------------------------------------------
     @contextmanager
     def beside(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         sharded=optimizer_sharded(args),
         tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
         pass_group=_pass_group(config) if virtual else 1,
-        in_flight=partial(
+        in_flight=functools.partial(
             microbatches_in_flight, stage=stage, pp=config.pipeline_model_parallel_size, vpp=virtual or 1
         ),
         gathers=bool(config.sequence_parallel),
@@ -178,11 +178,18 @@ class MegatronStep:
         self.step, self.microbatches = call.step, call.num_microbatches
         self.call = call
         self._groups = groups
-        self._seq_length, self._micro_batch_size = args.seq_length, args.micro_batch_size
+        self._args, self._seq_length = args, args.seq_length
+        self._taken: int | None = None  # sequences of each microbatch in the last pass; None for all
         self._rng: Any = None
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
         self._loss_tokens: list[torch.Tensor] = []
+
+    @functools.cached_property
+    def sequences(self) -> int:
+        """See :class:`HostStep`. Ranks that read data may find that it cannot be cut."""
+        whole = self._args.micro_batch_size
+        return int(whole) if whole > 1 and compat.divisible(self.call.data_iterator, self._args) else 1
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -206,8 +213,9 @@ class MegatronStep:
             call.optimizer.zero_grad()
             compat.set_rng_state(self._rng)
 
-    def run(self, microbatches: int) -> None:
+    def run(self, microbatches: int, sequences: int) -> None:
         """Run forward and backward of the first microbatches of the step, as :class:`HostStep` says."""
+        self._taken = sequences if sequences < self.sequences else None
         self.rewind()
         self.schedule(range(microbatches))
 
@@ -219,7 +227,7 @@ class MegatronStep:
         self._passes += 1
 
     def schedule(self, microbatches: Sequence[int], forward_step_func: Callable[..., Any] | None = None) -> None:
-        """Run Megatron's schedule, forward and backward, into zeroed gradients.
+        """Run Megatron's schedule, forward and backward, into zeroed gradients, on the sequences of the last pass.
 
         Args:
             microbatches: microbatches of this data parallel rank in order, 0 being the first of the step. A number may
@@ -235,13 +243,17 @@ class MegatronStep:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(compat.routers_kept(call.model))
             stack.enter_context(compat.attention_logits_kept(call.model))
+            sequences = self._args.micro_batch_size if self._taken is None else self._taken
+            stack.enter_context(compat.microbatches_of(self._args, sequences))
             call.forward_backward_func(
                 forward_step_func=forward_step_func or call.forward_step_func,
-                data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(microbatches),
+                data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(
+                    microbatches, self._taken
+                ),
                 model=call.model,
                 num_microbatches=len(microbatches),
                 seq_length=self._seq_length,
-                micro_batch_size=self._micro_batch_size,
+                micro_batch_size=sequences,
                 decoder_seq_length=self._seq_length,
                 forward_only=False,
             )

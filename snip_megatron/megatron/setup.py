@@ -278,11 +278,11 @@ class SnipRun:
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
             step = self._host_step(self._graphs.probed(call))
-            refusal = self._probes.shortage(step, self._graphs.idle_bytes)
-            if refusal is not None:
-                return refusal
+            sequences = self._probes.fit(step, controller.state.sequences)
+            if isinstance(sequences, Unmeasured):
+                return sequences
             with self._graphs.beside(call.model):
-                result = self._probes.run(step, clip)
+                result = self._probes.run(step, clip, sequences)
                 return result if self._oracle is None else self._oracle.add(step, result)
 
         controller.before_step(call.step, probe)

@@ -93,7 +93,12 @@ class PlainStep:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def run(self, microbatches: int) -> None:
+    @property
+    def sequences(self) -> int:
+        """1, because the loss is that of a whole batch."""
+        return 1
+
+    def run(self, microbatches: int, sequences: int) -> None:
         """Run forward and backward of the loss."""
         self._restart()
         with torch.enable_grad():

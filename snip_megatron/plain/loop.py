@@ -170,7 +170,7 @@ class PlainSnip:
         """
 
         def probe(clip: float) -> ProbeResult:
-            result = self._probes.run(self._step_of(step, loss), clip)
+            result = self._probes.run(self._step_of(step, loss), clip, sequences=1)
             self.table = result.table
             return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ class StageMemory:
         activations: activations that are kept for the backward at the schedule's peak.
         logits: logits and their gradients on the last stage.
         working: temporaries of the backward.
-        probe: activations and copies of a probe, which has no quantised weights.
+        probe: activations and copies of a probe of whole microbatches, which has no quantised weights.
+        least_probe: what a probe of one sequence of each microbatch takes in all beyond ``fixed``.
     """
 
     parameters: float
@@ -58,6 +60,7 @@ class StageMemory:
     logits: float
     working: float
     probe: float
+    least_probe: float
 
     @property
     def fixed(self) -> float:
@@ -71,13 +74,18 @@ class StageMemory:
 
     @property
     def probing(self) -> float:
-        """Peak bytes of a probe."""
+        """Peak bytes of a probe of whole microbatches."""
         return self.fixed + self.probe + self.logits + self.working
 
     @property
+    def probing_least(self) -> float:
+        """Peak bytes of a probe of one sequence of each microbatch, which probes take where memory is short."""
+        return self.fixed + self.least_probe
+
+    @property
     def peak(self) -> float:
-        """The larger peak of training and probing."""
-        return max(self.training, self.probing)
+        """The least memory with which training and its updates fit."""
+        return max(self.training, self.probing_least)
 
 
 def native_formats(model: CostModel) -> tuple[Format, ...]:
@@ -102,6 +110,7 @@ def stage_memory(
         probes: the probes of an update; None for a run without updates.
         native: the formats that are not emulated, see :func:`native_formats`.
     """
+    single = dataclasses.replace(layout, micro_batch_size=1)
     parameters = layout.stage_parameters(stage)
     shards = layout.dp if layout.distributed_optimizer else 1
     shapes = layout.linear_shapes()
@@ -120,10 +129,19 @@ def stage_memory(
         optimizer=_OPTIMIZER * parameters / shards,
         quantised_weights=weights,
         activations=kept * layout.in_flight(stage),
-        logits=_LOGIT * layout.tokens * layout.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0,
-        working=working_block + 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp,
+        logits=_logits(layout, stage),
+        working=working_block + _working(layout),
         probe=_probe(layout, stage, probes),
+        least_probe=_probe(single, stage, probes) + _logits(single, stage) + _working(single),
     )
+
+
+def _logits(layout: Layout, stage: int) -> float:
+    return _LOGIT * layout.tokens * layout.vocabulary / layout.tp if stage == layout.pp - 1 else 0.0
+
+
+def _working(layout: Layout) -> float:
+    return 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp
 
 
 def block_activations(layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE) -> float:

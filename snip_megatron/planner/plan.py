@@ -146,7 +146,12 @@ def _fit(stages: Sequence[Body], gpu: float | None) -> Body:
 
 
 def _memory(found: memory.StageMemory) -> Body:
-    return dataclasses.asdict(found) | {"training": found.training, "probing": found.probing, "peak": found.peak}
+    return dataclasses.asdict(found) | {
+        "training": found.training,
+        "probing": found.probing,
+        "probing_least": found.probing_least,
+        "peak": found.peak,
+    }
 
 
 def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:

@@ -71,7 +71,7 @@ def _stages(plan: Body) -> str:
                 f"{fixed / _GIB:.1f}",
                 *(f"{memory[name]['activations'] / _GIB:.1f}" for name in variants),
                 *(f"{memory[name]['training'] / _GIB:.1f}" for name in variants),
-                f"{memory['map']['probing'] / _GIB:.1f}",
+                f"{memory['map']['probing_least'] / _GIB:.1f}–{memory['map']['probing'] / _GIB:.1f}",
                 *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
                 f"{stage['busy']['map']:.0%}",
             ]
@@ -82,9 +82,8 @@ def _stages(plan: Body) -> str:
     return (
         "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n"
         "  fixed: weights, gradients and optimizer; acts: saved for the backward; peak: of training;\n"
-        "  probe: peak of an update; busy: work over that of the slowest stage\n"
-        + _table(head, rows)
-        + _fit(plan["memory"])
+        "  probe: peak of an update on one sequence and on whole microbatches, as memory allows\n"
+        "  busy: work over that of the slowest stage\n" + _table(head, rows) + _fit(plan["memory"])
     )
 
 

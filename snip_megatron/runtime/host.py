@@ -119,11 +119,15 @@ class HostStep(Protocol):
     step: int
     microbatches: int
 
+    @property
+    def sequences(self) -> int:
+        """Number of sequences into which a microbatch can be cut; 1 if a pass takes it whole."""
+
     def undisturbed(self) -> AbstractContextManager[None]:
         """Leave weights, optimizer, random states, data order and gradients unchanged by the passes in this context."""
 
-    def run(self, microbatches: int) -> None:
-        """Run forward and backward of the first microbatches into zeroed gradients.
+    def run(self, microbatches: int, sequences: int) -> None:
+        """Run forward and backward of the first sequences of the first microbatches into zeroed gradients.
 
         Every call draws the same random numbers, and sends tokens to the same experts, as the first one.
         """

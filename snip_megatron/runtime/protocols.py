@@ -22,12 +22,14 @@ class ProbeResult:
         seconds: kind of pass, or ``reduction`` → its seconds on this rank.
         scale: scales of the gradient, and the tokens of the probe over all ranks.
         passes: kind of pass → microbatches that went through it on each rank.
+        sequences: sequences of each microbatch that the passes took.
     """
 
     table: StatisticsTable
     seconds: dict[str, float]
     scale: StepScale
     passes: dict[str, int]
+    sequences: int = 1
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the kind and the fields of the event of every pass and of the reduction."""

@@ -30,8 +30,9 @@ class _Version:
 
 
 @dataclass
-class _Postponed:
-    postponed: int
+class _Counts(_Version):
+    sequences: int | None = None
+    postponed: int | None = None
 
 
 @dataclass
@@ -75,6 +76,7 @@ class ControllerState:
         spent: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
         goal: the budget and the schedule of the run; None in checkpoints of versions that did not keep them.
+        sequences: sequences of a microbatch that the probes of the latest update took; None before the first one.
         postponed: the step before which an update starts that kernels were not ready for; None without one.
     """
 
@@ -89,6 +91,7 @@ class ControllerState:
     spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
     goal: Goal | None = None
+    sequences: int | None = None
     postponed: int | None = None
 
     def to_bytes(self) -> bytes:
@@ -116,6 +119,7 @@ class ControllerState:
             "ledger": _plain(self.spent),
             "plan": None if self.plan is None else self.plan.as_dict(),
             "goal": _plain(self.goal),
+            "sequences": self.sequences,
             "postponed": self.postponed,
         }
         return json.dumps(body).encode()
@@ -136,7 +140,6 @@ class ControllerState:
             raise SnipError(f"{_WHERE}: grad_norm: must be a number")
         return cls(
             precision_map=None if text is None else PrecisionMap.from_json(text, where=_WHERE),
-            version=parse(_Version, body, _WHERE).version,
             pending=_pending(body.get("pending")),
             grad_norm=norm,
             guard=_guard(body.get("guard")),
@@ -146,7 +149,7 @@ class ControllerState:
             spent=_part(BudgetSpent, body, "ledger"),
             plan=_plan(body.get("plan")),
             goal=_part(Goal, body, "goal"),
-            postponed=None if body.get("postponed") is None else parse(_Postponed, body, _WHERE).postponed,
+            **asdict(parse(_Counts, body, _WHERE)),
         )
 
 

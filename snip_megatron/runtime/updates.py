@@ -114,6 +114,7 @@ class Updates:
         if isinstance(result, Unmeasured):
             self._drop(step, result.reason, **result.figures, wait_s=seconds)
             return
+        self._state.sequences = result.sequences
         for kind, fields in result.events():
             self._event(step, kind, **fields)
         broken = result.table.non_finite()  # equal on all ranks, because the table is

@@ -1,5 +1,7 @@
-"""The training entry on ranks whose devices tell how much memory is free: of ``TIGHT=<rank>,<step>``, none until that
-step, of all others plenty. Module of warm ranks: ``python -m tight_pretrain``.
+"""The training entry on ranks whose devices tell how much memory is free: ``TIGHT=<rank>,<bytes>,<bytes>,…``.
+
+That rank has so much at its first probe, its second and so on, and all others have plenty. Module of warm ranks:
+``python -m tight_pretrain``.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ def main() -> None:
     config = parse_snip_arguments(sys.argv[1:])
     startup = prepare(sys.argv[1:], config.no_compat)
     import torch
-    from megatron.training import get_args
 
     from snip_megatron.megatron import entry
     from snip_megatron.runtime.probing import memory as probe_memory
 
-    rank, step = (int(number) for number in os.environ["TIGHT"].split(","))
+    rank, *free = (int(number) for number in os.environ["TIGHT"].split(","))
 
-    def of_a_small_gpu(device: torch.device, idle: float = 0.0) -> probe_memory.DeviceMemory:
-        tight = torch.distributed.get_rank() == rank and get_args().curr_iteration < step
-        return probe_memory.DeviceMemory(available=2.0**10 if tight else 2.0**40, peak=2.0**20)
+    def of_a_small_gpu(device: torch.device) -> probe_memory.DeviceMemory:
+        tight = torch.distributed.get_rank() == rank
+        return probe_memory.DeviceMemory(available=free.pop(0) if tight else 2.0**40, peak=2.0**24)
 
     probe_memory.device_memory = of_a_small_gpu
     entry.run(startup)

@@ -3,7 +3,7 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import batch_size_ramp, peek
+from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, microbatches_of, peek
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.gradient_reduction import (
@@ -54,6 +54,7 @@ __all__ = [
     "check_gradient_reduction",
     "check_reduced_models",
     "checkpoint_holds",
+    "divisible",
     "embedding_group",
     "graph_implementation",
     "graphs_bypassed",
@@ -62,6 +63,7 @@ __all__ = [
     "held_state",
     "learning_rate",
     "loss_tokens_counted",
+    "microbatches_of",
     "peek",
     "process_groups",
     "quiet_schedule",

@@ -1,14 +1,17 @@
-"""Reads the next microbatches of training without consuming them, and tells whether their number changes."""
+"""Reads the next microbatches of training, or some of their sequences, without consuming them."""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
 
@@ -59,25 +62,67 @@ class PeekedBatches:
         self._batches = batches
         self._is_list = is_list
 
-    def iterator(self, order: Sequence[int] | None = None) -> Any:
+    def iterator(self, order: Sequence[int] | None = None, sequences: int | None = None) -> Any:
         """Return the ``data_iterator`` for a schedule: an iterator, a list of one per model chunk, or None.
 
         Args:
             order: Indices of the microbatches to return. By default each is returned once.
+            sequences: Number of sequences of each microbatch, which :func:`divisible` allows to cut. None for all.
 
         Raises:
             SnipError: If ``order`` holds an index beyond the end of the data.
         """
-        iterators = [None if batches is None else _copies(batches, order) for batches in self._batches]
+        iterators = [None if batches is None else _copies(batches, order, sequences) for batches in self._batches]
         return iterators if self._is_list else iterators[0]
 
 
-def _copies(batches: list[Any], order: Sequence[int] | None) -> Iterator[Any]:
+def _copies(batches: list[Any], order: Sequence[int] | None, sequences: int | None) -> Iterator[Any]:
     """Iterate over shallow copies, because a forward step may replace entries of its dictionary."""
     order = range(len(batches)) if order is None else order
     if order and max(order) >= len(batches):
         raise SnipError(f"a probe needs {max(order) + 1} microbatches, and the data holds {len(batches)} more")
-    return (dict(batches[i]) if isinstance(batches[i], dict) else batches[i] for i in order)
+    return (_copy(batches[i], sequences) if isinstance(batches[i], dict) else batches[i] for i in order)
+
+
+def _copy(batch: dict[str, Any], sequences: int | None) -> dict[str, Any]:
+    if sequences is None:
+        return dict(batch)
+    return {name: value if value is None else value[:sequences] for name, value in batch.items()}
+
+
+def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
+    """Return whether microbatches of ``train_step``'s ``data_iterator`` can be cut into sequences.
+
+    They can be if they are dictionaries of tensors [microbatch, ...], as those of Megatron's data sets are, and not of
+    packed sequences. A rank that reads no data takes the size of a microbatch from Megatron's global arguments, which
+    Bridge does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch.
+
+    Args:
+        data_iterator: See :func:`peek`.
+        args: Megatron's arguments.
+    """
+    if args.tensor_model_parallel_size > 1 and (global_vars._GLOBAL_ARGS is not args or args.tp_comm_overlap):
+        return False
+    heads = [batches[:1] for batches in peek(data_iterator, 1)._batches if batches]
+    return all(_is_divisible(batch, args.micro_batch_size) for (batch,) in heads)
+
+
+def _is_divisible(batch: Any, size: int) -> bool:
+    if not isinstance(batch, dict) or any("seqlen" in name for name in batch):
+        return False
+    tensors = [value for value in batch.values() if value is not None]
+    return all(isinstance(value, torch.Tensor) and value.shape[:1] == (size,) for value in tensors)
+
+
+@contextlib.contextmanager
+def microbatches_of(args: argparse.Namespace, sequences: int) -> Iterator[None]:
+    """Let microbatches have ``sequences`` sequences inside this context, for code that reads Megatron's arguments."""
+    before = args.micro_batch_size
+    args.micro_batch_size = sequences
+    try:
+        yield
+    finally:
+        args.micro_batch_size = before
 
 
 def peek(data_iterator: Any, count: int) -> PeekedBatches:

@@ -132,11 +132,6 @@ class Graphs:
         """Whether graphs have been captured."""
         raise NotImplementedError
 
-    @property
-    def idle_bytes(self) -> float:
-        """Bytes that are reserved for graphs, and that nothing else can use while no graph runs; 0 if not known."""
-        return 0.0
-
     def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
         """Return the layers to capture anew when linears have changed their formats, or None for all. Collective.
 

@@ -38,7 +38,6 @@ class TransformerEngineGraphs(Graphs):
         self._layers = 0  # captured since the last take()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
         self._layer_bytes = 0.0  # reserved for a layer's graphs
-        self._layer_idle = 0.0  # of these, not allocated between two steps
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
 
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
@@ -57,12 +56,6 @@ class TransformerEngineGraphs(Graphs):
         """See :class:`Graphs`."""
         self._accumulating = weights
 
-    @property
-    def idle_bytes(self) -> float:
-        """See :class:`Graphs`."""
-        layers = len(self._helper.flattened_callables) + self._replaced if self.captured else 0
-        return max(0.0, layers * self._layer_idle)
-
     def take(self) -> tuple[float, Mapping[str, Any]]:
         """See :class:`Graphs`. The field is ``layers``, the number of captured layers."""
         seconds, _ = super().take()
@@ -74,12 +67,11 @@ class TransformerEngineGraphs(Graphs):
         """Run Megatron's capture of the helper's layers, and measure the memory of a layer's graphs."""
         started, layers = time.perf_counter(), len(helper.flattened_callables)
         torch.cuda.empty_cache()  # the capture begins and ends with it, so that what is reserved is the graphs'
-        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        reserved = torch.cuda.memory_reserved()
         with _returned_as_they_are(self._accumulating()), _samples_on_the_device():
             create(helper)
         if layers:
             self._layer_bytes = (torch.cuda.memory_reserved() - reserved) / layers
-            self._layer_idle = self._layer_bytes - (torch.cuda.memory_allocated() - allocated) / layers
         self.seconds += time.perf_counter() - started
         self._layers += layers
 

@@ -1,13 +1,13 @@
-"""Checks, before a probe runs, that it fits into the free memory of every rank.
+"""Finds, before a probe runs, how many sequences of a microbatch fit into the free memory of every rank.
 
 The peak memory of a training step tells what a pass takes, and the shapes of the linears tell what a probe takes in
-addition. If one rank lacks memory, all ranks skip the update and keep training under their current map.
+addition. If one rank lacks memory for a single sequence, all ranks skip the update and keep training under their map.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +38,17 @@ class DeviceMemory:
     peak: float
 
 
-def device_memory(device: torch.device, idle: float = 0.0) -> DeviceMemory | None:
+def device_memory(device: torch.device) -> DeviceMemory | None:
     """Return the memory of ``device`` between two steps. Returns None for a CPU, whose memory ranks share.
 
-    Args:
-        device: the device.
-        idle: bytes that torch has reserved, but not for tensors.
+    What torch has reserved for CUDA graphs is not available, because only the graphs can use it.
     """
     if device.type != "cuda":
         return None
     allocated = torch.cuda.memory_allocated(device)
     free, _ = torch.cuda.mem_get_info(device)
-    unused = max(0.0, torch.cuda.memory_reserved(device) - allocated - idle)
+    shared = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and s["segment_pool_id"] == (0, 0)]  # type: ignore[no-untyped-call]
+    unused = sum(segment["total_size"] - segment["allocated_size"] for segment in shared)
     return DeviceMemory(float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
 
 
@@ -72,12 +71,13 @@ class ProbeMemory:
             1.0 / max(1, len({(h.id.stack, h.id.layer) for h in self._handles})) if host.recomputes else 1.0
         )
 
-    def needed(self, peak: float | None, microbatches: int, step_microbatches: int) -> float:
+    def needed(self, peak: float | None, microbatches: int, step_microbatches: int, part: float = 1.0) -> float:
         """Bytes that an update takes beyond the memory that is allocated between two steps.
 
         Args:
             peak: bytes that training steps took, or None before the first step of this process. Inputs and outputs of
                 the linears are then used as an estimate.
+            part: the part of each microbatch that the probe runs. The shapes are those of this part.
             microbatches: microbatches of the probe on this rank.
             step_microbatches: microbatches of a training step on this rank.
         """
@@ -87,7 +87,7 @@ class ProbeMemory:
             of_pass = flights * self._blocks_at_once * shapes.element * shapes.features
         else:
             share = min(1.0, flights / self._host.in_flight(step_microbatches))
-            of_pass = share * peak + flights * self._blocks_at_once * self._quantised_inputs()
+            of_pass = part * share * peak + flights * self._blocks_at_once * self._quantised_inputs()
         return shapes.samples(self._probe_tokens, microbatches) + of_pass + shapes.recording
 
     def _quantised_inputs(self) -> float:
@@ -124,22 +124,35 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
     )
 
 
-def shortage(needed: float, memory: DeviceMemory, groups: ProbeGroups, device: torch.device) -> Unmeasured | None:
-    """Return why the update is skipped, equal on all ranks. Returns None if every rank has enough memory. Collective.
+def fitting(
+    sequences: int,
+    needed: Callable[[float], float],
+    available: float,
+    groups: ProbeGroups,
+    device: torch.device,
+) -> float | Unmeasured:
+    """Return the largest part of a microbatch that fits on all ranks, or why none does. Equal on all ranks. Collective.
 
     Args:
-        needed: bytes that the update takes on this rank.
-        memory: memory of this rank.
+        sequences: sequences into which this rank can cut a microbatch.
+        needed: part of a microbatch → bytes that the update takes on this rank.
+        available: free bytes of this rank.
         groups: process groups.
         device: device of the tensor that is reduced.
     """
-    every = torch.zeros(dist.get_world_size(groups.world), 2, dtype=torch.float64, device=device)
-    every[dist.get_rank(groups.world)] = torch.tensor([needed, memory.available], dtype=torch.float64)
+    parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
+    fits = next((part for part in parts if needed(part) <= available), 0.0)
+    every = torch.zeros(dist.get_world_size(groups.world), 5, dtype=torch.float64, device=device)
+    own = [parts[-1], fits, needed(1.0), needed(parts[-1]), available]
+    every[dist.get_rank(groups.world)] = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(every, group=groups.world)
-    wants, has = every.cpu().unbind(1)
+    least, fit, whole, smallest, has = every.cpu().unbind(1)
+    cut = bool((least == least[0]).all())  # if one rank cannot cut its microbatch, none does
+    part = float(fit.min()) if cut or bool((fit == 1.0).all()) else 0.0
+    if part > 0.0:
+        return part
+    wants = smallest if cut else whole
     rank = int((wants - has).argmax())
-    if wants[rank] <= has[rank]:
-        return None
     wanted, free = float(wants[rank]), float(has[rank])
     reason = f"not enough memory: rank {rank} has {free / _GIB:.2f} GiB free, a probe may take {wanted / _GIB:.2f} GiB"
     return Unmeasured(reason, {"rank": rank, "needed_bytes": wanted, "free_bytes": free})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +27,14 @@ from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
 
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a pass runs: the first ``sequences`` of each of the first ``microbatches``."""
+
+    microbatches: int
+    sequences: int
 
 
 class ProbeRunner:
@@ -60,23 +69,31 @@ class ProbeRunner:
             for weight in weights:
                 step.update_of(weight)
 
-    def shortage(self, step: HostStep, idle: float = 0.0) -> Unmeasured | None:
-        """Return why this update cannot run, or None if all ranks have enough memory. Collective.
+    def fit(self, step: HostStep, most: int | None = None) -> int | Unmeasured:
+        """Return how many sequences of a microbatch the passes of this update run. Collective.
 
-        The result is equal on all ranks. A CPU's memory is not checked.
+        They are the most that fit into the memory of all ranks. A CPU's memory is not checked.
 
         Args:
             step: the training step.
-            idle: bytes that torch has reserved for CUDA graphs on this rank, and that a probe cannot use.
+            most: sequences of the latest update, which later ones do not exceed, so that a resumed run takes as many.
+
+        Returns:
+            The sequences, or why no rank has the memory for one. The result is equal on all ranks.
         """
-        host = self._host
-        found = memory.device_memory(host.device, idle)
+        host, most = self._host, step.sequences if most is None else min(most, step.sequences)
+        found = memory.device_memory(host.device)
         if found is None or host.tokens is None:
-            return None
-        shapes = memory.probed_shapes(self._registry, host, host.tokens)
-        predicted = memory.ProbeMemory(shapes, list(self._registry), host, self._config.probe_tokens)
-        needed = predicted.needed(found.peak if self.has_trained else None, self._microbatches(step), step.microbatches)
-        return memory.shortage(needed, found, host.groups, host.device)
+            return most
+        tokens, handles, peak = host.tokens, list(self._registry), found.peak if self.has_trained else None
+
+        def needed(part: float) -> float:
+            shapes = memory.probed_shapes(self._registry, host, max(1, int(part * tokens)))
+            predicted = memory.ProbeMemory(shapes, handles, host, self._config.probe_tokens)
+            return predicted.needed(peak, self._microbatches(step), step.microbatches, part)
+
+        part = memory.fitting(step.sequences, needed, found.available, host.groups, host.device)
+        return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
 
     def _microbatches(self, step: HostStep) -> int:
         """Microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
@@ -84,14 +101,16 @@ class ProbeRunner:
         return min(-(-wanted // group) * group, step.microbatches)
 
     # -- the passes --------------------------------------------------------------------------------------------
-    def run(self, step: HostStep, clip: float) -> ProbeResult:
+    def run(self, step: HostStep, clip: float, sequences: int) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.
 
         Args:
             step: the training step.
             clip: factor by which gradient clipping scaled the gradient of the last step.
+            sequences: sequences of each microbatch that the passes run, from :meth:`fit`.
         """
         config, microbatches = self._config, self._microbatches(step)
+        taken = _Taken(microbatches, sequences)
         seconds: dict[str, float] = {}
         recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
         stream = self._stream()
@@ -100,9 +119,9 @@ class ProbeRunner:
             stack.enter_context(attached(recorders))
             stack.enter_context(stream.attached())
             stack.enter_context(self._probing())
-            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, microbatches, recorders, stream)
+            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, taken, recorders, stream)
             started = time.perf_counter()
-            scale = self._scale(step, clip, microbatches, recorders)
+            scale = self._scale(step, clip, taken, recorders)
             stream.finish_statistics(microbatches)
             table = self._reduce_statistics(recorders, stream, scale)
             if self._weighs_updates:
@@ -112,7 +131,7 @@ class ProbeRunner:
             seconds["reduction"] = time.perf_counter() - started
             for phase in self._noise_passes():
                 sigma = self._sigma(phase, table, scale)
-                seconds[phase.value] = self._run_pass(phase, step, microbatches, recorders, stream, sigma)
+                seconds[phase.value] = self._run_pass(phase, step, taken, recorders, stream, sigma)
             started = time.perf_counter()
             late = self._partial(scale)
             self._collect(late, recorders, stream)
@@ -125,7 +144,7 @@ class ProbeRunner:
             meta={"clip": clip, **seconds},
         )
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
-        return ProbeResult(finished, seconds, scale, passes)
+        return ProbeResult(finished, seconds, scale, passes, sequences)
 
     def _stream(self) -> ResidualStream:
         host, config = self._host, self._config
@@ -149,7 +168,7 @@ class ProbeRunner:
         self,
         phase: Pass,
         step: HostStep,
-        microbatches: int,
+        taken: _Taken,
         recorders: Sequence[LinearRecorder],
         stream: ResidualStream,
         sigma: float = 0.0,
@@ -160,13 +179,13 @@ class ProbeRunner:
             recorder.start(phase)
         stream.start(phase, sigma)
         self._registry.start_step(step.step)
-        step.run(microbatches)
+        step.run(taken.microbatches, taken.sequences)
         if self._host.device.type == "cuda":
             torch.cuda.synchronize(self._host.device)  # else the reduction, which waits for it, would take the blame
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
-    def _scale(self, step: HostStep, clip: float, microbatches: int, recorders: Sequence[LinearRecorder]) -> StepScale:
+    def _scale(self, step: HostStep, clip: float, taken: _Taken, recorders: Sequence[LinearRecorder]) -> StepScale:
         """Return the scales of the gradient, after the statistics pass. Collective."""
         ranks, of_microbatch = self._host.groups.dp_size, self._host.tokens
         if of_microbatch is None:
@@ -175,9 +194,10 @@ class ProbeRunner:
                 raise SnipError(
                     "the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream"
                 )
-            of_microbatch = rows.pop() // microbatches
+            of_microbatch = rows.pop() // taken.microbatches
         each = ranks * of_microbatch
-        return StepScale(step.gradient_scale(), clip, microbatches * each, step.microbatches * each)
+        tokens = taken.microbatches * each * taken.sequences // step.sequences
+        return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
 
     def _partial(self, scale: StepScale) -> PartialTable:
         return PartialTable(self._shape, scale.gradient)

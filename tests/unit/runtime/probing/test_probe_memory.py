@@ -22,7 +22,7 @@ from snip_megatron.precision import (
     LinearRow,
 )
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.probing.memory import DeviceMemory, ProbeMemory, probed_shapes, shortage
+from snip_megatron.runtime.probing.memory import ProbeMemory, fitting, probed_shapes
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
@@ -108,13 +108,23 @@ def test_the_same_as_is_planned() -> None:
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------
-def test_enough_memory_is_no_matter(one_rank: ProbeGroups) -> None:
-    assert shortage(2.0**30, DeviceMemory(2.0**30, 0.0), one_rank, CPU) is None
+def test_a_probe_takes_the_largest_part_that_fits(one_rank: ProbeGroups) -> None:
+    for free, part in ((8.0, 1.0), (7.9, 0.5), (2.0, 0.25), (1.0, 0.125)):
+        assert fitting(8, lambda part: 8.0 * part, free, one_rank, CPU) == part
+    assert fitting(6, lambda part: 6.0 * part, 5.0, one_rank, CPU) == 0.5  # six sequences: in equal parts
 
 
-def test_too_little_is_said_in_words_and_figures(one_rank: ProbeGroups) -> None:
-    found = shortage(3 * 2.0**30, DeviceMemory(2.0**29, 0.0), one_rank, CPU)
+def test_too_little_for_one_sequence_is_said_in_words_and_figures(one_rank: ProbeGroups) -> None:
+    found = fitting(4, lambda part: 12 * 2.0**30 * part, 2.0**29, one_rank, CPU)
     assert found == Unmeasured(
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
     )
+
+
+def test_a_part_of_a_microbatch_needs_less() -> None:
+    def needed(part: float) -> float:
+        own = shapes(int(512 * part))
+        return ProbeMemory(own, handles(), host(), 128).needed(2.0**30, 1, 1, part)
+
+    assert needed(0.25) < 0.27 * needed(1.0)
