@@ -1,53 +1,65 @@
-"""A plain torch loop as a host of SNIP's probes."""
+"""A plain torch loop as a host of SNIP's probes: in one process, or data parallel by DDP or ``fully_shard``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.errors import SnipError
 from snip_megatron.optimizers.updates import AdamWState, SgdState, Update
-from snip_megatron.plain.structure import Structure
+from snip_megatron.plain.structure import Places
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink
 from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.statistics.reduction import ProbeGroups, group_size
 
 _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 Loss = Callable[[], torch.Tensor]
 
 
-def make_host(structure: Structure) -> Host:
-    """Return the host of a loop in one process."""
-    first = structure.blocks[0].module
+def make_host(places: Places, device: torch.device) -> Host:
+    """Return the host of a loop. All processes hold the same model, and each a share of the tokens. Collective."""
+    first = places.blocks[0].module
 
     def enter(change: Change) -> RemovableHandle:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            name = "" if args else next(iter(kwargs), "")
-            stream = args[0] if args else kwargs.get(name)
-            if not isinstance(stream, torch.Tensor) or stream.shape[-1] != structure.hidden:
-                raise SnipError("the first argument of a block must be the residual stream")
-            stream = change(stream)
-            if not stream.requires_grad:  # all embeddings are frozen
+            name = "" if args else next(iter(kwargs))
+            stream = change(args[0] if args else kwargs[name])
+            if torch.is_grad_enabled() and not stream.requires_grad:  # all embeddings are frozen
                 stream = stream.detach().requires_grad_()
             return ((stream, *args[1:]), kwargs) if args else ((), {**kwargs, name: stream})
 
         return first.register_forward_pre_hook(hook, with_kwargs=True)
 
+    alone = dist.new_subgroups(1)[0] if dist.is_initialized() else None  # type: ignore[no-untyped-call]
     return Host(
-        groups=ProbeGroups(tp=None, dp=None),
-        device=next(first.parameters()).device,
-        chunks=[Chunk(structure.blocks, enter)],
-        layers=len(structure.blocks),
-        hidden=structure.hidden,
+        groups=ProbeGroups(tp=alone, dp=None),
+        device=device,
+        chunks=[Chunk(places.blocks, enter)],
+        layers=len(places.blocks),
+        hidden=places.hidden,
         shard=TokenShard(rank=0, size=1, reports=True),
-        sinks=tuple(row for row, _ in structure.sinks),
-        local_sinks=[LocalSink(i, weight) for i, (_, weight) in enumerate(structure.sinks)],
+        sinks=tuple(row for row, _ in places.sinks),
+        local_sinks=[LocalSink(i, weight) for i, (_, weight) in enumerate(places.sinks)],
+        recomputing=in_backward,
+        whole=whole,
     )
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running, in which activation checkpointing runs forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded over ranks. Collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class PlainStep:
@@ -56,28 +68,39 @@ class PlainStep:
     Args:
         microbatches: batches whose gradients one optimizer step adds up.
         model, optimizer: the model and its optimizer.
+        transposed: ids of the weights that are stored as [in, out].
         step: number of the step.
         loss: returns the mean token loss of the first batch.
     """
 
     def __init__(
-        self, microbatches: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, loss: Loss
+        self,
+        microbatches: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        transposed: Collection[int],
+        step: int,
+        loss: Loss,
     ) -> None:
         self.step, self.microbatches = step, microbatches
-        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._model, self._optimizer, self._transposed, self._loss = model, optimizer, transposed, loss
         self._restart: Callable[[], None] = lambda: None
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore gradients, buffers and random states after the passes run inside this context."""
-        gradients = [(p, p.grad) for p in self._model.parameters()]
+        """Restore gradients, buffers and random states after the passes run inside this context, which torch.compile
+        does not compile.
+        """
+        # DDP may write the sum of a probe's gradients into the memory of those that are kept here.
+        kept = [(p, p.grad, p.grad.clone() if p.grad is not None and dist.is_initialized() else p.grad)
+                for p in self._model.parameters()]  # fmt: skip
         buffers = [(b, b.clone()) for b in self._model.buffers()]
-        devices = {p.device for p, _ in gradients if p.device.type == "cuda"}
+        devices = {p.device for p, _, _ in kept if p.device.type == "cuda"}
         cpu, states = torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
         @torch.no_grad()
         def restart() -> None:
-            for parameter, _ in gradients:
+            for parameter, _, _ in kept:
                 parameter.grad = None
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -87,11 +110,14 @@ class PlainStep:
 
         self._restart = restart
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             restart()
-            for parameter, gradient in gradients:
+            for parameter, gradient, content in kept:
                 parameter.grad = gradient
+                if gradient is not None and content is not None and content is not gradient:
+                    gradient.copy_(content)
 
     @property
     def sequences(self) -> int:
@@ -108,43 +134,56 @@ class PlainStep:
         value.backward()  # type: ignore[no-untyped-call]
 
     def gradient_scale(self) -> float:
-        """The loss is the mean over tokens."""
-        return 1.0
+        """The loss is the mean over the tokens of a rank, and that of the step the mean over ranks."""
+        return 1.0 / group_size(None)
 
     def gradient(self, weight: nn.Parameter) -> torch.Tensor:
-        """Return the gradient of the last pass, zeros where there is none."""
-        return torch.zeros_like(weight) if weight.grad is None else weight.grad
+        """Return the gradient of the last pass, zeros where there is none.
+
+        DDP and fully_shard have left the mean over ranks on every rank, whose sum is that of the ranks' gradients.
+        """
+        if weight.grad is None:
+            return self._matrix(weight, torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
+        return self._matrix(weight, whole(weight.grad).clone())
+
+    def _matrix(self, weight: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to a weight as [out, in]."""
+        return tensor.t().contiguous() if id(weight) in self._transposed else tensor
 
     def join_gradients(self) -> None:
-        """One process holds all of a gradient."""
+        """Every process holds all of the model."""
 
     def update_of(self, weight: nn.Parameter) -> Update | None:
         """Return the optimizer's next update of a parameter. None if it does not train it, or if Adam has not stepped.
 
-        Raises:
-            SnipError: weight divergence is not implemented for the optimizer or an option of it.
+        Collective where the optimizer's state is sharded.
         """
         optimizer = self._optimizer
-        if not isinstance(optimizer, _SUPPORTED):
-            raise SnipError(
-                f"optimizer {type(optimizer).__name__}: weight divergence knows torch's"
-                f" {', '.join(kind.__name__ for kind in _SUPPORTED)}; estimator='fisher' needs none of them"
-            )
         group = next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
         if group is None:
             return None
-        state = optimizer.state.get(weight, {})
+        state = {
+            name: self._matrix(weight, whole(value)) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in optimizer.state.get(weight, {}).items()
+        }
         if isinstance(optimizer, torch.optim.SGD):
             return SgdState.of(group, state, 0, weight.numel(), self.step)
-        _check_adam(optimizer, group)
         return AdamWState.of(group, state, 0, weight.numel())
 
 
-def _check_adam(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    coupled = not isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay")
-    for name in ("amsgrad", "maximize", *(["weight_decay"] if coupled else [])):
-        if group[name]:
-            raise SnipError(
-                f"optimizer {type(optimizer).__name__} with {name}={group[name]}: weight divergence knows the update of"
-                " AdamW without amsgrad and maximize; leave it out, use AdamW, or estimator='fisher'"
-            )
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise SnipError if weight divergence is not implemented for the optimizer or an option of it."""
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, _SUPPORTED):
+        raise SnipError(
+            f"optimizer {kind}: weight divergence knows torch's {', '.join(kind.__name__ for kind in _SUPPORTED)};"
+            " estimator='fisher' needs none of them"
+        )
+    for group in optimizer.param_groups:
+        coupled = not isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay")
+        for name in ("amsgrad", "maximize", *(["weight_decay"] if coupled else [])):
+            if group.get(name) and not isinstance(optimizer, torch.optim.SGD):
+                raise SnipError(
+                    f"optimizer {kind} with {name}={group[name]}: weight divergence knows the update of AdamW without"
+                    " amsgrad and maximize; leave it out, use AdamW, or estimator='fisher'"
+                )

@@ -1,25 +1,28 @@
-"""``convert(model, optimizer)`` and ``step(loss)``: SNIP in a plain torch training loop of one process."""
+"""``convert(model, optimizer)`` and ``step(loss)``: SNIP in a plain torch training loop."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from snip_megatron import __version__
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits
-from snip_megatron.plain.host import Loss, PlainStep, make_host
-from snip_megatron.plain.linear import convert_linears, linear_rows
-from snip_megatron.plain.structure import Structure, check_plain, find_structure
+from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
+from snip_megatron.plain.linear import convert_linears
+from snip_megatron.plain.structure import Structure, find_places, find_structure
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
@@ -29,27 +32,17 @@ from snip_megatron.runtime.protocols import ProbeResult
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
-from snip_megatron.sensitivity.fixed import formats_of
+from snip_megatron.sensitivity.fixed import fixed_map, formats_of
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.statistics.table import StatisticsTable
 
-#: Fields of SnipConfig that need Megatron's loop or a run directory.
+#: Fields of SnipConfig that need Megatron's loop.
 _WITH_MEGATRON = (
-    "enabled",
-    "dir",
-    "overwrite",
-    "replay",
-    "trigger",
-    "timings",
-    "cost",
-    "communication",
-    "gradient_reduction",
-    "fusions",
-    "wait",
-    "deadline",
-    "no_compat",
-)
+    "enabled", "replay", "trigger", "timings", "cost", "communication", "gradient_reduction", "fusions", "wait",
+    "deadline", "no_compat", "stage_tolerance", "probe_microbatches", "guard_steps", "guard_sigma", "guard_patience",
+    "guard_window", "guard_bar",
+)  # fmt: skip
 
 
 def convert(
@@ -57,8 +50,6 @@ def convert(
     optimizer: torch.optim.Optimizer,
     *,
     blocks: Sequence[nn.Module] | None = None,
-    linears: Sequence[str] | None = None,
-    norms: Sequence[str] | None = None,
     microbatches: int = 1,
     **options: Any,
 ) -> PlainSnip:
@@ -73,28 +64,24 @@ def convert(
             optimizer.step()
 
     Parameters, their names and the model's ``state_dict`` do not change. Until the first update everything runs as
-    before.
+    before. DDP and ``torch.compile`` may wrap the model before or after, and ``fully_shard`` may shard it before.
 
     Args:
-        model: A transformer of pre-norm blocks in this process: not wrapped by DDP, FSDP or ``torch.compile``.
+        model: A transformer of pre-norm blocks. Frozen linears are converted as well, and have no wgrad. Trainable
+            linears of low rank beside a frozen one (LoRA) stay as they are.
         optimizer: torch's Adam, AdamW or SGD over its parameters.
         blocks: The blocks in order. None: the longest list of modules with four linears or more.
-        linears: Names in a block of its four linears: fused Q, K and V; attention's output; the MLP's input (gate and
-            up fused); the MLP's output. None: all linears of a block in the order of their definition.
-        norms: Names in a block of the norms before attention and before the MLP. None: all norms of a block.
         microbatches: Batches whose gradients one optimizer step adds up.
         options: Fields of :class:`snip_megatron.config.SnipConfig`: budget, formats, first_update, update_interval,
-            policy, pin, map, gemm, seed and others.
+            policy, pin, map, gemm, seed, dir and others.
 
     Raises:
-        SnipError: If the model has another structure, or an option is unknown or cannot work in a plain loop.
+        SnipError: If no blocks are found, or an option is unknown or cannot work in a plain loop.
     """
     config = _configuration(options)
-    check_plain(model)
     if microbatches < 1:
         raise SnipError(f"microbatches={microbatches}: must be at least 1")
-    structure = find_structure(model, blocks, linears, norms)
-    return PlainSnip(model, optimizer, structure, config, microbatches)
+    return PlainSnip(find_structure(model, blocks), optimizer, config, microbatches)
 
 
 class PlainSnip:
@@ -106,45 +93,31 @@ class PlainSnip:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        structure: Structure,
-        config: SnipConfig,
-        microbatches: int,
+        self, structure: Structure, optimizer: torch.optim.Optimizer, config: SnipConfig, microbatches: int
     ) -> None:
-        self._config, self._request, self._rows = config, config.request(), linear_rows(structure.linears)
-        self._given = None if config.map is None else _read_map(config.map, [row.name for row in self._rows])
+        self._structure, self._optimizer, self._config, self._microbatches = structure, optimizer, config, microbatches
+        self._request, self._steps = config.request(), 0
+        rows = structure.rows
+        names = [row.name for row in rows]
+        self._fixed = None if config.map is None else _read_map(config.map, names)
         if config.updates:
-            check_reachable(self._rows, self._request)
-        host, weighs_updates = make_host(structure), needs_forward_noise(self._request)
-        self._device, self._steps = host.device, 0
-        self._step_of = functools.partial(PlainStep, microbatches, model, optimizer)
-        if config.updates and weighs_updates:
-            step = self._step_of(0, lambda: torch.zeros(()))
-            for weight in structure.weights:  # before anything is converted
-                step.update_of(weight)
-        formats = None if self._given is not None else formats_of(config.policy, config.formats, config.pins)
-        context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
+            check_reachable(rows, self._request)
+        if config.updates and needs_forward_noise(self._request):
+            check_optimizer(optimizer)
+        formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
+        self._backend = select_backend(config.gemm, formats)
+        context = StepContext(seed=config.seed, backend=self._backend.backend)
         context.bf16_eval = config.eval == "bf16"
-        self.registry: LinearRegistry = convert_linears(structure.linears, context)
+        fixed = self._fixed or fixed_map(config.policy, names, config.pins, config.formats)
+        self.registry: LinearRegistry = convert_linears(structure.linears, rows, context)
         self.table: StatisticsTable | None = None
-        self._probes = ProbeRunner(host, self.registry, config, weighs_updates=weighs_updates)
-        self._control(None)
-
-    def _control(self, restored: ControllerState | None) -> None:
-        """Make the controller, and put the map in force with which it begins."""
-        config, registry = self._config, self.registry
-        coordinator = RankZeroCoordinator(
-            config, self._request, self._rows, self._given, None, solver=SolverInProcess()
-        )
-        channel, report = MapChannel(registry.names, self._device), StepReport(self._device)
-        flops = {row.name: row.flops for row in self._rows}
-        self._controller = Controller(config, registry, channel, report, flops, coordinator, Sinks(), 0.0, restored)
-        saved = None if restored is None else restored.precision_map
-        first = coordinator.initial_map(self._steps).precision_map or saved
-        if first is not None:
-            registry.adopt(first)
+        self._probes: ProbeRunner | None = None
+        self._controller: Controller | None = None
+        self._restored: ControllerState | None = None
+        if fixed is not None:
+            self.registry.adopt(fixed)
+        if structure.others:
+            print(f"snip: linears that stay as they are: {', '.join(structure.others)}", flush=True)
 
     @property
     def map(self) -> PrecisionMap:
@@ -152,39 +125,85 @@ class PlainSnip:
         return self.registry.current
 
     def step(self, loss: Loss) -> bool:
-        """Begin a training step. Call this before the forward of the step's first batch.
+        """Begin a training step. Call this before the forward of the step's first batch, on all ranks.
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
         Weights, optimizer, gradients, buffers and random states stay as they were. An update is dropped, with a line,
         if a statistic is not finite, if no gradient reaches the linears, or if no map meets the budget.
 
         Args:
-            loss: returns the mean token loss of the step's first batch. It is called up to three times in an update,
-                otherwise not at all, and must compute the same each time: read the batch before, not inside.
+            loss: returns the mean token loss of the step's first batch. It is called once at the first step, and up to
+                three times in an update, otherwise not at all. It must compute the same each time: read the batch
+                before, not inside.
 
         Returns:
             Whether a new map was adopted.
 
         Raises:
-            SnipError: the loss does not run the model's blocks once each.
+            SnipError: the model's blocks are not attention and MLP, or the loss does not run them once each.
         """
 
         def probe(clip: float) -> ProbeResult:
-            result = self._probes.run(self._step_of(step, loss), clip, sequences=1)
+            assert self._probes is not None
+            result = self._probes.run(self._step(step, loss), clip, sequences=1)
             self.table = result.table
             return result
 
         step, before = self._steps, self.map
+        if self._controller is None:
+            self._controller = self._start(loss)
         self._steps += 1
         self._controller.before_step(step, probe)
         self._controller.decide_now(step)
         self._controller.after_step(step, None, None)
         return self.map is not before
 
+    def _step(self, step: int, loss: Loss) -> PlainStep:
+        transposed = {id(h.weight) for h in self.registry if not isinstance(h.module, nn.Linear)}
+        return PlainStep(self._microbatches, self._structure.model, self._optimizer, transposed, step, loss)
+
+    def _start(self, loss: Loss) -> Controller:
+        """Look at the processes and at a forward pass, as they are when training begins, and make the controller."""
+        config, registry = self._config, self.registry
+        device = next(iter(registry)).weight.device
+        if dist.is_initialized():
+            registry.context.dp_rank, registry.context.dp_size = dist.get_rank(), dist.get_world_size()
+        if config.updates and self._probes is None:
+            with self._step(self._steps, loss).undisturbed():
+                places = find_places(self._structure, loss)
+            registry.rows = places.rows
+            weighs_updates = needs_forward_noise(self._request)
+            self._probes = ProbeRunner(make_host(places, device), registry, config, weighs_updates=weighs_updates)
+        coordinator = None
+        if registry.context.dp_rank == 0:
+            run = None if config.dir is None else self._run_directory(config.dir, device)
+            coordinator = RankZeroCoordinator(
+                config, self._request, registry.rows, self._fixed, run, solver=SolverInProcess()
+            )
+        channel, report = MapChannel(registry.names, device), StepReport(device)
+        flops = {row.name: row.flops for row in registry.rows}
+        return Controller(config, registry, channel, report, flops, coordinator, Sinks(), 0.0, self._restored)
+
+    def _run_directory(self, path: str, device: torch.device) -> RunDirectory:
+        facts = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "host": socket.gethostname(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "gemm_backend": self._backend.backend.name,
+            "world_size": self.registry.context.dp_size,
+            "request": self._request.as_dict(),
+        }
+        identity = dataclasses.replace(self._config, dir=None, overwrite=False).as_dict()
+        resumed = None if self._restored is None else self._steps
+        return RunDirectory(path, identity, overwrite=self._config.overwrite, resume_step=resumed, facts=facts)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the step and SNIP's state, to be saved beside the model's and the optimizer's state."""
-        return {"steps": self._steps, "state": self._controller.state_to_save().decode()}
+        state = self._restored or ControllerState()
+        saved = state.to_bytes() if self._controller is None else self._controller.state_to_save()
+        return {"steps": self._steps, "state": saved.decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`. A map that the options fix replaces the one of the state.
@@ -195,10 +214,12 @@ class PlainSnip:
         if type(steps) is not int or steps < 0 or not isinstance(text, str):
             raise SnipError("SNIP's state: this is not what state_dict() returned; give that of the checkpoint")
         restored = ControllerState.from_bytes(text.encode())
-        if restored.precision_map is not None:
-            check_map_fits(restored.precision_map, self.registry.names, "SNIP's state")
-        self._steps = steps
-        self._control(restored)
+        saved = restored.precision_map
+        if saved is not None:
+            check_map_fits(saved, self.registry.names, "SNIP's state")
+            if self._config.updates:
+                self.registry.adopt(saved)
+        self._steps, self._restored, self._controller = steps, restored, None
 
 
 # -- configuration -------------------------------------------------------------------------------------------------

@@ -1,86 +1,122 @@
-"""Finds the blocks of a transformer, and in each block its four linears and two norms."""
+"""Finds the blocks of a transformer and their linears, and by one forward pass what each linear does in its block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import DENSE_LAYER
+from snip_megatron.precision import LinearId, LinearRow, Role
 from snip_megatron.runtime.host import Block
 from snip_megatron.statistics.table import SinkRow
 
-_LINEARS = "linears=(<qkv>, <attention's output>, <mlp's input>, <mlp's output>)"
-_WRAPPERS = {
-    "DistributedDataParallel": "DDP",
-    "DataParallel": "DataParallel",
-    "FSDPModule": "FSDP2 (fully_shard)",
-    "FullyShardedDataParallel": "FSDP",
-    "OptimizedModule": "torch.compile",
-}
+_LEAST = 4  # linears of a block: experts have fewer
+_REFUSED = {"DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1; use fully_shard"}
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What SNIP uses of a model.
+    """What SNIP uses of a model, found before the model runs.
 
     Attributes:
+        model: the model without wrappers.
         blocks: the blocks in order.
-        linears: the linears of each block in the order of DENSE_LAYER.
+        linears: global name → linear that is converted, in global order.
+        adapters: name of a linear with a frozen weight → trainable linears of low rank beside it.
+        others: names of linears of the blocks that stay as they are, with their classes.
+    """
+
+    model: nn.Module
+    blocks: tuple[nn.Module, ...]
+    linears: dict[str, nn.Module]
+    adapters: dict[str, list[nn.Module]]
+    others: list[str]
+
+    @property
+    def rows(self) -> tuple[LinearRow, ...]:
+        """The linears as rows. Until the model has run, their places in the blocks are not known."""
+        return tuple(
+            LinearRow(name, 0, *shape_of(m), trained=_weight(m).requires_grad) for name, m in self.linears.items()
+        )
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a forward pass shows.
+
+    Attributes:
+        blocks: the blocks with the norm that reads the residual stream between attention and MLP.
         hidden: width of the residual stream.
-        sinks: the embeddings and norms that gradient errors reach.
+        rows: the linears with their places.
+        sinks: parameters beside the linears that gradient errors reach.
     """
 
     blocks: tuple[Block, ...]
-    linears: tuple[tuple[nn.Linear, ...], ...]
     hidden: int
+    rows: tuple[LinearRow, ...]
     sinks: tuple[tuple[SinkRow, nn.Parameter], ...]
 
-    @property
-    def weights(self) -> list[Any]:
-        """All parameters whose gradients are read."""
-        return [m.weight for linears in self.linears for m in linears] + [weight for _, weight in self.sinks]
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """Return (output features, input features) of a linear."""
+    shape = tuple(_weight(module).shape)
+    return (shape[0], shape[1]) if isinstance(module, nn.Linear) else (shape[1], shape[0])
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raise SnipError if the model is wrapped or sharded, or if this process is one of several."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    found = f"this is one of {ranks} processes: convert() takes one" if ranks > 1 else None
-    for module in model.modules():
-        name = next((n for cls in type(module).__mro__ if (n := _WRAPPERS.get(cls.__name__))), None)
-        if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile() wraps nothing
-            name = _WRAPPERS["OptimizedModule"]
-        if name is not None:
-            found = f"the model is wrapped by {name}: convert() takes a plain model in one process"
-    if found is not None:
-        raise SnipError(f"{found}; on several GPUs train with Megatron (docs/own-script.md)")
+def _weight(module: nn.Module) -> nn.Parameter:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
 
 
-def find_structure(
-    model: nn.Module, blocks: Sequence[nn.Module] | None, linears: Sequence[str] | None, norms: Sequence[str] | None
-) -> Structure:
-    """Find blocks, linears, norms and embeddings. The arguments are those of :func:`snip_megatron.plain.convert`.
+# -- before the model runs -----------------------------------------------------------------------------------------
+def find_structure(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Structure:
+    """Find blocks and linears. The arguments are those of :func:`snip_megatron.plain.convert`.
 
     Raises:
-        SnipError: a block does not have this structure. The message names the argument that says it.
+        SnipError: no blocks or linears are found, or blocks share a linear.
     """
-    modules = list(blocks or _find_blocks(model))
-    of_linears = tuple(_linears(module, i, linears) for i, module in enumerate(modules))
-    of_norms = [_norms(module, i, norms) for i, module in enumerate(modules)]
-    hidden = of_linears[0][0].in_features
-    for i, (qkv, proj, fc1, fc2) in enumerate(of_linears):
-        if {qkv.in_features, proj.out_features, fc1.in_features, fc2.out_features} != {hidden}:
-            shapes = ", ".join(f"{m.in_features} -> {m.out_features}" for m in (qkv, proj, fc1, fc2))
-            raise SnipError(
-                f"block {i}: linears {shapes} do not read and write a residual stream of {hidden}; give {_LINEARS}"
-            )
-    found = tuple(Block(module, of_norms[i][1], i) for i, module in enumerate(modules))
-    return Structure(found, of_linears, hidden, tuple(_sinks(model, modules, of_norms, hidden)))
+    model = _unwrapped(model)
+    found = Structure(model, tuple(blocks or _find_blocks(model)), {}, {}, [])
+    owner: dict[int, str] = {}
+    for layer, block in enumerate(found.blocks):
+        of_block = {path: m for path, m in block.named_modules() if _is_linear(m)}
+        for path, module in of_block.items():
+            name = str(LinearId("decoder", layer, path))
+            if owner.setdefault(id(module), name) != name:
+                raise SnipError(f"{name} is also {owner[id(module)]}: blocks that share linears are not supported")
+            base = _base_of(path, of_block)
+            if base is not None:
+                found.adapters.setdefault(str(LinearId("decoder", layer, base)), []).append(module)
+            elif type(module) is nn.Linear or type(module).__name__ == "Conv1D":
+                found.linears[name] = module
+            else:
+                found.others.append(f"{name} ({type(module).__name__})")
+    if not found.linears:
+        raise SnipError("the blocks have no nn.Linear or Conv1D that SNIP can choose formats for")
+    return found
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP and torch.compile. Raises SnipError for other wrappers."""
+    for module in model.modules():
+        if wrapper := next((n for cls in type(module).__mro__ if (n := _REFUSED.get(cls.__name__))), None):
+            raise SnipError(f"the model is wrapped by {wrapper}: convert() takes a plain model, DDP or fully_shard")
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.module
+    return model if inner is None else _unwrapped(inner)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -89,42 +125,116 @@ def _find_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         and len(module)
-        and all(sum(isinstance(m, nn.Linear) for m in child.modules()) >= len(DENSE_LAYER) for child in module)
+        and all(sum(map(_is_linear, child.modules())) >= _LEAST for child in module)
     ]
     if not lists:
         raise SnipError(
-            f"no blocks found in {type(model).__name__}: no ModuleList whose modules have four nn.Linear each; give"
+            f"no blocks found in {type(model).__name__}: no ModuleList whose modules have {_LEAST} linears each; give"
             " blocks=[...]"
         )
     return max(lists, key=len)
 
 
-def _linears(block: nn.Module, index: int, names: Sequence[str] | None) -> tuple[nn.Linear, ...]:
-    found = {n: m for n, m in _named(block, index, names, "linears").items() if isinstance(m, nn.Linear)}
-    if len(found) != len(DENSE_LAYER):
-        raise SnipError(
-            f"block {index} has {len(found)} linears ({', '.join(found)}): SNIP takes four, with Q, K and V, and gate"
-            f" and up, fused to one each; give {_LINEARS}"
-        )
-    return tuple(found.values())
+def _base_of(path: str, linears: dict[str, nn.Module]) -> str | None:
+    """Return the frozen linear that a trainable linear of lower rank stands beside, as LoRA's do; None for others."""
+    module, parent = linears[path], path
+    while _weight(module).requires_grad and parent:
+        parent = parent.rpartition(".")[0]
+        for other, base in linears.items():
+            beside = other.rpartition(".")[0] == parent and not _weight(base).requires_grad
+            if beside and min(shape_of(module)) < min(shape_of(base)):
+                return other
+    return None
 
 
-def _norms(block: nn.Module, index: int, names: Sequence[str] | None) -> list[nn.Module]:
-    found = {n: m for n, m in _named(block, index, names, "norms").items() if names is not None or _is_norm(m)}
-    if len(found) != 2:
-        raise SnipError(
-            f"block {index} has {len(found)} norms ({', '.join(found) or 'none'}): SNIP takes the two that read the"
-            " residual stream; give norms=(<attention's>, <mlp's>)"
-        )
-    return list(found.values())
+# -- while the model runs ------------------------------------------------------------------------------------------
+@dataclass
+class _Branch:
+    """A branch of the residual stream: the norm that reads it, the stream's address, and the linears in their order."""
+
+    norm: nn.Module
+    stream: int
+    roles: dict[str, Role] = field(default_factory=dict)
 
 
-def _named(block: nn.Module, index: int, names: Sequence[str] | None, argument: str) -> dict[str, nn.Module]:
-    modules = dict(block.named_modules())
-    for name in names or ():
-        if name not in modules:
-            raise SnipError(f"{argument}: block {index} has no module named {name}")
-    return modules if names is None else {name: modules[name] for name in names}
+class _Trace:
+    """Follows a forward pass by hooks: which norm of a block feeds which linears, and what runs in between."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.hidden = 0
+        self.branches: list[list[_Branch]] = [[] for _ in structure.blocks]
+        self._structure = structure
+        self._outputs: dict[int, tuple[nn.Module, int, torch.Tensor]] = {}  # of the norms in this block, by address
+
+    def run(self, forward: Callable[[], object]) -> None:
+        """Run a forward pass."""
+        with ExitStack() as stack:
+            for layer, block in enumerate(self._structure.blocks):
+                stack.callback(block.register_forward_pre_hook(self._block, with_kwargs=True).remove)
+                for module in block.modules():
+                    if _is_norm(module):
+                        stack.callback(module.register_forward_hook(self._norm).remove)
+                prefix = str(LinearId("decoder", layer, ""))
+                for name, module in self._structure.linears.items():
+                    if name.startswith(prefix):
+                        stack.callback(module.register_forward_pre_hook(self._linear(layer, name)).remove)
+            with torch.no_grad():
+                forward()
+
+    def _block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        stream = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(stream, torch.Tensor):
+            raise SnipError("the first argument of a block must be the residual stream")
+        self.hidden = stream.shape[-1]
+        self._outputs.clear()
+
+    def _norm(self, module: nn.Module, args: Any, output: Any) -> None:
+        if args and isinstance(output, torch.Tensor) and output.shape[-1] == self.hidden:
+            self._outputs[output.data_ptr()] = module, args[0].data_ptr(), output
+
+    def _linear(self, layer: int, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if isinstance(module.weight, DTensor):
+                raise SnipError(f"{name} is sharded while it runs: tensor parallelism needs Megatron")
+            branches, fed = self.branches[layer], self._outputs.get(args[0].data_ptr())
+            if fed is not None and not any(branch.norm is fed[0] for branch in branches):
+                branches.append(_Branch(fed[0], fed[1]))
+            if not branches:
+                raise SnipError(f"{name} runs before any norm: SNIP measures blocks that begin with a norm")
+            reads = fed is not None and branches[-1].norm is fed[0]
+            branches[-1].roles[name] = Role.READS if reads else Role.BETWEEN
+
+        return hook
+
+
+def find_places(structure: Structure, forward: Callable[[], object]) -> Places:
+    """Run a forward pass without gradients, and return what every linear does in its block.
+
+    Raises:
+        SnipError: a block is none of attention and MLP, each a branch that begins with a norm.
+    """
+    trace = _Trace(structure)
+    # While the model runs, fully_shard has other parameters in the place of those that are trained.
+    weights = {id(m): getattr(m, "weight", None) for m in structure.model.modules()}
+    trace.run(forward)
+    rows = {row.name: row for row in structure.rows}
+    for layer, branches in enumerate(trace.branches):
+        if len(branches) != 2 or branches[0].stream == branches[1].stream:
+            raise SnipError(
+                f"block {layer} has {len(branches)} branches of the residual stream in a row (norms that feed linears):"
+                " SNIP measures blocks of attention and MLP, one after the other; policy= and map= need no measurement"
+            )
+        for i, branch in enumerate(branches):
+            last = next(reversed(branch.roles))
+            for name, role in branch.roles.items():
+                ends = name == last and role is Role.BETWEEN
+                rows[name] = replace(rows[name], sub_block=2 * layer + i, role=Role.WRITES if ends else role)
+    if unused := [
+        name for name, row in rows.items() if not any(name in b.roles for b in itertools.chain(*trace.branches))
+    ]:
+        raise SnipError(f"{unused[0]} does not run in a forward pass: SNIP measures linears that all tokens go through")
+    blocks = tuple(Block(m, trace.branches[i][1].norm, i) for i, m in enumerate(structure.blocks))
+    return Places(blocks, trace.hidden, tuple(rows.values()), tuple(_sinks(structure, trace, rows, weights)))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -132,21 +242,21 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _sinks(
-    model: nn.Module, blocks: Sequence[nn.Module], norms: Sequence[Sequence[nn.Module]], hidden: int
-) -> list[tuple[SinkRow, nn.Parameter]]:
-    """Embeddings write boundary 0; the norms of block i read boundaries 2i and 2i + 1, and a final norm the last."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+    structure: Structure, trace: _Trace, rows: dict[str, LinearRow], weights: dict[int, Any]
+) -> Iterator[tuple[SinkRow, nn.Parameter]]:
+    """Yield the embeddings, which write boundary 0, the norms by the boundary that they read, and adapters."""
+    inside = {id(module) for block in structure.blocks for module in block.modules()}
     found: list[tuple[str, int, nn.Module]] = []
-    for name, module in model.named_modules():
+    for name, module in structure.model.named_modules():
         if id(module) not in inside and isinstance(module, nn.Embedding):
             found.append((f"embedding.{name}", 0, module))
         elif id(module) not in inside and _is_norm(module):
-            found.append((f"decoder.{name}", 2 * len(blocks), module))
-    for layer, pair in enumerate(norms):
-        found += [(f"decoder.layers.{layer}.norm_{i}", 2 * layer + i, norm) for i, norm in enumerate(pair)]
-    weights = [(name, boundary, getattr(module, "weight", None)) for name, boundary, module in found]
-    return [
-        (SinkRow(name, boundary, weight.numel()), weight)
-        for name, boundary, weight in weights
-        if isinstance(weight, nn.Parameter) and weight.requires_grad and weight.shape[-1:] == torch.Size([hidden])
-    ]
+            found.append((f"decoder.{name}", 2 * len(structure.blocks), module))
+    for layer, branches in enumerate(trace.branches):
+        found += [(f"decoder.layers.{layer}.norm_{i}", 2 * layer + i, b.norm) for i, b in enumerate(branches)]
+    for base, modules in structure.adapters.items():
+        found += [(f"{base}.adapter_{i}", rows[base].sub_block, module) for i, module in enumerate(modules)]
+    for name, boundary, module in found:
+        weight = weights[id(module)]
+        if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            yield SinkRow(name, boundary, weight.numel()), weight

@@ -77,6 +77,7 @@ class LinearRow:
             boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so is
             the role: 2·layer for attention, 2·layer + 1 for the MLP.
         role: what the linear does in its sub-block.
+        trained: whether its weight has a gradient. A frozen linear has no wgrad.
     """
 
     name: str
@@ -87,6 +88,7 @@ class LinearRow:
     active: int = 1
     sub_block: int = -1
     role: Role = Role.WRITES
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if self.sub_block < 0:
@@ -110,6 +112,12 @@ class LinearRow:
     def flops(self) -> float:
         """FLOPs of one of its GEMMs for one token."""
         return 2.0 * self.n * self.k * self.active
+
+    def runs(self, gemm: Gemm | None) -> int:
+        """Return how many of its GEMMs run for a choice: of one GEMM, or of all (None)."""
+        if gemm is None:
+            return len(Gemm) if self.trained else len(Gemm) - 1
+        return int(self.trained or gemm is not Gemm.WGRAD)
 
 
 def option_id(linear: str, gemm: Gemm | None) -> str:

@@ -90,6 +90,9 @@ class Host:
         in_flight: number of microbatches of a pass → how many of them hold activations at a time.
         gathers: whether inputs of column-parallel linears are kept as token shards (sequence parallelism).
         recomputes: whether the backward recomputes whole blocks, one at a time.
+        recomputing: whether a forward pass that runs now may be a repetition in the backward, of one that had
+            gradients.
+        whole: returns all of a tensor that torch may have sharded over ranks. Collective if it has.
     """
 
     groups: ProbeGroups
@@ -106,6 +109,8 @@ class Host:
     in_flight: Callable[[int], float] = float
     gathers: bool = False
     recomputes: bool = False
+    recomputing: Callable[[], bool] = lambda: False
+    whole: Change = lambda tensor: tensor
 
 
 class HostStep(Protocol):

@@ -266,7 +266,7 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
 
     Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's update error.
     """
-    if not np.any(table.drift2 > 0.0):
+    if not np.any((table.drift2 if any(row.trained for row in table.linears) else table.sink_drift2) > 0.0):
         raise SnipError(
             f"the statistics of step {table.step} hold no drift of the optimizer's update (no moments before the"
             " first step); use the estimator 'fisher' or a later first update"
@@ -298,7 +298,7 @@ def added_variance(table: StatisticsTable, formats: Sequence[str], *, backward_n
     The variance of sinks is not measured; they count with the overall ratio of the
     linears.
     """
-    elements = np.array([row.elements for row in table.linears])
+    elements = np.array([row.elements if row.trained else 0.0 for row in table.linears])
     weights = np.concatenate([elements, np.array([row.numel for row in table.sinks], dtype=np.float64)])
     weights /= weights.sum()
     natural, tokens = natural_noise2(table), table.linear["s2"]

@@ -38,7 +38,8 @@ class Option:
     Attributes:
         id: ``<linear>:<gemm>`` or ``<linear>``.
         stage: pipeline stage.
-        flops: FLOPs in a training step, which four bits save of the budget.
+        flops: FLOPs in a training step, which four bits save of the budget; 0 for the wgrad of a frozen linear, which
+            is no item of a Problem.
         cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
             the decoder's linears, overall and on every stage: the denominator of the fp4 share.
         pinned: format that a pin fixes, or None.
@@ -59,16 +60,15 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
     if not linears:
         raise SnipError("the model has no linear that SNIP can choose formats for")
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
-    gemms_each = len(Gemm) // len(gemms)
     names = [row.name for row in linears]
     pinned = pinned_formats(names, request.pins, request.granularity, request.prefix)
-    flops = [tokens_per_step * row.flops * gemms_each for row in linears]
-    factors = _cost_factors([(row.stage, f * len(gemms)) for row, f in zip(linears, flops, strict=True)], request)
-    return [
-        Option(key, row.stage, f, f * factors[row.stage], pinned.get(key))
-        for row, f in zip(linears, flops, strict=True)
-        for key in (option_id(row.name, gemm) for gemm in gemms)
+    each = [
+        (option_id(row.name, gemm), row.stage, tokens_per_step * row.flops * row.runs(gemm))
+        for row in linears
+        for gemm in gemms
     ]
+    factors = _cost_factors([(stage, f) for _, stage, f in each], request)
+    return [Option(key, stage, f, f * factors[stage], pinned.get(key)) for key, stage, f in each]
 
 
 def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> dict[int, float]:
@@ -179,10 +179,10 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
         }
         for i, option in enumerate(options)
     }
-    items = [make_item(option, request, scores[option.id]) for option in options]
+    items = [make_item(option, request, scores[option.id]) for option in options if option.flops]
     if (phases := request.phases) is None:
         return Problem(request.budget, tuple(items), request.tolerance), scores
-    of_fprop = [dict(zip(request.formats, row, strict=True)) for row in parts.tolist()]
+    of_fprop = [dict(zip(request.formats, row, strict=True)) for row in parts[[o.flops > 0 for o in options]].tolist()]
     return (
         Problem(
             request.budget,
@@ -197,7 +197,8 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
 
 def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
     """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
-    flops = np.array([o.flops for o in options])
+    flops = np.array([o.flops or np.inf for o in options])
+    flops[np.isinf(flops)] = flops[np.isfinite(flops)].mean()
     for column, fmt in enumerate(request.formats):
         if is_four_bit(fmt):
             q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)

@@ -81,6 +81,11 @@ class Boundary:
         self.phase = phase
         self._forwards = self._backwards = 0
 
+    @property
+    def seen(self) -> bool:
+        """Whether this pass has recorded a forward."""
+        return self._forwards > 0
+
     def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a float32 copy of the sampled tokens of [s, b, hidden] that this rank holds."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])

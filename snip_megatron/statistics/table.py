@@ -253,14 +253,24 @@ def count_boundaries(linears: Iterable[LinearRow]) -> int:
 
 
 def _row(row: LinearRow) -> list[Any]:
-    return [row.name, row.stage, row.n, row.k, row.experts, row.active, row.sub_block, row.role.value]
+    return [row.name, row.stage, row.n, row.k, row.experts, row.active, row.sub_block, row.role.value, row.trained]
 
 
 def _linear_row(
-    name: Any, stage: Any, n: Any, k: Any, experts: Any = 1, active: Any = 1, sub_block: Any = -1, role: Any = "writes"
+    name: Any,
+    stage: Any,
+    n: Any,
+    k: Any,
+    experts: Any = 1,
+    active: Any = 1,
+    sub_block: Any = -1,
+    role: Any = "writes",
+    trained: Any = True,
 ) -> LinearRow:
     """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
-    return LinearRow(str(name), int(stage), int(n), int(k), int(experts), int(active), int(sub_block), Role(role))
+    return LinearRow(
+        str(name), int(stage), int(n), int(k), int(experts), int(active), int(sub_block), Role(role), bool(trained)
+    )
 
 
 def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:

@@ -149,7 +149,8 @@ class ProbeRunner:
     def _stream(self) -> ResidualStream:
         host, config = self._host, self._config
         seed = derive_seed(config.seed, _NOISE)
-        return ResidualStream(host.chunks, host.layers, self._registry.context, host.shard, config.probe_tokens, seed)
+        context, tokens = self._registry.context, config.probe_tokens
+        return ResidualStream(host.chunks, host.layers, context, host.shard, tokens, seed, host.recomputing)
 
     @contextmanager
     def _probing(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ class ResidualStream:
         shard: the tokens of this rank.
         sample_tokens: the setting ``probe_tokens``.
         seed: seed of the noise.
+        recomputing: see :class:`snip_megatron.runtime.host.Host`.
 
     Attributes:
         reported: boundaries whose sums go to the table. Each boundary is reported by one pipeline stage.
@@ -42,7 +43,9 @@ class ResidualStream:
         shard: TokenShard,
         sample_tokens: int,
         seed: int,
+        recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._recomputing = recomputing
         self._context = context
         self._shard = shard
         self._seed = seed
@@ -104,26 +107,47 @@ class ResidualStream:
             for enter in self._enter:  # first, because a hook on the first block's input records what it reads
                 stack.callback(enter(self._enters).remove)
             for block, before_attention, before_mlp, tail in self._blocks:
-                hook = _on_input(before_attention)
+                hook = self._on_input(before_attention)
                 stack.callback(block.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                hook = _on_input(before_mlp, recomputed=block.recomputes_norm)
+                hook = self._on_input(before_mlp, recomputed=block.recomputes_norm)
                 stack.callback(block.before_mlp.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 if tail is not None:
                     stack.callback(block.module.register_forward_hook(self._on_output(tail)).remove)
             yield
 
     def _enters(self, stream: torch.Tensor) -> torch.Tensor:
+        if self._recomputing():  # the first block runs once more, on the same microbatch
+            self._noise_count[_FORWARD] -= 1
         return stream + self._draw(_FORWARD, stream) if self._noise[_FORWARD] else stream
 
     def _on_output(self, tail: Boundary) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) else output
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self._repeats(tail):
                 if tail is self._top and self._noise[_BACKWARD]:
                     stream.register_hook(lambda gradient: gradient + self._draw(_BACKWARD, gradient))
                 tail.on_forward(stream)
 
         return hook
+
+    def _on_input(self, boundary: Boundary, *, recomputed: bool = False) -> Callable[..., None]:
+        """Return a hook that records the stream which a module reads.
+
+        Under recomputation of whole blocks the first forward runs without gradients, and only the second is recorded,
+        or both run with gradients, and those of the first forward's tensors are complete. Where a norm alone is
+        recomputed, its first forward runs without gradients on a tensor of the outer graph and is recorded: the second
+        one runs on a detached copy, which would miss the gradient of the residual branch.
+        """
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled() != recomputed and not self._repeats(boundary):
+                boundary.on_forward(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
+
+        return hook
+
+    def _repeats(self, boundary: Boundary) -> bool:
+        """Whether this forward repeats one that was recorded."""
+        return boundary.seen and self._recomputing()
 
     def _draw(self, direction: int, like: torch.Tensor) -> torch.Tensor:
         """Draw Gaussian noise [s(/tp), b, hidden] that depends on the global microbatch, token and feature only."""
@@ -136,18 +160,3 @@ class ResidualStream:
         tokens = torch.arange(first, first + rows, device=like.device)
         noise = random_normal(seed, tokens, torch.arange(hidden, device=like.device))
         return (noise * self._noise[direction]).view(like.shape).to(like.dtype)
-
-
-def _on_input(boundary: Boundary, *, recomputed: bool = False) -> Callable[..., None]:
-    """Return a hook that records the stream which a module reads.
-
-    Under recomputation of whole blocks the first forward runs without gradients, and only the second is recorded. Where
-    a norm alone is recomputed, its first forward runs without gradients on a tensor of the outer graph and is recorded:
-    the second one runs on a detached copy, which would miss the gradient of the residual branch.
-    """
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() != recomputed:
-            boundary.on_forward(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
-
-    return hook

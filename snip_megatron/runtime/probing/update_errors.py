@@ -99,11 +99,11 @@ class UpdateErrors:
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
         gradient = _reduced(step.gradient(sink.weight), groups)
-        state = step.update_of(sink.weight)
+        state, weight = step.update_of(sink.weight), self._host.whole(sink.weight.detach())
         if state is None or not (self._host.sharded or groups.dp_rank == 0) or (sink.replicated and groups.tp_rank):
             return
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
-        w2 = sum_squares(sink.weight.detach().reshape(-1)[state.start : state.end])
+        w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
         drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
         found.add_sink(sink.row, drift2, w2)
 

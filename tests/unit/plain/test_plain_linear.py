@@ -15,7 +15,7 @@ from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.layers.context import StepContext
 from snip_megatron.plain.linear import convert_linears
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, LinearRow
 from snip_megatron.quantization.exact import quantize_exact
 
 
@@ -23,11 +23,12 @@ from snip_megatron.quantization.exact import quantize_exact
 def linear() -> Any:
     """A linear in fp8 by a backend that keeps the quantised weight and not the weight itself."""
     torch.manual_seed(0)
-    linears = tuple(nn.Linear(128, 128, bias=False) for _ in range(4))
+    module = nn.Linear(128, 128, bias=False)
     context = StepContext(backend=EmulatedBackend(quantize_exact, ExactProducts()))
-    for handle in convert_linears((linears,), context):
+    row = LinearRow("decoder.layers.0.mlp.up", 0, 128, 128)
+    for handle in convert_linears({row.name: module}, (row,), context):
         handle.state.formats = (Format.FP8,) * 3
-    return linears[0]
+    return module
 
 
 def test_a_write_to_the_data_between_validations_is_seen(linear: Any) -> None:
