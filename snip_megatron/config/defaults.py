@@ -9,7 +9,6 @@ from snip_megatron.config.conflicts import in_nats
 from snip_megatron.precision import FOUR_BIT, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.table_model import TimingModel
 
 MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
     "hopper": ("bf16", "fp8", "fp8_tensor"),
@@ -26,7 +25,7 @@ SHARE = Budget("fp4", 0.75)
 
 def backend_of(model: CostModel) -> str | None:
     """Return the GEMM backend whose times a cost model has; None for ideal times."""
-    return model.table.backend if isinstance(model, TimingModel) else None
+    return None if model.table is None else model.table.backend
 
 
 def candidates(kind: str, backend: str | None) -> tuple[str, ...]:

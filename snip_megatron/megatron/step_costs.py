@@ -10,8 +10,9 @@ the exchanges, and the rest of the step for the report.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -31,7 +32,6 @@ from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape, local_shape
 from snip_megatron.timing.table import TimingTable
-from snip_megatron.timing.table_model import TimingModel
 
 
 def option_times(
@@ -49,15 +49,16 @@ def option_times(
     model: CostModel
     try:
         if table is not None:
-            model = TimingModel(table)
+            model = CostModel(table)
         elif named is not None:
             model = load_cost_model(named, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
         else:
             return None
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         shapes = linear_shapes(args, linears)
-        times = OptionTimes.predict(model, shapes, formats)
-        if config.communication != "bf16":
+        if config.communication == "bf16":
+            times = OptionTimes.predict(model, shapes, formats)
+        else:
             exchanges = TensorParallel(
                 args.tensor_model_parallel_size,
                 Rates(model),
@@ -65,7 +66,7 @@ def option_times(
                 communication=config.communication,
                 sequence_parallel=args.sequence_parallel,
             )
-            times = _with_exchanges(times, exchanges, shapes, {*formats, *model.formats})
+            times = OptionTimes.predict(model, shapes, formats, partial(_charge, exchanges), exchanges.estimated())
     except SnipError as error:
         source = "measured times" if table is not None else f"--snip-timings {named}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
@@ -90,26 +91,10 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
         )
 
 
-def _with_exchanges(
-    times: OptionTimes, exchanges: TensorParallel, shapes: Mapping[str, LinearShape], formats: Collection[Format]
-) -> OptionTimes:
-    """Add the seconds of exchanges, also those of formats that only another request for this run has candidates of.
-
-    Experts exchange nothing over these ranks, and are left out.
-    """
-    found = {
-        name: {
-            gemm.value: {
-                fmt.value: shape.microbatches * exchanges.charge(kind, shape, gemm, fmt)
-                for fmt in sorted(formats, key=lambda f: f.code)
-            }
-            for gemm in Gemm
-        }
-        for kind in DENSE_LAYER
-        for name, shape in shapes.items()
-        if name.endswith(kind)
-    }
-    return replace(times, exchanges=found, estimated=exchanges.estimated())
+def _charge(exchanges: TensorParallel, name: str, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+    """Return the seconds of one GEMM's exchanges. Experts exchange nothing over tensor parallel ranks."""
+    path = next((path for path in DENSE_LAYER if name.endswith(path)), None)
+    return 0.0 if path is None else exchanges.charge(path, shape, gemm, fmt)
 
 
 def step_model(

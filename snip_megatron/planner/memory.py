@@ -12,7 +12,6 @@ from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import Formats, LinearShape
-from snip_megatron.timing.table_model import TimingModel
 
 FormatsOf = Callable[[int, str], Formats]
 """(block, kind of linear) → formats."""
@@ -90,7 +89,7 @@ class StageMemory:
 
 def native_formats(model: CostModel) -> tuple[Format, ...]:
     """Return ``NATIVE``, or nothing for a table of times of emulated GEMMs (``--snip-gemm emulated``)."""
-    emulated = isinstance(model, TimingModel) and model.table.backend == "emulated"
+    emulated = model.table is not None and model.table.backend == "emulated"
     return () if emulated else NATIVE
 
 

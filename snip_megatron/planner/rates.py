@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from snip_megatron.timing.collectives import MeasuredCollectives
-from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel
+from snip_megatron.timing.cost_model import FLOPS_RATE, STATED_COPY, CostModel, accumulation_seconds
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.table_model import STATED_COPY, TimingModel, accumulation_seconds
 
 STATED_ATTENTION = 0.45
 """Assumed rate of causal attention as a share of the bf16 rate, if the table has no measurement."""
@@ -50,7 +49,7 @@ class Rates:
     """
 
     def __init__(self, model: CostModel) -> None:
-        table = model.table if isinstance(model, TimingModel) else None
+        table = model.table
         attention = {} if table is None else table.attention
         self.gpu_memory = None if table is None else table.memory
         self.recapture = None if table is None else table.recapture

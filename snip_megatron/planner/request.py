@@ -18,10 +18,10 @@ from snip_megatron.planner.synthetic import synthetic_losses
 from snip_megatron.precision import DENSE_LAYER, FOUR_BIT, Format, LinearId, candidates_fault, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.policies import UNSOLVED
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.timing.cost_model import with_times
 
 BUDGETS = ("fp4", "speedup", "step", "loss")
 """The kinds of budget of a plan. ``step`` is the speedup of the whole step."""
@@ -142,9 +142,9 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     if request.kind == "fp4":
         return Problem(Budget("fp4", request.wanted), tuple(_items(request, layout)), request.tolerance)
     budget = Budget("loss" if request.kind == "loss" else "speedup", request.wanted)
-    base = Problem(budget, tuple(_items(request, layout)))
-    fixed = step.fixed_seconds() if request.kind == "step" else None
-    return with_times(base, step.shapes, step.model, budget, step.charge, fixed)
+    fixed = tuple(step.fixed_seconds().items()) if request.kind == "step" else ()
+    items = _items(request, layout, step.option_times(request.formats))
+    return Problem(budget, tuple(items), fixed_cost=fixed)
 
 
 def training_budget(request: PlanRequest, problem: Problem) -> str | None:
@@ -171,16 +171,21 @@ def training_budget(request: PlanRequest, problem: Problem) -> str | None:
     return f"speedup={_number(speedup)}" if max(least.values()) * speedup <= max(bf16.values()) else None
 
 
-def _items(request: PlanRequest, layout: Layout) -> list[Item]:
-    """Return items with costs in FLOPs a step. A 4-bit format saves the whole cost."""
+def _items(request: PlanRequest, layout: Layout, times: OptionTimes | None = None) -> list[Item]:
+    """Return items with costs and savings in seconds; without ``times`` in FLOPs, of which 4-bit formats save all."""
     losses = option_losses(request, layout)
     stages = layout.stage_of()
     items = []
     for key, by_format in losses.items():
         linear, gemm = split_option_id(key)
-        n, k = layout.model.linears[linear.path]
-        cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
-        choices = tuple(Choice(fmt, (loss,), cost if fmt in FOUR_BIT else 0.0) for fmt, loss in by_format.items())
+        if times is None:
+            n, k = layout.model.linears[linear.path]
+            cost = 2.0 * layout.seq_length * layout.global_batch_size * n * k * (1 if gemm is not None else 3)
+            savings = {fmt: cost if fmt in FOUR_BIT else 0.0 for fmt in by_format}
+        else:
+            cost = times.of(str(linear), gemm, Format.BF16)
+            savings = {fmt: cost - times.of(str(linear), gemm, fmt) for fmt in by_format}
+        choices = tuple(Choice(fmt, (loss,), savings[fmt]) for fmt, loss in by_format.items())
         items.append(Item(key, stages[linear.layer], cost, choices))
     return items
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
@@ -11,9 +11,9 @@ from snip_megatron.planner.memory import FormatsOf, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.tensor_parallel import TensorParallel
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
-from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.timing.cost_model import ACCUMULATION, CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
-from snip_megatron.timing.table_model import ACCUMULATION
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"
@@ -150,10 +150,9 @@ class StepModel:
     def fixed_seconds(self) -> dict[int, float]:
         """Return stage → seconds of a step that no format changes, for the ``fixed_cost`` of a budget.
 
-        Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`charge`), all
-        other exchanges are. The time after the pipeline is
-        divided by the factor of the bubble, so that the sum of the slowest stage times this factor is the
-        step time.
+        Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`option_times`),
+        all other exchanges are. The time after the pipeline is divided by the factor of the bubble, so that the sum of
+        the slowest stage times this factor is the step time.
         """
         bf16 = self.step(lambda block, kind: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
@@ -186,9 +185,9 @@ class StepModel:
             self._linears[key] = self.model.linear_seconds(self.shapes[kind], formats)
         return self._linears[key]
 
-    def charge(self, kind: str, gemm: Gemm, fmt: Format) -> float:
-        """Return the seconds of a step's exchanges that one GEMM of a linear is charged in a budget of time."""
-        return self.layout.microbatches * self.exchanges.charge(kind, self.shapes[kind], gemm, fmt)
+    def option_times(self, formats: Iterable[Format]) -> OptionTimes:
+        """Return the seconds that every GEMM is charged in a budget of time, those of its exchanges included."""
+        return OptionTimes.predict(self.model, self.shapes, formats, self.exchanges.charge)
 
     def _exchanged(
         self, seconds: Callable[[str, LinearShape, Formats], float], linears: Sequence[tuple[str, Formats]]

@@ -7,7 +7,7 @@ the sum of Y to fprop, the kernels of the sum of ∂L/∂X to dgrad.
 
 The gather of G depends on two formats. It is quantised only if dgrad and wgrad both are, and if their two operands have
 fewer bytes than bf16. dgrad and wgrad are charged their Shapley values, as for a quantisation that two GEMMs share
-(``timing/table_model.py``): each a half of the gather's time with both in its own format. The sum is exact if both have
+(``timing/cost_model.py``): each a half of the gather's time with both in its own format. The sum is exact if both have
 one format, and if G is gathered in bf16 whatever the two of them are. Otherwise it errs by at most half of the
 difference between gathering in bf16 and in the smaller of the two formats.
 """

@@ -37,7 +37,14 @@ class OptionTimes:
     estimated: str = ""
 
     @classmethod
-    def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
+    def predict(
+        cls,
+        model: CostModel,
+        shapes: Mapping[str, LinearShape],
+        formats: Iterable[Format],
+        exchanged: Callable[[str, LinearShape, Gemm, Format], float] | None = None,
+        estimated: str = "",
+    ) -> OptionTimes:
         """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``. Raises SnipError if the model has no figures for
         a format.
 
@@ -45,17 +52,25 @@ class OptionTimes:
             model: the cost model.
             shapes: name of a linear, or path in its layer, → its shape.
             formats: candidate formats.
+            exchanged: name or path, shape, GEMM, format → seconds of exchanges of one microbatch. They are predicted
+                for all formats of the model, for the sake of other requests about the same run.
+            estimated: see the attribute.
         """
-        wanted = sorted({Format.BF16, *formats}, key=lambda f: f.code)
-        return cls(
-            model.name,
-            {
-                name: {
-                    gemm.value: {fmt.value: float(model.seconds(shape, gemm, fmt)) for fmt in wanted} for gemm in Gemm
-                }
+
+        def table(of: Callable[[str, LinearShape, Gemm, Format], float], wanted: Iterable[Format]) -> Seconds:
+            ordered = sorted({Format.BF16, *wanted}, key=lambda fmt: fmt.code)
+            return {
+                name: {gemm.value: {fmt.value: float(of(name, shape, gemm, fmt)) for fmt in ordered} for gemm in Gemm}
                 for name, shape in shapes.items()
-            },
+            }
+
+        seconds = table(lambda _, shape, gemm, fmt: model.seconds(shape, gemm, fmt), formats)
+        if exchanged is None:
+            return cls(model.name, seconds)
+        exchanges = table(
+            lambda name, shape, *to: shape.microbatches * exchanged(name, shape, *to), {*formats, *model.formats}
         )
+        return cls(model.name, seconds, exchanges=exchanges, estimated=estimated)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
         """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if

@@ -1,51 +1,108 @@
-"""Cost models, which predict the time of GEMMs.
+"""Cost models, which predict the seconds that a rank spends in one GEMM of one linear, from a table or from FLOPs.
 
-A cost model predicts the time that one rank spends in one GEMM of one linear. :func:`with_times` makes these times the
-costs of a Problem, for budgets of ``speedup`` and ``loss``. Imports neither torch nor Megatron.
+Two GEMMs may share a quantisation: X is read once for fprop and wgrad, G once for dgrad and wgrad, W once a step for
+fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`TimingModel.seconds` must split a shared
+quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
+alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise in one format, and nearly so
+in two formats with tiles. It is too low by half of the shared read if only one GEMM quantises, and by all of it if one
+has a scale for the whole tensor and the other has tiles. :meth:`TimingModel.linear_seconds` knows all three formats and
+charges the actual calls.
+
+Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is charged this kernel. That is exact if all
+three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm, LinearId, split_option_id
-from snip_megatron.precision.budget import Budget
-from snip_megatron.solver.items import Choice, Item
-from snip_megatron.solver.problem import Problem
-from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.precision import VARIANTS, Format, Gemm
+from snip_megatron.timing.log_grid import LogGrid, Point
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
+from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
 
+STATED_COPY = 4.0e12
+"""Assumed bytes a second of a copy, if the table has no measurement."""
+ACCUMULATION = 0.58
+"""Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's.
+
+Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``job_1b_h200_2026-11-23.json``,
+``job_8b-blocks_h200_2026-11-23.json`` and ``job_8b-blocks-4k-tp2_2xh200_2026-11-22.json``)."""
+_ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
 FLOPS_RATE = 1e15
-"""The bf16 FLOP/s that the ``flops`` model assumes. The value only scales its times."""
+"""The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
+_GEMMS = tuple(Gemm)
+_WHOLE = (Format.FP8_TENSOR,)  # one scale a tensor: its kernel shares no read with those of tile formats
 
 
-class CostModel(Protocol):
-    """A prediction of the seconds that a training step spends in one GEMM of one linear on one rank.
+class CostModel:
+    """Predicts the seconds that a training step spends in one GEMM of one linear on one rank, from measured times.
+
+    Args:
+        table: the measured times.
 
     Attributes:
-        name: the model's name for logs: ``flops``, or the device of the table.
+        table: the table; None for times that were not measured.
+        name: the device of the table, or ``flops``.
         formats: the formats that the model knows times of. The times of another variant are those of its base.
         assumptions: the assumptions behind the predictions, a sentence each.
     """
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, table: TimingTable) -> None:
+        self.table: TimingTable | None = table
+        self.name = table.device
+        self.formats = table.formats
+        self._copy_rate = table.copy_rate
+        self.assumptions: tuple[str, ...] = (
+            f"GEMMs and quantisation as measured on {table.device} ({table.about.get('date', 'no date')}); between"
+            " measured shapes by multilinear interpolation of log rates",
+            "one microbatch after the other: nothing of a linear overlaps with anything else",
+        )
+        self._gemm_grid = LogGrid(table.gemms)
+        self._gemm_rates = {
+            (gemm, fmt): {shape: math.prod(shape) / row[fmt][i] for shape, row in table.gemms.items()}
+            for i, gemm in enumerate(_GEMMS)
+            for fmt in table.formats
+        }
+        self._activation_grid = LogGrid(table.activations) if table.activations else None
+        self._activation_rates = {
+            (operand, fmt, side): {
+                size: math.prod(size) / row[operand][fmt][side] for size, row in table.activations.items()
+            }
+            for operand in OPERANDS
+            for fmt in table.quantised
+            for side in range(3)
+        }
+        self._weight_grid = LogGrid(table.weights) if table.weights else None
+        self._weight_rates = {
+            fmt: {size: math.prod(size) / row[fmt] for size, row in table.weights.items()} for fmt in table.quantised
+        }
 
-    @property
-    def formats(self) -> tuple[Format, ...]: ...
-
-    @property
-    def assumptions(self) -> tuple[str, ...]: ...
-
+    # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         """Return the seconds of one GEMM in one training step, including quantisation.
 
         Raises:
             SnipError: the model knows neither ``fmt`` nor, if it is a variant, its base.
         """
+        time = self.gemm_seconds(shape, gemm, fmt)
+        once = 0.0
+        if fmt is not Format.BF16:
+            x, g = self._input(shape, fmt), self._gradient(shape, fmt)
+            if gemm is Gemm.FPROP:
+                time += _portion(x, 0, alone=shape.gathered)
+            elif gemm is Gemm.DGRAD:
+                time += _portion(g, 0)
+            else:
+                time += _portion(x, 1, alone=shape.gathered) + _portion(g, 1)
+            once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
+        elif gemm is Gemm.WGRAD:
+            time += self._added(shape)
+        if gemm is Gemm.FPROP:
+            time += self._again(shape, fmt)
+        return shape.microbatches * time + once
 
     def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
         """Return the seconds of the linear's three GEMMs in one training step.
@@ -53,21 +110,83 @@ class CostModel(Protocol):
         Two GEMMs may share a quantisation. This method charges it exactly. :meth:`seconds` must split it without
         knowing the format of the other GEMM.
         """
+        fprop, dgrad, wgrad = formats
+        time = math.fsum(self.gemm_seconds(shape, gemm, fmt) for gemm, fmt in zip(_GEMMS, formats, strict=True))
+        time += _together(fprop, wgrad, lambda fmt: self._input(shape, fmt), apart=shape.gathered)
+        time += _together(dgrad, wgrad, lambda fmt: self._gradient(shape, fmt))
+        time += self._again(shape, fprop)
+        if formats == ALL_BF16:
+            time += self._added(shape)
+        sides = [self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16]
+        return shape.microbatches * time + math.fsum(sides)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
+        return self._gemm_grid.place((shape.tokens, shape.n, shape.k)).extrapolated
+
+    # -- single calls --------------------------------------------------------------------------------------------
+    def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        """Return the seconds of one GEMM of one microbatch, without quantisation."""
+        fmt = self._known(fmt)
+        return _time(self._gemm_grid, (shape.tokens, shape.n, shape.k), self._gemm_rates[gemm, fmt])
+
+    def _added(self, shape: LinearShape) -> float:
+        """Return the seconds in which Megatron's own linear adds ∇W of a microbatch, outside of its GEMM."""
+        return 0.0 if shape.fused_accumulation else accumulation_seconds(shape.n * shape.k, self._copy_rate)
+
+    def _again(self, shape: LinearShape, fmt: Format) -> float:
+        """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
+        if shape.forwards < 2:
+            return 0.0
+        alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
+        return (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
+
+    def _input(self, shape: LinearShape, fmt: Format) -> Triple:
+        return self._quantise("input", (shape.tokens, shape.k), fmt)
+
+    def _gradient(self, shape: LinearShape, fmt: Format) -> Triple:
+        return self._quantise("gradient", (shape.tokens, shape.n), fmt)
+
+    def _quantise(self, operand: str, size: Point, fmt: Format) -> Triple:
+        fmt = self._known(fmt)
+        assert self._activation_grid is not None
+        rates = self._activation_rates
+        first, second, both = (_time(self._activation_grid, size, rates[operand, fmt, side]) for side in range(3))
+        return first, second, both
+
+    def _weight(self, shape: LinearShape, fmt: Format) -> float:
+        """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both.
+
+        A variant that was not measured and has a W of its own is charged a whole call of its base.
+        """
+        known = self._known(fmt)
+        assert self._weight_grid is not None
+        both = _time(self._weight_grid, (shape.n, shape.k), self._weight_rates[known])
+        alone = known is not fmt and VARIANTS[fmt].own_weight
+        return both if alone else both / 2
+
+    def _known(self, fmt: Format) -> Format:
+        """Return ``fmt`` if the table has it, otherwise the base that it is a variant of."""
+        if fmt not in self.formats:
+            if fmt.base in self.formats:
+                return fmt.base
+            measured = ", ".join(f.value for f in self.formats)
+            raise SnipError(
+                f"the timings of {self.name} have no {fmt.value} (they have {measured}):"
+                " measure it with snip calibrate, or leave the format out"
+            )
+        return fmt
 
 
-@dataclass(frozen=True)
-class FlopsModel:
-    """A cost model for machines without a table. The rate doubles when the bits halve; quantisation takes no time."""
+class FlopsModel(CostModel):
+    """Times that were not measured. The rate doubles when the bits halve; quantisation takes no time."""
 
-    name: str = "flops"
-    formats: tuple[Format, ...] = tuple(fmt for fmt in Format if fmt.base is fmt)
-    assumptions: tuple[str, ...] = (
-        f"GEMMs run at {FLOPS_RATE:g} FLOP/s in bf16, twice that in 8 bits, four times that in 4 bits; quantisation is"
-        " free: no machine was measured",
-    )
+    def __init__(self) -> None:
+        self.table, self.name, self.formats = None, "flops", tuple(fmt for fmt in Format if fmt.base is fmt)
+        self.assumptions = (
+            f"GEMMs run at {FLOPS_RATE:g} FLOP/s in bf16, twice that in 8 bits, four times that in 4 bits; quantisation"
+            " is free: no machine was measured",
+        )
 
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         """See :class:`CostModel`."""
@@ -83,59 +202,38 @@ class FlopsModel:
         return False
 
 
-# -- problems ------------------------------------------------------------------------------------------------------
-def option_seconds(model: CostModel, shape: LinearShape, gemm: Gemm | None, fmt: Format) -> float:
-    """Return the seconds of one GEMM in a step, or of all three if ``gemm`` is None (granularity ``layer``)."""
-    return math.fsum(model.seconds(shape, g, fmt) for g in ((gemm,) if gemm is not None else Gemm))
-
-
-def with_times(
-    problem: Problem,
-    shapes: Mapping[str, LinearShape],
-    model: CostModel,
-    budget: Budget,
-    exchanges: Callable[[str, Gemm, Format], float] | None = None,
-    fixed_cost: Mapping[int, float] | None = None,
-) -> Problem:
-    """Return a Problem with the same items and losses, and with seconds as costs.
-
-    The cost of an item is its time in bf16. The saving of a choice is that cost minus the time in its format.
+def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
+    """Return the seconds of a kernel that adds bf16 gradients to ``main_grad``.
 
     Args:
-        problem: the Problem.
-        shapes: shapes by the name of a linear, or by its kind if all blocks are alike.
-        model: predicts the times.
-        budget: the new budget, of time.
-        exchanges: kind of linear, GEMM, format → seconds of a step in which ranks exchange what this GEMM takes or
-            makes. None: no exchange depends on a format.
-        fixed_cost: stage → seconds of a step that no choice changes; none by default.
-
-    Raises:
-        SnipError: an item has no shape, or the model cannot predict a format.
+        parameters: number of parameters.
+        copy_rate: bytes a second of a copy; None if not measured.
     """
-    times: dict[tuple[str, LinearShape, Gemm | None, Format], float] = {}
-
-    def seconds(kind: str, shape: LinearShape, gemm: Gemm | None, fmt: Format) -> float:
-        key = (kind, shape, gemm, fmt)
-        if key not in times:
-            times[key] = option_seconds(model, shape, gemm, fmt)
-            if exchanges is not None:
-                times[key] += math.fsum(exchanges(kind, g, fmt) for g in ((gemm,) if gemm is not None else Gemm))
-        return times[key]
-
-    def timed(item: Item) -> Item:
-        linear, gemm = split_option_id(item.id)
-        key = (linear.path, _shape_of(linear, shapes), gemm)
-        cost = seconds(*key, Format.BF16)
-        choices = tuple(Choice(c.format, c.losses, cost - seconds(*key, c.format)) for c in item.choices)
-        return replace(item, cost=cost, choices=choices)
-
-    fixed = tuple((fixed_cost or {}).items())
-    return Problem(budget, tuple(timed(item) for item in problem.items), fixed_cost=fixed)
+    return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))
 
 
-def _shape_of(linear: LinearId, shapes: Mapping[str, LinearShape]) -> LinearShape:
-    shape = shapes.get(str(linear)) or shapes.get(linear.path)
-    if shape is None:
-        raise SnipError(f"{linear}: its shape on a rank is not known")
-    return shape
+def _time(grid: LogGrid, size: Point, rates: Mapping[Point, float]) -> float:
+    return math.prod(size) / grid.rate(size, rates)
+
+
+def _portion(times: Triple, side: int, *, alone: bool = False) -> float:
+    """Return the seconds of a quantisation that one of its two GEMMs is charged.
+
+    Args:
+        times: seconds for the first GEMM only, for wgrad only, and for both in one call.
+        side: 0 for the first GEMM, 1 for wgrad.
+        alone: whether the two GEMMs quantise separately.
+    """
+    own, other, both = times[side], times[1 - side], times[2]
+    return own if alone else min(both, max(0.0, (own + both - other) / 2))
+
+
+def _together(first: Format, second: Format, times: Callable[[Format], Triple], *, apart: bool = False) -> float:
+    """Return the seconds of quantising one tensor for two GEMMs.
+
+    It is one call if both formats use tiles or both use one scale a tensor, unless the GEMMs quantise ``apart``.
+    """
+    quantised = [fmt is not Format.BF16 for fmt in (first, second)]
+    if all(quantised) and not apart and (first in _WHOLE) == (second in _WHOLE):
+        return (times(first)[2] + times(second)[2]) / 2
+    return (times(first)[0] if quantised[0] else 0.0) + (times(second)[1] if quantised[1] else 0.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 from snip_megatron.timing.table import TimingTable
-from snip_megatron.timing.table_model import TimingModel
 
 TIMINGS = Path(__file__).with_name("tables")
 """Folder of the package's tables of measured times, one file ``<name>.json`` for each device."""
@@ -38,7 +37,7 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
         NoTableError: the package has none of this GPU.
         SnipError: the table does not exist, is invalid, or was measured on another device.
     """
-    return FlopsModel() if str(name_or_path) == "flops" else TimingModel(load_table(name_or_path, device_name))
+    return FlopsModel() if str(name_or_path) == "flops" else CostModel(load_table(name_or_path, device_name))
 
 
 def load_table(name_or_path: str | Path, device_name: str | None = None) -> TimingTable:

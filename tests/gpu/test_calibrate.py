@@ -10,9 +10,9 @@ from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import clock_for
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
+from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import TimingTable
-from snip_megatron.timing.table_model import TimingModel
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 WORKLOAD = Workload(
@@ -31,7 +31,7 @@ def test_a_table_of_this_gpu() -> None:
     assert table.device == torch.cuda.get_device_name()
     assert (set(table.gemms), set(table.attention)) == (set(WORKLOAD.gemms), set(WORKLOAD.attention))
     assert TimingTable.from_json(table.to_json()) == table
-    model = TimingModel(table)
+    model = CostModel(table)
     shape = LinearShape(2048, 4096, 1024)
     assert not model.extrapolated(shape)
     assert all(model.linear_seconds(shape, (fmt, fmt, fmt)) > 0 for fmt in model.formats)

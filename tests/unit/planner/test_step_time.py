@@ -20,7 +20,6 @@ from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16
-from snip_megatron.timing.table_model import TimingModel
 
 from .formula import SMALL, layout, step_model, with_blocks
 
@@ -76,7 +75,7 @@ def test_measured_collectives_replace_stated_links() -> None:
     """As long as the group is inside a node."""
     kinds = (("all_gather", "bf16"), ("all_gather", "uint8"), ("reduce_scatter", "bf16"), ("all_to_all", "uint8"))
     seconds = {Exchange(*kind, 2, 1 << 20): 1e-5 * (i + 1) for i, kind in enumerate(kinds)}
-    model = TimingModel(replace(formula_table(), collectives=seconds))
+    model = CostModel(replace(formula_table(), collectives=seconds))
     sent = 3 / 4 * 8192 * 4096 / (1 << 20) * 1e-5
     assert exposed("bf16", FP4, model) == pytest.approx(2 * sent * (2 * 1 + 2 * 3 + 2 * 1))
     packed = 0.5 + 1 / 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,12 +18,12 @@ from snip_megatron.planner.rates import Links
 from snip_megatron.planner.request import build_problem
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import AUTO
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
-from snip_megatron.timing.cost_model import CostModel, FlopsModel, with_times
+from snip_megatron.timing.cost_model import CostModel, FlopsModel
 from snip_megatron.timing.models import load_model
 from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
 
@@ -36,7 +35,6 @@ LINKS = Links(node_size=8, within=1e9, between=1e9)  # slow, so that exchanges c
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 
 
-@dataclass(frozen=True)
 class EqualGemms(FlopsModel):
     """A cost model in which no format makes a GEMM faster."""
 
@@ -52,7 +50,8 @@ def step_of(communication: str, model: CostModel | None = None, blocks: int = 1,
 
 
 def charged(step: StepModel, kind: str, formats: Formats) -> float:
-    return math.fsum(step.charge(kind, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
+    shape, gemms = step.shapes[kind], zip(Gemm, formats, strict=True)
+    return step.layout.microbatches * math.fsum(step.exchanges.charge(kind, shape, gemm, fmt) for gemm, fmt in gemms)
 
 
 def priced(step: StepModel, kind: str, formats: Formats) -> float:
@@ -101,11 +100,15 @@ def _problem_of(
     budget: Budget,
     fixed: Mapping[int, float] | None = None,
 ) -> Problem:
-    items = tuple(
-        Item(key, 0, 1.0, tuple(Choice(fmt, (loss,), 0.0) for fmt, loss in by_format.items()))
-        for key, by_format in losses.items()
-    )
-    return with_times(Problem(Budget("fp4", 0.0), items), step.shapes, step.model, budget, step.charge, fixed)
+    times = step.option_times({fmt for by_format in losses.values() for fmt in by_format})
+
+    def item(key: str) -> Item:
+        linear, gemm = split_option_id(key)
+        cost = times.of(str(linear), gemm, BF16)
+        choices = (Choice(fmt, (loss,), cost - times.of(str(linear), gemm, fmt)) for fmt, loss in losses[key].items())
+        return Item(key, 0, cost, tuple(choices))
+
+    return Problem(budget, tuple(map(item, losses)), fixed_cost=tuple((fixed or {}).items()))
 
 
 def _options(granularity: str) -> list[str]:

@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
-from snip_megatron.precision.budget import Budget
-from snip_megatron.solver import Choice, Item, Problem, solve
-from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, option_seconds, with_times
+from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape, local_shape
-from snip_megatron.timing.table_model import TimingModel
 
 from .timing_tables import FORMATS, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
 
-MODEL = TimingModel(formula_table())
+MODEL = CostModel(formula_table())
 BF16, FP8, TENSOR, FP4 = FORMATS
 SHAPE = LinearShape(tokens=2000, n=3000, k=700, microbatches=4)
 SHAPES = st.builds(
@@ -55,7 +52,7 @@ def test_a_quantised_linear_is_its_gemms_and_what_is_quantised_once_each() -> No
 @given(SHAPES, st.sampled_from(FORMATS))
 def test_three_gemms_of_one_format_cost_what_the_linear_costs(shape: LinearShape, fmt: Format) -> None:
     together = MODEL.linear_seconds(shape, (fmt, fmt, fmt))
-    assert option_seconds(MODEL, shape, None, fmt) == pytest.approx(together)
+    assert sum(MODEL.seconds(shape, gemm, fmt) for gemm in Gemm) == pytest.approx(together)
 
 
 @given(SHAPES, st.sampled_from(TRIPLES))
@@ -82,7 +79,7 @@ def test_a_format_that_was_not_measured_is_refused() -> None:
 
 def test_a_variant_that_was_not_measured_takes_the_time_of_its_base() -> None:
     base, weight = Format.NVFP4, SHAPE.n * SHAPE.k / QUANTISED
-    model = TimingModel(formula_table(formats=(BF16, base)))
+    model = CostModel(formula_table(formats=(BF16, base)))
     for variant in (Format.NVFP4_46, Format.NVFP4_HADAMARD):
         for g in variant.gemms:  # half of a call more for fprop: W is not shared
             expected = model.seconds(SHAPE, g, base) + (0.0 if g is Gemm.WGRAD else weight)
@@ -121,49 +118,6 @@ def test_local_shapes_of_70b(kind: str, n: int, k: int, gathered: bool) -> None:
 def test_features_that_cannot_be_split() -> None:
     with pytest.raises(SnipError, match="100 features cannot be split over 8 ranks"):
         local_shape(DENSE_LAYER[0], 100, 64, tokens=1, tensor_parallel=8)
-
-
-# -- problems ------------------------------------------------------------------------------------------------------
-def problem(granularity: str = "gemm") -> Problem:
-    names = [f"decoder.layers.{layer}.{kind}" for layer in range(2) for kind in DENSE_LAYER]
-    ids = [f"{name}:{g.value}" for name in names for g in Gemm] if granularity == "gemm" else names
-    choices = (Choice(BF16, (0.0,), 0.0), Choice(FP8, (0.1,), 0.0), Choice(FP4, (1.0,), 1.0))
-    items = tuple(Item(key, int(key.split(".")[2]), 1.0, choices, pin=FP8 if i == 0 else None)
-                  for i, key in enumerate(ids))  # fmt: skip
-    return Problem(Budget("fp4", 0.0), items)
-
-
-def shapes() -> dict[str, LinearShape]:
-    return {kind: LinearShape(4096, 4096, 4096, 2) for kind in DENSE_LAYER[1:]} | {DENSE_LAYER[0]: SHAPE}
-
-
-@pytest.mark.parametrize("granularity", ["gemm", "layer"])
-def test_a_problem_in_seconds(granularity: str) -> None:
-    timed = with_times(problem(granularity), shapes(), MODEL, Budget("speedup", 1.2))
-    first = timed.items[0]
-    gemms = None if granularity == "layer" else Gemm.FPROP
-    assert first.cost == option_seconds(MODEL, SHAPE, gemms, BF16)
-    assert [c.saving for c in first.choices] == [
-        first.cost - option_seconds(MODEL, SHAPE, gemms, fmt) for fmt in (BF16, FP8, FP4)
-    ]
-    assert first.pin is FP8
-    assert [c.loss for c in first.choices] == [0.0, 0.1, 1.0]
-    solution = solve(timed)
-    assert solution.status == "optimal"
-    assert solution.speedup is not None
-    assert solution.speedup >= 1.2 * (1 - 1e-9)
-
-
-def test_a_format_slower_than_bf16_saves_less_than_nothing() -> None:
-    tiny = LinearShape(64, 64, 64)
-    slow = TimingModel(formula_table(shared=0.0))
-    timed = with_times(problem("layer"), dict.fromkeys(DENSE_LAYER, tiny), slow, Budget("speedup", 1.0))
-    assert timed.items[0].choices[1].saving < 0
-
-
-def test_a_linear_without_a_shape() -> None:
-    with pytest.raises(SnipError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv: its shape"):
-        with_times(problem(), {"decoder.layers.1.mlp.linear_fc1": SHAPE}, MODEL, Budget("speedup", 1.0))
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
