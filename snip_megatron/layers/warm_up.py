@@ -16,6 +16,7 @@ from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gra
 from snip_megatron.layers.communication import warm_up_sums
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
 from snip_megatron.precision import Format
 
@@ -37,12 +38,24 @@ class WarmUpLinear:
         x: X [tokens, K local], zero.
         g: G [tokens, N local], zero.
         whole_x: whether shards of X are gathered, as under sequence parallelism.
+        experts: number of experts that have such a linear, for grouped products; 0 for a linear that runs alone.
     """
 
     handle: LinearHandle
     x: torch.Tensor
     g: torch.Tensor
     whole_x: bool
+    experts: int = 0
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the linear. Experts share one weight, and the rows evenly."""
+        handle = self.handle
+        if not self.experts:
+            call = LinearCall(handle, has_backward=torch.is_grad_enabled())
+            return QuantizedLinear.apply(x, handle.weight, None, call)  # type: ignore[no-untyped-call,no-any-return]
+        each, left = divmod(len(x), self.experts)
+        splits = [each + (expert < left) for expert in range(self.experts)]
+        return grouped_product([handle] * self.experts, [handle.weight] * self.experts, x, splits)
 
 
 def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed: bool = False) -> WarmUpLinear:
@@ -59,34 +72,32 @@ def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed:
     weight.main_grad = torch.zeros(like.shape, dtype=torch.float32, device=like.device)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     state = LinearState(beside_swiglu=handle.state.beside_swiglu)
-    copy = replace(handle, module=_Holder(weight), tp_group=None, state=state)
+    copy = replace(handle, module=_Holder(weight), parameter="weight", tp_group=None, state=state)
+    experts = len(getattr(handle.module, "snip_experts", ()))
     if graphed:
         DeviceStep([copy], [0], weight.device)
     n, k = like.shape
-    return WarmUpLinear(copy, like.new_zeros(tokens, k).detach(), like.new_zeros(tokens, n).detach(), whole_x)
+    return WarmUpLinear(copy, like.new_zeros(tokens, k).detach(), like.new_zeros(tokens, n).detach(), whole_x, experts)
 
 
 def warm_up_gemms(linear: WarmUpLinear, formats: Iterable[Formats]) -> None:
     """Run forward and backward in each of ``formats``, and a forward alone, as validation and recomputation do."""
     handle, backend = linear.handle, linear.handle.context.backend
-    call = LinearCall(handle)
     for chosen in formats:
         if chosen == ALL_BF16:
             continue  # runs Megatron's own linear
         handle.state.formats = chosen
         handle.state.weights.clear()
         x = linear.x.detach().requires_grad_()
-        y = QuantizedLinear.apply(x, handle.weight, None, call)  # type: ignore[no-untyped-call]
-        y.backward(linear.g)
+        torch.autograd.backward(linear.product(x), linear.g)
         with torch.no_grad():
-            alone = call._replace(has_backward=False)
-            QuantizedLinear.apply(linear.x, handle.weight, None, alone)  # type: ignore[no-untyped-call]
+            linear.product(linear.x)
         if linear.whole_x:
             rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
             backend.quantize(linear.x, OperandSpec(None, chosen[2], rotation=rotation))
         _warm_up_gathers(linear)
         if handle.state.beside_swiglu:
-            _warm_up_swiglu(linear, call)
+            _warm_up_swiglu(linear, LinearCall(handle))
         _warm_up_sums(linear)
     handle.state.formats = ALL_BF16
 

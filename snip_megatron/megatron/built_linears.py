@@ -33,19 +33,21 @@ _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-
 
 @dataclass(frozen=True)
 class BuiltLinear:
-    """One module of this rank: a linear, the linear of one expert, or that of all local experts.
+    """One linear of this rank, or that of one expert.
 
     Attributes:
         id: global name.
-        module: the module.
-        expert: global index of the expert; None for a linear that belongs to none, or to all local experts.
+        module: the module. Grouped linears of experts share one.
+        expert: global index of the expert; None for a linear that belongs to none.
         row: its row, whose ``sub_block`` is counted within the layer.
+        parameter: name of the module's parameter that is its weight.
     """
 
     id: LinearId
     module: Any
     expert: int | None
     row: LinearRow
+    parameter: str = "weight"
 
 
 def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
@@ -119,21 +121,26 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
     linears = [(path, module) for path, module in layer.named_modules() if _class(module) is not None]
     blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
-    found = [_built(stack, layer, path, module, blocks.index(_sub_block(path))) for path, module in linears]
+    found: list[BuiltLinear] = []
+    for path, module in linears:
+        found += _built(stack, layer, path, module, blocks.index(_sub_block(path)))
     roles = list(Role)  # modules are in the order of construction: attention builds its output first
     return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
 
 
-def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> BuiltLinear:
-    config, expert = module.config, None
-    mixture, inside, rest = path.partition(".local_experts.")
-    if inside:  # one module an expert, under one name
-        local, _, rest = rest.partition(".")
-        expert = layer.get_submodule(mixture.rpartition(".")[0]).local_expert_indices[int(local)]
-        path = f"{mixture}.{rest}"
-    of_experts = "experts" in path.split(".")
+def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> list[BuiltLinear]:
+    config, of_experts = module.config, "experts" in path.split(".")
+    weights: list[tuple[int | None, str]] = [(None, "weight")]
+    if of_experts:
+        indices = layer.get_submodule(path.rpartition(".experts.")[0]).local_expert_indices
+        mixture, inside, rest = path.partition(".local_experts.")
+        if inside:  # one module an expert, under one name
+            local, _, rest = rest.partition(".")
+            weights, path = [(indices[int(local)], "weight")], f"{mixture}.{rest}"
+        else:
+            weights = [(expert, f"weight{i}") for i, expert in enumerate(indices)]
     linear = LinearId(stack, layer.layer_number - 1, path)
-    weight = module.weight0 if hasattr(module, "weight0") else module.weight
+    weight = getattr(module, weights[0][1])
     shape, dimension = list(weight.shape), _SHARDED[_class(module) or ""]
     if dimension is not None:
         shape[dimension] *= get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
@@ -148,7 +155,7 @@ def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> Bu
         sub_block=sub_block,
         role=_role(shape, dimension, config.hidden_size),
     )
-    return BuiltLinear(linear, module, expert, row)
+    return [BuiltLinear(linear, module, expert, row, parameter) for expert, parameter in weights]
 
 
 def _role(shape: Sequence[int], sharded: int | None, hidden: int) -> Role:

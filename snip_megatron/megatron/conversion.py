@@ -38,9 +38,9 @@ _SNIP_CLASS: dict[type, tuple[type, str]] = {
 subclass may do more than its base.
 """
 if HAVE_TE:
-    from snip_megatron.megatron.te_linear import CLASSES
+    from snip_megatron.megatron import te_experts, te_linear
 
-    _SNIP_CLASS |= CLASSES
+    _SNIP_CLASS |= te_linear.CLASSES | te_experts.CLASSES
 _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
 
 
@@ -74,6 +74,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     registry = LinearRegistry(model_rows(local), context)
     for linear in local:
         _convert_linear(linear, registry)
+    if HAVE_TE:
+        te_experts.pad_rows(model_chunks)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
         _announce_experts(ExpertLayers.of(model_config))
@@ -141,24 +143,32 @@ def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
     module = linear.module
     if type(module) not in _SNIP_CLASS:
         raise SnipError(f"{linear.id}: cannot quantise a {type(module).__module__}.{type(module).__qualname__}")
-    if not module.weight.requires_grad:
+    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith("weight")]
+    if not all(weight.requires_grad for weight in weights):
         logger.info("%s is frozen: stays bf16", linear.id)
         registry.frozen.append(str(linear.id))
         return
     module.__class__, parallel = _SNIP_CLASS[type(module)]
-    module.snip = _handle(linear, registry.context, parallel)
-    registry.add(module.snip)
+    handle = _handle(linear, registry.context, parallel)
+    if linear.parameter == "weight":
+        module.snip = handle
+    else:  # one module for all experts of this rank
+        module.snip_experts = [] if linear.parameter == "weight0" else module.snip_experts
+        module.snip_experts.append(handle)
+    registry.add(handle)
 
 
 def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearHandle:
-    module, row = linear.module, linear.row
+    module, row, weight = linear.module, linear.row, getattr(linear.module, linear.parameter)
     # Transformer Engine's linears keep the group under a name of their own where they exchange nothing themselves.
     group = None if parallel == "whole" else getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    n, k = module.weight.shape
+    n, k = weight.shape
     out_features, in_features = torch.arange(n), torch.arange(k)
     if parallel == "column":
-        out_features = _global_features(_parts(module.weight), rank, size)
+        # Grouped linears do not mark that gate and up projection are sharded apart.
+        halves = linear.parameter != "weight" and module.config.gated_linear_unit
+        out_features = _global_features([n // 2] * 2 if halves else _parts(weight), rank, size)
     elif parallel == "row":
         in_features = _global_features([k], rank, size)
     return LinearHandle(
@@ -175,6 +185,7 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
         module=module,
         tp_group=group if size > 1 else None,
         expert=linear.expert,
+        parameter=linear.parameter,
     )
 
 

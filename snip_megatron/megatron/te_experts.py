@@ -68,6 +68,13 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         return rows.unpad(output), bias
 
 
+def pad_rows(model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the MLPs of experts whose linears are converted pad their rows."""
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        if type(module) is TEGroupedMLP and hasattr(module.linear_fc1, "snip_experts"):
+            module.__class__ = SnipTEGroupedMLP
+
+
 def _row_multiple(handle: LinearHandle) -> int:
     """Return the number of which the rows of every expert must be a multiple in the next forward."""
     if handle.is_stock:

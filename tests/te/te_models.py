@@ -53,6 +53,7 @@ def seeming_cuda() -> Iterator[None]:
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.current_device", return_value="cpu"),
+        mock.patch("torch.cuda.Stream"),
     ):
         yield
 
@@ -62,7 +63,11 @@ def dense(**given: Any) -> GPTModel:
     torch.manual_seed(0)
     config = TransformerConfig(**(DENSE | given))
     with seeming_cuda():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
         spec.submodules.self_attention.submodules.core_attention = TorchAttention
         model = GPTModel(config, spec, 128, 32)
     return with_torch_norms(model)

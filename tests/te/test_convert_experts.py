@@ -1,0 +1,159 @@
+"""Conversion of Transformer Engine's grouped experts in a built decoder: names, layout of checkpoints, figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from te_models import dense
+from torch import Tensor
+from torch.nn import functional
+
+from snip_megatron.config import SnipConfig
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.megatron import te_experts
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.quantization import grouped, packed
+from tests.unit.gemm import emulated_grouped
+
+pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
+
+CONFIG = SnipConfig(enabled=True, seed=99)
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_grouped_gemm": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "hidden_size": 128,
+}
+NAMES = ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
+
+
+def converted(fmt: Format = Format.BF16, **given: Any) -> tuple[GPTModel, LinearRegistry]:
+    chunk = dense(**(EXPERTS | given))
+    registry = convert_model([chunk], CONFIG)
+    registry.adopt(PrecisionMap.uniform(registry.names, fmt))
+    return chunk, registry
+
+
+def layout(chunk: GPTModel) -> dict[str, Any]:
+    return {name: (v.key, getattr(v, "global_shape", None)) for name, v in chunk.sharded_state_dict().items()}
+
+
+def test_the_stock_modules_keep_all_but_their_class() -> None:
+    chunk = dense(**EXPERTS)
+    parameters = [(name, id(parameter)) for name, parameter in chunk.named_parameters()]
+    keys, sharded = list(chunk.state_dict()), layout(chunk)
+    registry = convert_model([chunk], CONFIG)
+    experts = chunk.decoder.layers[0].mlp.experts
+    assert type(experts) is te_experts.SnipTEGroupedMLP
+    assert type(experts.linear_fc1) is te_experts.SnipTEColumnParallelGroupedLinear
+    assert type(experts.linear_fc2) is te_experts.SnipTERowParallelGroupedLinear
+    assert [handle.weight for handle in experts.linear_fc2.snip_experts] == [
+        getattr(experts.linear_fc2, f"weight{e}") for e in range(4)
+    ]
+    assert registry.names[2:4] == [f"decoder.layers.0.{name}" for name in NAMES]
+    assert [(row.n, row.k, row.experts, row.active) for row in registry.rows[2:4]] == [
+        (256, 128, 4, 2),
+        (128, 128, 4, 2),
+    ]
+    assert [(name, id(parameter)) for name, parameter in chunk.named_parameters()] == parameters
+    assert list(chunk.state_dict()) == keys
+    assert layout(chunk) == sharded
+
+
+def mlp(experts: Any, x: Tensor, splits: list[int], probs: Tensor) -> Tensor:
+    """The MLP of every expert by torch, with biases."""
+    found = []
+    for e, (rows, p) in enumerate(zip(x.split(splits), probs.split(splits), strict=True)):
+        fc1, fc2 = (
+            [getattr(linear, f"{kind}{e}") for kind in ("weight", "bias")]
+            for linear in (experts.linear_fc1, experts.linear_fc2)
+        )
+        gate, up = (rows @ fc1[0].t() + (fc1[1] if len(fc1[1]) else 0)).chunk(2, dim=-1)
+        hidden = (functional.silu(gate) * up * p[:, None]).to(x.dtype)
+        found.append(hidden @ fc2[0].t() + (fc2[1] * p[:, None] if len(fc2[1]) else 0))
+    return torch.cat(found)
+
+
+class Ignored:
+    def on_backward(self, *tensors: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_are_those_of_torch(bias: bool) -> None:
+    """A probe runs all GEMMs unquantised by SNIP's own code; parameters and gradients are FP32."""
+    chunk, registry = converted(add_bias_linear=bias)
+    experts = chunk.decoder.layers[0].mlp.experts
+    registry.context.probing = True
+    for handle in registry:
+        handle.state.recorder = Ignored()
+    with torch.no_grad():
+        for name, parameter in experts.named_parameters():
+            if "bias" in name:
+                parameter.normal_()
+    splits = [5, 0, 130, 3]
+    x, probs = torch.randn(138, 128, requires_grad=True), torch.rand(138)
+    y, _ = experts(x, torch.tensor(splits), probs)
+    expected = mlp(experts, x, splits, probs)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(y)
+    parameters = [x, *experts.parameters()]
+    for found, exact in zip(
+        torch.autograd.grad(y, parameters, weight), torch.autograd.grad(expected, parameters, weight), strict=True
+    ):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_rows_are_padded_once_an_mlp(backwards: bool) -> None:
+    """Grouped kernels need multiples of 128 rows. Weights in memory from the last expert on get rows in that order."""
+    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16)
+    experts = chunk.decoder.layers[0].mlp.experts
+    registry.context.backend = HopperBackend(packed, ScaledProducts(), groups=(grouped, emulated_grouped))
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        weights = list(linear.parameters())
+        ordered = weights[::-1] if backwards else weights
+        memory = torch.empty(4, *weights[0].shape, dtype=torch.bfloat16)
+        gradients = torch.zeros(4, *weights[0].shape)
+        for place, gradient, weight in zip(memory, gradients, ordered, strict=True):
+            weight.data = place.copy_(weight.data)
+            weight.main_grad, weight.grad_added_to_main_grad = gradient, False
+    splits = [5, 0, 130, 3]
+    x, probs = torch.randn(138, 128).bfloat16().requires_grad_(), torch.rand(138)
+    y, _ = experts(x, torch.tensor(splits), probs)
+    assert y.shape == (138, 128)
+    expected = mlp(experts, x, splits, probs)
+    weight = torch.randn_like(y)
+    exact = torch.autograd.grad(expected, [x, *experts.parameters()], weight)
+    y.backward(weight)
+    found = [x.grad, *(parameter.main_grad for parameter in experts.parameters())]
+    for actual, real in zip((y, *found), (expected, *exact), strict=True):
+        assert actual is not None
+        assert (actual.float() - real.float()).norm() <= 0.1 * real.float().norm()
+
+
+def test_a_decoder_of_experts_trains_under_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: "cpu")  # where the router moves its weight
+    chunk, registry = converted(Format.FP8)
+    tokens = torch.arange(64).view(2, 32) % 17
+    losses = []
+    optimizer = torch.optim.SGD(chunk.parameters(), lr=0.5)
+    for step in range(12):
+        registry.start_step(step)
+        loss = chunk(tokens, torch.arange(32).expand(2, 32), None, labels=tokens.roll(-1, 1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        registry.end_step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.5
