@@ -22,7 +22,7 @@ from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import VALIDATIONS, Experiment, load_experiment
 from snip_megatron.evaluation.machine import describe, visible_gpus
-from snip_megatron.evaluation.pages import write_page
+from snip_megatron.evaluation.pages import recovered_figure, write_page
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="experiment files (.json, .toml); with --report, result files",
+        help="experiment files (snip.experiment/1); with --report, result files",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
     parser.add_argument(
@@ -336,8 +336,6 @@ def _report(results: Results, out: Path) -> None:
 
 
 def _figures(table: Sequence[Row]) -> list[tuple[str, Any]]:
-    from snip_megatron.evaluation.plots import recovered_figure
-
     figures = []
     for kind, title in TITLES.items():
         own = [row for row in table if row.kind == kind and row.budget is not None]

@@ -14,9 +14,8 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.machine import describe
-from snip_megatron.evaluation.pages import write_page
-from snip_megatron.evaluation.proxy import Validation, find_tables, validate
-from snip_megatron.evaluation.proxy_tables import proxy_markdown
+from snip_megatron.evaluation.pages import proxy_figure, write_page
+from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
 from snip_megatron.evaluation.recording import record_truth
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.records.storage import dump_json, write_atomically
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help="experiment file (.json, .toml), at whose warm checkpoints every option is forced alone; or a run"
+        help="experiment file (snip.experiment/1), at whose warm checkpoints every option is forced alone; or a run"
         " directory or statistics file of such a measurement",
     )
     parser.add_argument(
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     SolveRequest(formats=(args.format,))  # raises SnipError for bf16, and for what is not a format of all GEMMs
     validations: list[Validation] = []
     for source in args.sources:
-        if source.suffix in (".json", ".toml"):
+        if source.suffix == ".json":
             for step, folder in _record(args, source):
                 validations += _validate(folder, args.format, f"{source.stem}, checkpoint of {step} steps")
         else:
@@ -124,8 +123,6 @@ def _steps(text: str) -> tuple[int, ...]:
 
 
 def _figures(validations: Sequence[Validation]) -> list[tuple[str, Any]]:
-    from snip_megatron.evaluation.plots import proxy_figure
-
     return [
         (f"{v.source}, step {v.step}: {kind} by {estimator}", proxy_figure(v, kind, estimator))
         for v in validations

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +10,20 @@ from typing import Any
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.evaluation.fields import entry, flag, made_of, number, one_of, parse, printable, several, text, whole
+from snip_megatron.evaluation.fields import (
+    entry,
+    flag,
+    made_of,
+    number,
+    one_of,
+    parse,
+    several,
+    text,
+    text_without,
+    whole,
+)
 from snip_megatron.evaluation.models import model
-from snip_megatron.precision import GRANULARITIES, Format
+from snip_megatron.precision import GRANULARITIES, Format, strict
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES
 
@@ -24,15 +33,13 @@ VALIDATIONS = ("map", "bf16")
 """Formats in which a run is validated."""
 SETTINGS = frozenset(field.name for field in dataclasses.fields(SnipConfig))
 
-_texts = several(text, "texts")
-_budgets = several(number(most=1.0), "numbers")
+_texts = several(text)
+_budgets = several(number(most=1.0))
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
     """Read new values of SNIP's configuration, by the name of the field. The training checks the values."""
-    if not isinstance(value, Mapping):
-        raise SnipError(f"{where}: expected an object")
-    if unknown := sorted(set(value) - SETTINGS):
+    if unknown := sorted(set(strict.mapping(value, where)) - SETTINGS):
         raise SnipError(f"{where}: {quoted(unknown[0])} is no field of the configuration (docs/arguments.md)")
     return dict(value)
 
@@ -72,7 +79,7 @@ class Warm:
 
     steps: int = entry(whole(1))
     seed: int = entry(whole(1), 1234)
-    save: tuple[int, ...] = entry(several(whole(), "whole numbers", distinct=True), ())
+    save: tuple[int, ...] = entry(several(whole(), distinct=True), ())
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Candidate:
     """A policy and its settings. ``label`` names it in tables. A setting of None is the phase's or SNIP's default."""
 
     policy: str = entry(one_of(POLICIES))
-    label: str = entry(printable("|", "does not fit in a table"), "")
+    label: str = entry(text_without("|"), "")
     estimator: str | None = entry(one_of(ESTIMATORS), None)
     q: str | None = entry(one_of(Q_RULES), None)
     granularity: str | None = entry(one_of(GRANULARITIES), None)
@@ -128,13 +135,13 @@ class Phase:
 
     kind: str
     steps: int = entry(whole(1))
-    seeds: tuple[int, ...] = entry(several(whole(), "whole numbers", distinct=True))
+    seeds: tuple[int, ...] = entry(several(whole(), distinct=True))
     granularity: str = entry(one_of(GRANULARITIES), "gemm")
     budgets: tuple[float, ...] = entry(_budgets, ())
-    formats: tuple[str, ...] = entry(several(one_of([fmt.value for fmt in Format]), "formats"), ("fp8", "fp4"))
+    formats: tuple[str, ...] = entry(several(one_of([fmt.value for fmt in Format])), ("fp8", "fp4"))
     updates: Updates = entry(made_of(Updates), _UPDATES)  # noqa: RUF009 - it makes a dataclass field
     settings: Mapping[str, Any] | None = entry(_settings, None)
-    candidates: tuple[Candidate, ...] = entry(several(_candidate, "policies", indexed=True), name="policies")
+    candidates: tuple[Candidate, ...] = entry(several(_candidate, indexed=True), name="policies")
     save: bool = entry(flag, False)
 
     def budgets_of(self, candidate: Candidate) -> tuple[float, ...]:
@@ -176,13 +183,13 @@ class Experiment:
         phases: the runs.
     """
 
-    name: str = entry(printable("/", "is no file name"))
+    name: str = entry(text_without("/"))
     model: str = entry(text)
     tokenizer: str = entry(one_of(("bytes", "bpe")), "bytes")
     training: Training = entry(made_of(Training))  # noqa: RUF009
     validation_tokens: int = entry(whole(1), 262_144)
     warm: Warm | None = entry(made_of(Warm), None)  # noqa: RUF009
-    planned: tuple[Planned, ...] = entry(several(made_of(Planned), "comparisons", indexed=True), ())
+    planned: tuple[Planned, ...] = entry(several(made_of(Planned), indexed=True), ())
     phases: tuple[Phase, ...]
 
     def schedule(self, kind: str) -> int:
@@ -192,14 +199,13 @@ class Experiment:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read a ``.json`` or ``.toml`` experiment. Raises SnipError naming the file, the field and the fault."""
+    """Read an experiment file. Raises SnipError naming the file, the field and the fault."""
     try:
-        content = path.read_text(encoding="utf-8")
-        body = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
-    except (OSError, UnicodeDecodeError) as error:
+        body = strict.read_object(path.read_bytes())
+    except OSError as error:
         raise SnipError(f"{path}: cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:
-        raise SnipError(f"{path}: not {'TOML' if path.suffix == '.toml' else 'JSON'} ({error})") from None
+    except SnipError as error:
+        raise SnipError(f"{path}: {error}") from None
     return parse_experiment(body, str(path), path.stem)
 
 

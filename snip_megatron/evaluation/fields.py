@@ -1,4 +1,4 @@
-"""Strict reading of JSON or TOML objects into dataclasses. Values of a wrong type and unknown names are refused.
+"""Strict reading of JSON objects into dataclasses. Values of a wrong type and unknown names are refused.
 
 Each field of such a dataclass is an :func:`entry` with a reader: a function of a value and its place for messages, such
 as ``experiment.json: from_warm: seeds``, that returns the value or raises SnipError.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, is_finite, quoted
+from snip_megatron.precision import strict
 
 Reader = Callable[[Any, str], Any]
 
@@ -24,14 +25,9 @@ def entry(read: Reader, default: Any = dataclasses.MISSING, *, name: str | None 
 def parse[T](kind: type[T], body: Any, where: str, /, **others: Any) -> T:
     """Read a dataclass from an object. A null counts as absent.
 
-    Args:
-        kind: the dataclass.
-        body: the object.
-        where: its place for messages.
-        others: values of fields that are not read from ``body``.
+    ``where`` is the place of the object for messages, and ``others`` are values of fields that it does not have.
     """
-    if not isinstance(body, Mapping):
-        raise SnipError(f"{where}: expected an object")
+    strict.mapping(body, where)
     fields = {f.metadata["name"] or f.name: f for f in dataclasses.fields(kind) if "read" in f.metadata}  # type: ignore[arg-type]
     if unknown := sorted(set(body) - set(fields)):
         raise SnipError(f"{where}: {cut(unknown[0])}: unknown; known here are {', '.join(sorted(fields))}")
@@ -52,13 +48,7 @@ def made_of(kind: type[Any]) -> Reader:
 # -- readers -------------------------------------------------------------------------------------------------------
 def whole(least: int = 0) -> Reader:
     """Read a whole number of at least ``least`` that fits int64."""
-
-    def read(value: Any, where: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise SnipError(f"{where}: expected a whole number of at least {least} and below 2^63, not {quoted(value)}")
-        return value
-
-    return read
+    return lambda value, where: strict.whole(value, where, least, 2**63)
 
 
 def number(least: float = 0.0, most: float = math.inf) -> Reader:
@@ -81,48 +71,36 @@ def flag(value: Any, where: str) -> bool:
 
 
 def text(value: Any, where: str) -> str:
-    """Read a non-empty string."""
-    if not isinstance(value, str) or not value:
-        raise SnipError(f"{where}: expected a text, not {quoted(value)}")
+    """Read a printable text of at most 200 bytes."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.encode()) <= 200:
+        raise SnipError(f"{where}: expected a text of at most 200 printable characters, not {quoted(value)}")
     return value
 
 
-def printable(without: str, fault: str, longest: int = 200) -> Reader:
-    """Read a printable text of at most ``longest`` bytes that lacks the character ``without``, for which it has a
-    ``fault``.
-    """
+def text_without(character: str) -> Reader:
+    """Read such a text that does not have ``character``."""
 
     def read(value: Any, where: str) -> str:
-        found = text(value, where)
-        if not found.isprintable() or without in found or len(found.encode()) > longest:
-            raise SnipError(
-                f"{where}: {quoted(found)} {fault}: give at most {longest} printable characters, none of them {without}"
-            )
-        return found
+        if character in text(value, where):
+            raise SnipError(f"{where}: {quoted(value)} must not have a {character}")
+        return str(value)
 
     return read
 
 
 def one_of(known: Collection[str]) -> Reader:
     """Read one of the ``known`` texts."""
-
-    def read(value: Any, where: str) -> str:
-        if text(value, where) not in known:
-            raise SnipError(f"{where}: {quoted(value)} is unknown; choose one of {', '.join(known)}")
-        return str(value)
-
-    return read
+    return lambda value, where: strict.one_of(value, where, known, "is unknown; choose one of")
 
 
-def several(read: Reader, what: str, *, distinct: bool = False, indexed: bool = False) -> Reader:
-    """Read a list of ``what`` as a tuple. ``indexed`` messages name the position of the entry."""
+def several(read: Reader, *, distinct: bool = False, indexed: bool = False) -> Reader:
+    """Read a list as a tuple. ``indexed`` messages name the position of the entry."""
 
     def read_all(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise SnipError(f"{where}: expected a list of {what}, not {quoted(value)}")
-        found = tuple(read(each, f"{where}[{i}]" if indexed else where) for i, each in enumerate(value))
+        given = strict.array(value, where)
+        found = tuple(read(each, f"{where}[{i}]" if indexed else where) for i, each in enumerate(given))
         if distinct and len(set(found)) < len(found):
-            raise SnipError(f"{where}: expected a list of distinct {what}, not {quoted(list(found))}")
+            raise SnipError(f"{where}: {quoted(list(found))}: one of them stands there twice")
         return found
 
     return read_all
