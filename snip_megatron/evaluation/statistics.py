@@ -16,6 +16,7 @@ from snip_megatron.evaluation.experiment import VALIDATIONS
 CONFIDENCE = 0.95
 ALPHA = 0.05
 REFERENCE = "snip"
+NONE = "no difference shown"
 
 Block = tuple[str | None, int]
 """The runs of a pair have the same block: hash of the warm weights (None for runs from scratch) and seed."""
@@ -76,7 +77,7 @@ class Difference:
     def verdict(self) -> str:
         """``better`` or ``worse`` if the adjusted p-value is below 5 %, else ``no difference shown``."""
         if self.adjusted is None or self.adjusted >= ALPHA:
-            return "no difference shown"
+            return NONE
         return "better" if self.mean > 0 else "worse"
 
 

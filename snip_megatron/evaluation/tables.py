@@ -9,6 +9,8 @@ from typing import Any
 from snip_megatron.evaluation.experiment import VALIDATIONS
 from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
+    NONE,
+    REFERENCE,
     Difference,
     Row,
     differences,
@@ -30,7 +32,7 @@ def markdown(results: Results) -> str:
     for kind, title in TITLES.items():
         own = _ordered(results, [row for row in table if row.kind == kind])
         if own:
-            parts += [f"## {title}", _policies(own)]
+            parts += [f"## {title}", *_verdict(own, differences(table, kind, VALIDATIONS[0])), _policies(own)]
             for formats in VALIDATIONS:
                 if found := differences(table, kind, formats):
                     parts += [f"### Gap recovered, {FORMATS[formats]}", _differences(found)]
@@ -64,6 +66,25 @@ def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
         return row.budget is not None, row.budget or 0.0, labels.index(key) if key in labels else len(labels)
 
     return sorted(table, key=place)
+
+
+def _verdict(table: Sequence[Row], found: Sequence[Difference]) -> list[str]:
+    """Return a line for each budget, in one text: which policy recovers most, and what is shown about the others."""
+    lines = []
+    for budget in sorted({row.budget for row in table if row.budget is not None}):
+        own = [row for row in table if row.budget == budget and row.recovered["map"]]
+        ranked = sorted((mean_std(list(row.recovered["map"].values()))[0], row.label) for row in own)
+        if ranked:
+            parts = [f"- {100 * budget:g} %: {ranked[-1][1]} recovers most, {ranked[-1][0]:.3f} of the gap"]
+            for verdict, said in (
+                ("better", "is better than"),
+                ("worse", "is worse than"),
+                (NONE, "shows no difference to"),
+            ):
+                if others := [d.theirs for d in found if d.budget == budget and d.verdict == verdict]:
+                    parts.append(f"{REFERENCE} {said} {', '.join(others)}")
+            lines.append("; ".join(parts) + ".")
+    return ["\n".join(lines)] if lines else []
 
 
 def _policies(table: Sequence[Row]) -> str:

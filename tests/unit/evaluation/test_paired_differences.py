@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from snip_megatron.evaluation.statistics import (
     rows,
 )
 from snip_megatron.evaluation.tables import markdown
+
+FACTS = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "-")
 
 
 def entry(policy: str, loss: float, seed: int = 1, budget: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -74,11 +77,10 @@ def test_of_two_runs_of_a_policy_and_seed_only_the_last_one_counts() -> None:
 
 def test_a_failure_under_earlier_settings_is_no_failure_of_the_present_ones(tmp_path: Path) -> None:
     old, new = entry("snip", 2.05, 1, 0.75, status="failed", error="why"), entry("snip", 2.01, 1, 0.75)
-    facts = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "-")
     experiment = {"name": "e", "model": "nano"}
 
     def page(*runs: dict[str, Any]) -> str:
-        known = {str(i): run | facts for i, run in enumerate([*references(), *runs])}
+        known = {str(i): run | FACTS for i, run in enumerate([*references(), *runs])}
         return markdown(Results(tmp_path, experiment, {"tokens": 1, "sha256": "0"}, {}, known))
 
     assert "| 75 % | snip |" in page(old, new)
@@ -105,6 +107,10 @@ def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
     assert found["random"].mean == pytest.approx(0.3)
     assert found["random"].verdict == "better"
     assert found["fisher"].verdict == "no difference shown"
+    known = {str(i): entry | FACTS for i, entry in enumerate(entries)}
+    page = markdown(Results(Path("e.json"), {"name": "e", "model": "nano"}, {"tokens": 1, "sha256": "0"}, {}, known))
+    said = "snip is better than random, backward-first; snip shows no difference to fisher."
+    assert re.search(rf"- 75 %: (snip|fisher) recovers most, 0\.900 of the gap; {re.escape(said)}", page)
     raw = [d.p for d in found.values() if d.p is not None]
     assert [d.adjusted for d in found.values()] == pytest.approx(holm(raw))
 
