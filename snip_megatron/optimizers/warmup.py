@@ -76,7 +76,7 @@ def _ranges(size: int, sharded: bool) -> list[tuple[int, int]]:
     """Return ranges whose ends are multiples of 16 and others, because Triton compiles different kernels for them."""
     if not sharded or size < 64:
         return [(0, size)]
-    return [(0, size), (0, size - 3), (16, size), (16, size - 3), (3, size), (3, size - 13)]
+    return [(0, size), (0, size - 3), (3, size), (3, size - 13)]
 
 
 def _state(gradient: torch.Tensor, start: int, end: int) -> AdamWState:

@@ -53,7 +53,7 @@ def _squared_slope(rho, unit, unit_gain, twice_g, v, s, uv, m_gain, eps, HARDWAR
     return slope * slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "N"])
 def update_error_kernel(
     g_ptr, m_ptr, v_ptr, sums_ptr, rho_ptr, unit_rows_ptr, unit_cols_ptr, var_rows_ptr, var_cols_ptr,
     row_words_ptr, col_words_ptr, start, size, N, K,

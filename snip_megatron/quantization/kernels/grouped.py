@@ -76,10 +76,9 @@ def quantize_group_blocks(w: Tensor, row_format: Format | str | None, col_format
     launch(
         block_kernel, (parts_of(K), parts_of(E * N)), (flat, *memory_of(row, w), *memory_of(col, w), flat),
         (torch.int32, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), flat.dtype),
-        (E * N, K, K // 2, N, parts_of(K), parts_of(N)), (),
+        (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (parts_of(K), parts_of(N)),
         {
-            "x_stride": flat.stride(0) // 2, "row_stride": K // 2, "ROW": row_width, "COL": col_width,
-            "GROUP": parts_of(N), "GUARDED": False, **device_options(w),
+            "ROW": row_width, "COL": col_width, "GROUP": parts_of(N), "GUARDED": False, **device_options(w),
         },
         LAUNCH["blocks"],
     )  # fmt: skip

@@ -193,16 +193,17 @@ def _uniform_side(
         store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_scale_stride", "col_scale_stride"])
 def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, current_ptr,
-    M, K, width, col_stride, row_scale_stride, col_scale_stride, x_stride: tl.constexpr, row_stride: tl.constexpr,
+    M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
     ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr,
     DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise 128×128 blocks in both orientations, each in its own format (0, 4 or 8).
 
     The matrix may consist of groups of ``GROUP``·128 rows, each of which is transposed for itself; 0: it is one matrix.
+    Weights are quantised once a step, so that one kernel serves all widths.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:

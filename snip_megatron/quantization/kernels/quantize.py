@@ -121,10 +121,10 @@ def quantize_blocks(
         launch(
             block_kernel, (parts_of(K), parts_of(N)), (w, *memory_of(row, w), *memory_of(col, w), current),
             (torch.int32, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), current.dtype),
-            (N, K, K // 2, stride_of(col), _scale_stride(row), _scale_stride(col)), (),
+            (N, K, K // 2, w.stride(0) // 2, stride_of(row) // 2, stride_of(col)),
+            (_scale_stride(row), _scale_stride(col)),
             {
-                "x_stride": w.stride(0) // 2, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
-                "GROUP": 0, "GUARDED": held is not None, **device_options(w),
+                "ROW": row_width, "COL": col_width, "GROUP": 0, "GUARDED": held is not None, **device_options(w),
             },
             LAUNCH["blocks"],
         )  # fmt: skip
