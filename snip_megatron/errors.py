@@ -49,6 +49,15 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         ) from missing
 
 
+@contextlib.contextmanager
+def plain_arguments() -> Iterator[None]:
+    """Name arguments in errors from inside as the commands have them: ``--pin`` for a training's ``--snip-pin``."""
+    try:
+        yield
+    except SnipError as error:
+        raise SnipError(str(error).replace("--snip-", "--"), exit_code=error.exit_code) from None
+
+
 def cut(text: object) -> str:
     """Return ``text`` if it has at most :data:`QUOTED` characters, otherwise its beginning and ``...``. For names in
     error lines.

@@ -126,11 +126,9 @@ def _expected(job: Job) -> list[str]:
     if job.smoke:
         return ["a trial of its arguments with a tiny model: nothing is expected of its speed"]
     from snip_megatron.launch.forecast import summary
-    from snip_megatron.launch.job import last_value
 
     try:
-        asked = (last_value(job.extra, f"--snip-{name}") for name in ("budget", "formats"))
-        return summary(job.layout, *asked).splitlines()
+        return summary(job.layout, job.extra).splitlines()
     except SnipError as error:
         return [f"no forecast: {error}"]
 

@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.options import add_options
-from snip_megatron.config.run import DEPLOYED
-from snip_megatron.config.values import load_schedule, parse_tolerance
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.config.options import add_options, given_options
+from snip_megatron.errors import quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
 from snip_megatron.records.output_file import check_folder, deliver
-from snip_megatron.sensitivity.policies import POLICIES
 
 if TYPE_CHECKING:
-    from snip_megatron.planner.phases import PlannedRun
-    from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.rates import Links
 
 _SHARED = (
-    "granularity", "stage_tolerance", "policy", "estimator", "schedule", "communication", "gradient_reduction",
+    "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
+    "update_interval", "probe_microbatches", "communication", "gradient_reduction",
 )  # fmt: skip
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
@@ -33,11 +29,9 @@ _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
     _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
-    as_in_training = parser.add_argument_group("as in training, where the names begin with --snip-")
-    add_options(as_in_training, SnipConfig, prefix="--", only=_SHARED, filled=True)
-    _add_program(parser.add_argument_group("budget and choice").add_argument)
-    _add_phases(parser.add_argument_group("phases of the run").add_argument)
-    _add_updates(parser.add_argument_group("updates").add_argument)
+    text = "as in training, where the names begin with --snip-; --budget also takes step=FACTOR, of the whole step"
+    add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_SHARED)
+    _add_losses(parser.add_argument_group("losses and length of the run").add_argument)
     _add_hardware(parser.add_argument_group("hardware").add_argument)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
 
@@ -76,19 +70,7 @@ def _add_model(add: Callable[..., Any]) -> None:
         add(f"--{flag}", action="store_true", help=text)
 
 
-def _add_program(add: Callable[..., Any]) -> None:
-    add(
-        "--budget",
-        metavar="KIND=X",
-        help="loss=NATS, speedup=FACTOR or fp4=SHARE, as --snip-budget; or step=FACTOR: speedup of the whole step over"
-        " bf16; default: that of --snip alone, loss=0.002",
-    )
-    add(
-        "--formats",
-        metavar="F,F",
-        help="candidate formats, comma separated; default: as in training, fp8,fp4 with a budget of fp4=, otherwise"
-        " what the GPU of --timings multiplies",
-    )
+def _add_losses(add: Callable[..., Any]) -> None:
     add(
         "--statistics",
         type=Path,
@@ -96,42 +78,7 @@ def _add_program(add: Callable[..., Any]) -> None:
         help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
     )
     add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
-
-
-def _add_phases(add: Callable[..., Any]) -> None:
-    add(
-        "--train-iters", type=_count, metavar="N", help="training steps of the run; needed with --schedule auto or FILE"
-    )
-    add(
-        "--deploy",
-        choices=DEPLOYED,
-        help="with --schedule auto or FILE: formats in which the trained model will be deployed; default: map",
-    )
-
-
-def _add_updates(add: Callable[..., Any]) -> None:
-    add(
-        "--update-interval",
-        type=_count,
-        default=1000,
-        metavar="N",
-        help="training steps between two updates; default: 1000",
-    )
-    add(
-        "--probe-microbatches",
-        type=_count,
-        default=1,
-        metavar="B",
-        help="microbatches that a probe runs on each data parallel rank; default: 1",
-    )
-    add(
-        "--probe-tokens",
-        type=_count,
-        default=512,
-        metavar="N",
-        help="tokens of each microbatch at which noise probes compare activations and gradients; default: 512",
-    )
-    add("--backward-noise", action="store_true", help="a probe runs one more pass, with noise in the gradients")
+    add("--train-iters", type=_count, metavar="N", help="training steps of the run, over which phases are planned")
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:
@@ -184,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SnipError: On bad input, or with exit code 3 if the budget is out of reach.
     """
-    from snip_megatron.config.defaults import backend_of
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
@@ -192,32 +138,24 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.timing.loading import load_cost_model
 
     check_folder("--json", args.json)
-    if args.policy not in POLICIES:
-        raise SnipError(f"--policy {cut(args.policy)}: unknown; choose one of {', '.join(POLICIES)}")
-    layout = _layout(args)
     model = load_cost_model(args.timings)
+    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
     request = parse_request(
-        args.budget,
-        args.formats,
-        model.formats,
-        backend=backend_of(model),
-        granularity=args.granularity,
-        tolerance=parse_tolerance(args.stage_tolerance, "--"),
+        given,
+        model,
         statistics=args.statistics,
         seed=args.seed,
-        policy=args.policy,
-        estimator=args.estimator,
+        train_iters=args.train_iters,
     )
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    step, planned = StepModel(layout, model, _links(args)), _run(args, request.kind)
-    plan = make_plan(step, request, _probes(args), planned, gpu_memory=gpu)
+    plan = make_plan(StepModel(_layout(args, request.config), model, _links(args)), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")
     return 0
 
 
-def _layout(args: argparse.Namespace) -> Layout:
+def _layout(args: argparse.Namespace, config: SnipConfig) -> Layout:
     from dataclasses import replace
 
     from snip_megatron.timing.models import load_model
@@ -243,40 +181,9 @@ def _layout(args: argparse.Namespace) -> Layout:
         loss_as_layer=args.account_for_loss_in_pipeline_split,
         cuda_graph_impl=args.cuda_graph_impl,
         gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
-        communication=args.communication,
-        gradient_reduction=args.gradient_reduction,
+        communication=config.communication,
+        gradient_reduction=config.gradient_reduction,
     )
-
-
-def _probes(args: argparse.Namespace) -> Probes:
-    from snip_megatron.planner.probes import Probes
-
-    return Probes(
-        microbatches=args.probe_microbatches,
-        tokens=args.probe_tokens,
-        estimator=args.estimator,
-        backward_noise=args.backward_noise,
-        interval=args.update_interval,
-        policy=args.policy,
-    )
-
-
-def _run(args: argparse.Namespace, budget: str) -> PlannedRun | None:
-    """Return the run whose map changes with time; None for one map."""
-    from snip_megatron.planner.phases import PlannedRun
-
-    schedule = load_schedule(args.schedule, budget, prefix="--")
-    if schedule is None:
-        for name in ("train_iters", "deploy"):
-            if getattr(args, name) is not None:
-                raise SnipError(
-                    f"--{name.replace('_', '-')} {getattr(args, name)} has no effect with --schedule static: give"
-                    " --schedule auto or a file of phases, or leave it out"
-                )
-        return None
-    if args.train_iters is None:
-        raise SnipError(f"--schedule {cut(args.schedule)}: needs the length of the run: give --train-iters")
-    return PlannedRun(schedule, args.schedule, args.train_iters, args.deploy or "map")
 
 
 def _links(args: argparse.Namespace) -> Links:

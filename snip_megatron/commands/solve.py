@@ -11,7 +11,7 @@ from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
 from snip_megatron.config.values import parse_pins, parse_tolerance
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, plain_arguments
 from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     from snip_megatron.records.stored import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
-    change = _change(args)
+    with plain_arguments():
+        change = _change(args)
     stored = find_stored(args.problem, args.step)
     asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
@@ -141,9 +142,9 @@ def _change(args: argparse.Namespace) -> Change:
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
     fields = {name: value for name, value in given.items() if name != "pin"}
     if "pin" in given:
-        fields["pins"] = parse_pins(given["pin"], "--")
+        fields["pins"] = parse_pins(given["pin"])
     if "stage_tolerance" in given:
-        fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"], "--")
+        fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
     return Change(fields, args.cost, static=args.schedule == "static")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from snip_megatron.config.defaults import MULTIPLIED
-from snip_megatron.config.options import add_options, add_settings
+from snip_megatron.config.options import add_options, add_settings, given_options
 from snip_megatron.config.run import SnipConfig
 from snip_megatron.errors import SnipError
 
@@ -31,14 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
-    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
-
-    What the arguments leave open has the value of a machine that emulates formats, if that is valid.
-
-    Raises:
-        SnipError: an argument is invalid, or was one in an earlier release.
-    """
+def _known(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse SNIP's arguments among others. Raises SnipError if one is invalid, or was one in an earlier release."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--train-iters", "--train-samples"):  # whether training has an end
         parser.add_argument(name)
@@ -56,6 +51,23 @@ def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
             raise SnipError(f"{argument} is no argument any more: {GONE[name]}")
         if name in fields:
             raise SnipError(f"{argument} is no argument any more: use --snip-settings {name}=VALUE")
+    return known
+
+
+def given_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the configuration that SNIP's arguments among ``argv`` set. Raises SnipError."""
+    return given_options(_known(argv), SnipConfig)
+
+
+def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
+    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
+
+    What the arguments leave open has the value of a machine that emulates formats, if that is valid.
+
+    Raises:
+        SnipError: an argument is invalid, or was one in an earlier release.
+    """
+    known = _known(argv)
     faults: list[SnipError] = []
     for backend in (None, *MULTIPLIED):  # the card is not known before torch is imported
         try:

@@ -69,7 +69,7 @@ def _fixed(given: Mapping[str, Any]) -> bool:
     return not updates or given.get("granularity", "gemm") != "gemm" or any(name in given for name in ("map", "replay"))
 
 
-def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, prefix: str = "--snip-") -> str | None:
+def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None) -> str | None:
     """Return a line if a uniform format beats every map of this budget: as fast, with no larger error. None if not.
 
     A share of FP4 asks for exactly that on a card that multiplies no four-bit format.
@@ -79,7 +79,7 @@ def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, pre
     if multiplied is None or budget.kind != "fp4" or not budget.value or not slow:
         return None
     return (
-        f"{prefix}budget {budget}: {' and '.join(slow)} run no faster than {multiplied[1]} on this card and err more:"
-        f" {multiplied[1]} everywhere beats these maps; for speed use {prefix}budget {LOSS} {prefix}formats"
+        f"--snip-budget {budget}: {' and '.join(slow)} run no faster than {multiplied[1]} on this card and err more:"
+        f" {multiplied[1]} everywhere beats these maps; for speed use --snip-budget {LOSS} --snip-formats"
         f" {','.join(multiplied)}, the default"
     )

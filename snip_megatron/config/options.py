@@ -91,7 +91,6 @@ def add_options(
     prefix: str = "--snip-",
     only: Sequence[str] | None = None,
     default: str = "",
-    filled: bool = False,
 ) -> None:
     """Add one argument for each option of a dataclass to an argparse group.
 
@@ -101,7 +100,6 @@ def add_options(
         prefix: what the names of the arguments begin with.
         only: the options to add; None for all.
         default: what the help calls the default; empty for the value of the field.
-        filled: whether an argument that is not given has the default value, and argparse checks choices.
     """
     for f in dataclasses.fields(configuration):
         if not is_option(f) or (only is not None and f.name not in only):
@@ -120,8 +118,6 @@ def add_options(
             metavar = argument.get("metavar", "NAME" if choices else "X")
             kwargs |= {"type": argument.get("type", str), "metavar": metavar}
         shown = default or argument.get("shown") or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
-        if filled:
-            kwargs |= {"default": f.default, "choices": choices}
         if shown not in (None, "") and not isinstance(shown, bool):
             kwargs["help"] += f"; default: {shown}"
         group.add_argument(name, **kwargs)

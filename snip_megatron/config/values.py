@@ -34,13 +34,12 @@ LEAST_LOSSES = 10
 """Minimum number of losses for a spike test. With fewer losses, the guard reacts only to NaN and Inf."""
 
 
-def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedule | None:
+def load_schedule(schedule: str, budget: str) -> Schedule | None:
     """Return the phases that ``--snip-schedule`` selects.
 
     Args:
         schedule: ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one.
         budget: the kind of the run's budget: ``fp4``, ``speedup`` or ``loss``.
-        prefix: that of the arguments, for errors.
 
     Returns:
         The phases; None for ``static``.
@@ -51,7 +50,7 @@ def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedu
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None
     text, is_text = schedule, schedule.startswith("{")
-    here = f"{prefix}schedule {cut(schedule) if is_text else schedule}"
+    here = f"--snip-schedule {cut(schedule) if is_text else schedule}"
     if not is_text:
         try:
             text = Path(schedule).read_text(encoding="utf-8")
@@ -62,39 +61,26 @@ def load_schedule(schedule: str, budget: str, prefix: str = "--snip-") -> Schedu
     for i, phase in enumerate(phases.phases):
         if phase.budget is not None and phase.budget.kind != budget:
             raise SnipError(
-                f"{here}: phases[{i}].budget: {phase.budget} cannot be combined with {prefix}budget {budget}=: a"
+                f"{here}: phases[{i}].budget: {phase.budget} cannot be combined with --snip-budget {budget}=: a"
                 " phase's budget is of the same kind, fp4= or speedup="
             )
     return phases
 
 
-def parse_pins(pins: Iterable[str], prefix: str = "--snip-") -> tuple[tuple[str, str], ...]:
-    """Parse the values of ``--snip-pin``: (glob, format) pairs.
-
-    Args:
-        pins: the values.
-        prefix: prefix of the argument, for errors.
-
-    Raises:
-        SnipError: a value is not GLOB=FORMAT.
-    """
+def parse_pins(pins: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the values of ``--snip-pin``: (glob, format) pairs. Raises SnipError if one is not GLOB=FORMAT."""
     pairs = []
     for text in pins:
         glob, equals, fmt = text.rpartition("=")
         if not equals or not glob or fmt not in Format._value2member_map_:
             known = ", ".join(f.value for f in Format)
-            raise SnipError(f"{prefix}pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+            raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
         pairs.append((glob, fmt))
     return tuple(pairs)
 
 
-def parse_tolerance(text: str, prefix: str = "--snip-") -> float | None:
-    """Parse the value of ``--snip-stage-tolerance``: a share, or None for ``none``. Raises SnipError.
-
-    Args:
-        text: the value.
-        prefix: prefix of the argument, for errors.
-    """
+def parse_tolerance(text: str) -> float | None:
+    """Parse the value of ``--snip-stage-tolerance``: a share, or None for ``none``. Raises SnipError."""
     if text.lower() == "none":
         return None
     try:
@@ -102,5 +88,5 @@ def parse_tolerance(text: str, prefix: str = "--snip-") -> float | None:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise SnipError(f"{prefix}stage-tolerance {cut(text)}: the share must be a number between 0 and 1")
+        raise SnipError(f"--snip-stage-tolerance {cut(text)}: the share must be a number between 0 and 1")
     return share

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from snip_megatron.config.command_line import given_arguments
 from snip_megatron.planner.layout import Layout
 
 TIMINGS = "h200"
+_DECIDE = ("budget", "formats", "granularity", "policy", "estimator", "q", "stage_tolerance", "pin")
 _GIB = 2.0**30
 
 
-def summary(layout: Layout, budget: str | None = None, formats: str | None = None) -> str:
+def summary(layout: Layout, arguments: Sequence[str] = ()) -> str:
     """Return the layout and its forecast as lines: two, and one more if a uniform format beats the map.
 
     Args:
         layout: the layout.
-        budget: the value of ``--snip-budget``; None for the default.
-        formats: the value of ``--snip-formats``, likewise.
+        arguments: words that hold those of SNIP, which decide the map. Phases are left out.
 
     Raises:
-        SnipError: the budget is invalid or out of reach.
+        SnipError: an argument is invalid, or the budget out of reach.
     """
-    from snip_megatron.config.defaults import backend_of
     from snip_megatron.planner.plan import make_plan
-    from snip_megatron.planner.probes import Probes
     from snip_megatron.planner.render import beaten
     from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.timing.loading import load_cost_model
 
-    model = load_cost_model(TIMINGS)
-    request = parse_request(
-        budget, formats, model.formats, backend=backend_of(model), granularity="gemm", tolerance=0.02, statistics=None,
-        seed=1,
-    )  # fmt: skip
-    plan = make_plan(StepModel(layout, model), request, Probes(1, 512, "noise", False, 1000))
+    model, given = load_cost_model(TIMINGS), given_arguments(arguments)
+    request = parse_request({name: given[name] for name in _DECIDE if name in given}, model)
+    plan = make_plan(StepModel(layout, model), request)
     memory = plan["memory"]
     shortage = f", which do not fit into its {memory['gpu'] / _GIB:.0f}" if memory["fits"] is False else ""
     speed = ", ".join(
@@ -41,7 +39,7 @@ def summary(layout: Layout, budget: str | None = None, formats: str | None = Non
     return (
         f"TP {layout.tp} × PP {layout.pp} × DP {layout.dp} = {layout.ranks} GPUs; {layout.microbatches} microbatches of"
         f" {layout.tokens} tokens\n"
-        f"expected on {plan['timings']} ({request.text} over {','.join(request.formats)}):"
+        f"expected on {plan['timings']} ({request.budget} over {','.join(request.formats)}):"
         f" {memory['peak'] / _GIB:.0f} GiB a GPU{shortage};"
         f" tokens/s a GPU: {speed}" + "".join(f"\n{line}" for line in [beaten(plan)] if line)
     )

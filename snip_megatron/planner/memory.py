@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import Probes, probe_microbatches
+from snip_megatron.planner.probes import measures, probe_microbatches
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.cost_model import CostModel
@@ -97,7 +98,7 @@ def stage_memory(
     layout: Layout,
     stage: int,
     formats_of: FormatsOf,
-    probes: Probes | None = None,
+    config: SnipConfig | None = None,
     native: Collection[Format] = NATIVE,
 ) -> StageMemory:
     """Predict the memory of a stage.
@@ -106,7 +107,7 @@ def stage_memory(
         layout: the sizes.
         stage: the pipeline stage.
         formats_of: the formats of the linears.
-        probes: the probes of an update; None for a run without updates.
+        config: the configuration, whose updates probe; None for a run without updates.
         native: the formats that are not emulated, see :func:`native_formats`.
     """
     single = dataclasses.replace(layout, micro_batch_size=1)
@@ -130,8 +131,8 @@ def stage_memory(
         activations=kept * layout.in_flight(stage),
         logits=_logits(layout, stage),
         working=working_block + _working(layout),
-        probe=_probe(layout, stage, probes),
-        least_probe=_probe(single, stage, probes) + _logits(single, stage) + _working(single),
+        probe=_probe(layout, stage, config),
+        least_probe=_probe(single, stage, config) + _logits(single, stage) + _working(single),
     )
 
 
@@ -216,15 +217,15 @@ def _operand(fmt: Format, numbers: int, native: Collection[Format]) -> float:
     return (1.0 if fmt in native else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
 
 
-def _probe(layout: Layout, stage: int, probes: Probes | None) -> float:
+def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
     """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and the rows that the
     statistics pass samples, which are kept to the end of the update.
     """
-    if probes is None or not probes.updates:
+    if config is None or not measures(config):
         return 0.0
-    each = probe_microbatches(layout, probes)
+    each = probe_microbatches(layout, config)
     own = _probed_shapes(layout, stage)
-    return own.samples(probes.tokens, each) + _bf16_activations(layout, stage, each) + own.recording
+    return own.samples(config.probe_tokens, each) + _bf16_activations(layout, stage, each) + own.recording
 
 
 def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:

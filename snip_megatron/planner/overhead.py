@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import (
-    Probes,
-    calls,
-    microbatches_by_kind,
-)
+from snip_megatron.planner.probes import calls, measures, microbatches_by_kind, weighs_updates
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepTime
 from snip_megatron.precision import DENSE_LAYER
@@ -72,8 +69,7 @@ class Overhead:
 
 def overhead(
     layout: Layout,
-    probes: Probes,
-    formats: Sequence[str],
+    config: SnipConfig,
     bf16: StepTime,
     running: StepTime,
     links: Links | None = None,
@@ -83,28 +79,27 @@ def overhead(
 
     Args:
         layout: the sizes.
-        probes: the probes of an update.
-        formats: the formats that an update measures, without bf16.
+        config: the configuration of the training.
         bf16: the time of a bf16 step.
         running: the time of a step between updates.
         links: bandwidths of the network; None for the default.
         recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
     """
-    made = calls(layout, probes)
+    made, formats = calls(layout, config), config.measured_formats
     linears = layout.model.blocks * len(DENSE_LAYER)
     ends = (layout.pp - 1) / layout.vpp
     passing = sum(call.microbatches + ends for call in made) / layout.microbatches * bf16.slowest
     shapes = layout.linear_shapes().values()
     columns = max(len(blocks) for blocks in layout.stages) * sum(s.n + s.k for s in shapes) * (1 + len(formats))
     parameters = max(layout.probed_parameters(stage) for stage in range(layout.pp))
-    several = layout.dp > 1 and probes.updates
-    reduced = _FLOAT32 * parameters if several and probes.drift else 0
+    several = layout.dp > 1 and measures(config)
+    reduced = _FLOAT32 * parameters if several and weighs_updates(config) else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
     seconds = passing + reducing
     least, most = recapture if made else (0.0, 0.0)
     lost = seconds + most
     return Overhead(
-        gathered=_gathered(layout, probes, formats, linears) * _FLOAT64,
+        gathered=_gathered(config, linears) * _FLOAT64,
         column_bytes=columns * _FLOAT64 if several else 0,
         gradient_bytes=reduced,
         broadcast=3 * linears + _FIGURES_BYTES,
@@ -117,7 +112,7 @@ def overhead(
         reducing_seconds=reducing,
         recapture_seconds=most,
         least_recapture_seconds=least,
-        share=lost / (lost + probes.interval * running.total),
+        share=lost / (lost + config.update_interval * running.total),
     )
 
 
@@ -140,11 +135,11 @@ def recapture(layout: Layout, measured: float | None) -> tuple[float, float]:
     return (layer * layers * layout.microbatches,) * 2
 
 
-def _gathered(layout: Layout, probes: Probes, formats: Sequence[str], linears: int) -> int:
+def _gathered(config: SnipConfig, linears: int) -> int:
     """Return the count of numbers that each rank contributes to all-reduces over all ranks."""
-    if not probes.updates:
+    if not measures(config):
         return 0
-    return (3 if probes.drift else 2) * table_entries(linears, len(formats))
+    return (3 if weighs_updates(config) else 2) * table_entries(linears, len(config.measured_formats))
 
 
 def table_entries(linears: int, formats: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
@@ -29,56 +29,39 @@ _RATES = 1000  # samples of the learning rate
 Body = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run whose map changes with time.
-
-    Attributes:
-        schedule: its phases. name: what ``--schedule`` said.
-        steps: number of training steps.
-        deployed: ``map`` if the model is deployed in the formats of the last phase, or ``bf16``.
-    """
-
-    schedule: Schedule
-    name: str
-    steps: int
-    deployed: str = "map"
-
-
-def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: Solution, run: PlannedRun) -> Body:
-    """Plan the phases of a run.
+def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: Solution) -> Body | None:
+    """Plan the phases of a run; None without phases.
 
     Args:
         step: predicts step times of the layout.
         request: the budget, which is the average over the run.
-        static: the problem of one map under the same budget. fixed: its solution, for comparison.
-        run: the run.
+        static: the problem of one map under the same budget.
+        fixed: its solution, for comparison.
 
     Raises:
         SnipError: the schedule does not fit the request, or nothing meets the budget (exit code 3).
     """
-    if request.granularity != "gemm":
-        raise SnipError(
-            "--granularity layer cannot be combined with --schedule: phases weigh a linear's GEMMs one by one"
-        )
-    phased = _phased_request(run)
+    config = request.config
+    if config.phases is None or request.train_iters is None:
+        return None
+    phased = _phased_request(config.phases, config.deployed, request.train_iters)
     items = phased_items(static.items, [_forward(item.id) for item in static.items], phased, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS, hint=fixed.choices)
     if solution.fault is not None:
         raise SnipError(
-            f"--budget {cut(request.text)} over --schedule {cut(run.name)}: {solution.fault}; lower the budget, or"
-            " those of the phases",
+            f"--budget {cut(str(request.budget))} over --schedule {cut(config.schedule)}: {solution.fault}; lower the"
+            " budget, or those of the phases",
             exit_code=INFEASIBLE_EXIT,
         )
     bf16 = step.step(lambda block, kind: ALL_BF16)
     rows = [_phase(step, bf16, *each) for each in zip(phased.begins, phased.steps, solution.phases, strict=True)]
     return {
-        "schedule": run.name,
-        "train_iters": run.steps,
-        "deployed": run.deployed,
-        "asked": request.text,
+        "schedule": config.schedule,
+        "train_iters": request.train_iters,
+        "deployed": config.deployed,
+        "asked": str(request.budget),
         "status": solution.status,
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,
@@ -89,14 +72,14 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     }
 
 
-def _phased_request(run: PlannedRun) -> PhasedRequest:
+def _phased_request(schedule: Schedule, deployed: str, steps: int) -> PhasedRequest:
     rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
     return PhasedRequest.of_schedule(
-        run.schedule,
-        (0, run.steps),
+        schedule,
+        (0, steps),
         0,
-        carried=lambda begins: carried_weights(0, begins, run.steps, rates),
-        standing=STANDING_WEIGHTS[run.deployed],
+        carried=lambda begins: carried_weights(0, begins, steps, rates),
+        standing=STANDING_WEIGHTS[deployed],
     )
 
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
-from snip_megatron.planner.phases import PlannedRun, plan_phases
-from snip_megatron.planner.probes import Probes
-from snip_megatron.planner.request import PlanRequest, build_problem, option_losses, training_budget
+from snip_megatron.planner.phases import plan_phases
+from snip_megatron.planner.request import PlanRequest, build_problem, training_budget
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import DENSE_LAYER, Format
@@ -27,21 +27,12 @@ _SOLVE_SECONDS = 30.0
 Body = dict[str, Any]
 
 
-def make_plan(
-    step: StepModel,
-    request: PlanRequest,
-    probes: Probes,
-    run: PlannedRun | None = None,
-    *,
-    gpu_memory: float | None = None,
-) -> Body:
+def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None = None) -> Body:
     """Plan one layout under one budget.
 
     Args:
         step: predicts step times of the layout.
-        request: the budget.
-        probes: the probes of an update.
-        run: the run whose map changes with time; None for one map.
+        request: what the plan is asked for.
         gpu_memory: bytes of a GPU; None for those of the table of times, if it has them.
 
     Raises:
@@ -52,14 +43,13 @@ def make_plan(
     problem = build_problem(request, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
-        unit = " (times in seconds a step)" if request.kind in ("speedup", "step") else ""
-        raise SnipError(f"--budget {cut(request.text)}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
+        unit = " (times in seconds a step)" if request.budget.kind in ("speedup", "step") else ""
+        raise SnipError(f"--budget {cut(str(request.budget))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
-    candidates = [fmt.value for fmt in request.formats if fmt is not Format.BF16]
     recapture = overhead.recapture(layout, step.rates.recapture)
-    costs = overhead.overhead(layout, probes, candidates, steps["bf16"], steps["map"], step.links, recapture)
-    stages = [_stage(step, stage, variants, steps, probes) for stage in range(layout.pp)]
+    costs = overhead.overhead(layout, request.config, steps["bf16"], steps["map"], step.links, recapture)
+    stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
         "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
@@ -70,9 +60,9 @@ def make_plan(
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, request, problem, solution, variants["map"], steps),
-        "phases": None if run is None else plan_phases(step, request, problem, solution, run),
-        "overhead": _overhead(costs, probes),
-        "assumptions": _assumptions(step, request, run),
+        "phases": plan_phases(step, request, problem, solution),
+        "overhead": _overhead(costs, request.config),
+        "assumptions": _assumptions(step, request),
     }
 
 
@@ -114,7 +104,7 @@ def _stage(
     stage: int,
     variants: Mapping[str, FormatsOf],
     steps: Mapping[str, StepTime],
-    probes: Probes,
+    config: SnipConfig,
 ) -> Body:
     layout = step.layout
     blocks = layout.stages[stage]
@@ -122,7 +112,7 @@ def _stage(
     flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
     native = native_formats(step.model)
     bytes_by_variant = {
-        name: _memory(stage_memory(layout, stage, formats_of, probes, native)) for name, formats_of in variants.items()
+        name: _memory(stage_memory(layout, stage, formats_of, config, native)) for name, formats_of in variants.items()
     }
     return {
         "stage": stage,
@@ -186,14 +176,14 @@ def _budget(
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     model = step.layout.model
     budget, share = training_budget(request, problem), fp4_share(model, formats_of)
-    speedups = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
+    planned = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
     return {
-        "asked": request.text,
-        "planned": speedups.get(request.kind, steps["bf16"].total / steps["map"].total),
+        "asked": str(request.budget),
+        "planned": planned.get(request.budget.kind, steps["bf16"].total / steps["map"].total),
         "counted": solution.speedup,
-        "beaten": _beaten(step, request, solution, steps["map"]),
-        "formats": [fmt.value for fmt in request.formats],
-        "granularity": request.granularity,
+        "beaten": _beaten(step, problem, solution, steps["map"]),
+        "formats": list(request.config.formats),
+        "granularity": request.config.granularity,
         "losses": "synthetic" if request.statistics is None else str(request.statistics),
         "status": solution.status,
         "loss": solution.loss,
@@ -207,29 +197,29 @@ def _budget(
     }
 
 
-def _beaten(step: StepModel, request: PlanRequest, solution: Solution, running: StepTime) -> Body | None:
+def _beaten(step: StepModel, problem: Problem, solution: Solution, running: StepTime) -> Body | None:
     """Return the fastest uniform format of the candidates that is as fast as the map, and loses no more; None if none
     does.
     """
     assert solution.loss is not None
-    losses, found = option_losses(request, step.layout).values(), list[Body]()
-    for fmt in request.formats:
-        total = math.fsum(by_format.get(fmt, math.inf) for by_format in losses)
-        seconds = step.step(_uniform(fmt)).total if total <= solution.loss else math.inf
-        if seconds <= running.total and len(set(solution.choices.values())) > 1:
-            found.append({"format": fmt.value, "seconds": seconds, "loss": total})
+    losses = [{choice.format: choice.loss for choice in item.choices} for item in problem.items]
+    found: list[Body] = []
+    for fmt in set.intersection(*map(set, losses)) if len(set(solution.choices.values())) > 1 else ():
+        loss, seconds = math.fsum(own[fmt] for own in losses), step.step(_uniform(fmt)).total
+        if loss <= solution.loss and seconds <= running.total:
+            found.append({"format": fmt.value, "seconds": seconds, "loss": loss})
     return min(found, key=lambda body: body["seconds"], default=None)
 
 
-def _overhead(costs: overhead.Overhead, probes: Probes) -> Body:
-    asked = {name: getattr(probes, name) for name in ("policy", "estimator", "interval")}
+def _overhead(costs: overhead.Overhead, config: SnipConfig) -> Body:
+    asked = {"policy": config.policy, "estimator": config.estimator, "interval": config.update_interval}
     return dataclasses.asdict(costs) | asked
 
 
-def _assumptions(step: StepModel, request: PlanRequest, run: PlannedRun | None) -> list[str]:
+def _assumptions(step: StepModel, request: PlanRequest) -> list[str]:
     outside = [kind for kind in DENSE_LAYER if step.model.extrapolated(step.shapes[kind])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
-    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if run is None else phases.ASSUMPTIONS)]
+    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if request.train_iters is None else phases.ASSUMPTIONS)]
     return found if request.statistics is not None else [*found, *synthetic.ASSUMPTIONS]

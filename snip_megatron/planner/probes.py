@@ -6,35 +6,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
 from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
 
 
-@dataclass(frozen=True)
-class Probes:
-    """The settings of an update's probes, with the meaning of the ``--snip-*`` arguments."""
+def measures(config: SnipConfig) -> bool:
+    """Whether the policy measures anything. Policies with a fixed map do not."""
+    return config.policy not in UNSOLVED
 
-    microbatches: int = 1
-    tokens: int = 512
-    estimator: str = "noise"
-    backward_noise: bool = False
-    interval: int = 1000
-    policy: str = "snip"
 
-    @property
-    def updates(self) -> bool:
-        """Whether the policy measures anything. Policies with a fixed map do not."""
-        return self.policy not in UNSOLVED
-
-    @property
-    def drift(self) -> bool:
-        """Whether weight divergence is measured, by a forward-noise pass whose gradients are reduced over DP ranks."""
-        return needs_forward_noise(self._request)
-
-    @property
-    def _request(self) -> SolveRequest:
-        return SolveRequest(policy=self.policy, estimator=self.estimator)
+def weighs_updates(config: SnipConfig) -> bool:
+    """Whether weight divergence is measured, by a forward-noise pass whose gradients are reduced over DP ranks."""
+    return needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator))
 
 
 @dataclass(frozen=True)
@@ -50,21 +35,21 @@ class Call:
     microbatches: int
 
 
-def probe_microbatches(layout: Layout, probes: Probes) -> int:
+def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
     """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
     group = _group(layout)
-    return min(-(-min(probes.microbatches, layout.microbatches) // group) * group, layout.microbatches)
+    return min(-(-min(config.probe_microbatches, layout.microbatches) // group) * group, layout.microbatches)
 
 
-def calls(layout: Layout, probes: Probes) -> tuple[Call, ...]:
+def calls(layout: Layout, config: SnipConfig) -> tuple[Call, ...]:
     """Return all calls of an update in order."""
-    if not probes.updates:
+    if not measures(config):
         return ()
-    each = probe_microbatches(layout, probes)
+    each = probe_microbatches(layout, config)
     found = [Call("statistics", each)]
-    if probes.drift:
+    if weighs_updates(config):
         found.append(Call("forward_noise", each))
-    if probes.drift and probes.backward_noise:
+    if weighs_updates(config) and config.backward_noise:
         found.append(Call("backward_noise", each))
     return tuple(found)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config.defaults import backend_of, candidates
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
@@ -207,7 +207,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     fields = dict(change.fields)
     if budget.timed != request.timed and "formats" not in fields:
         fields["formats"] = _candidates(stored, change, request, budget)
-    request = dataclasses.replace(request, **wanted, **fields, phases=phases, prefix="--")
+    request = dataclasses.replace(request, **wanted, **fields, phases=phases)
     if phases is not None and request.granularity != "gemm":
         raise SnipError(
             f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
@@ -229,7 +229,9 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
             )
         formats = (*request.formats, *(fmt for _, fmt in request.pins))
         request = dataclasses.replace(request, times=stored.times(change.cost, formats))
-    return build_problem(stored.table(), request)[0]
+    table = stored.table()
+    with plain_arguments():
+        return build_problem(table, request)[0]
 
 
 def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: Budget) -> tuple[str, ...]:

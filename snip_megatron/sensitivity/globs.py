@@ -37,12 +37,11 @@ def no_match_hint(what: str, glob: str, linears: Sequence[str], granularity: str
 
 
 def pinned_formats(
-    linears: Iterable[str], pins: Iterable[tuple[str, str]], granularity: str = "gemm", prefix: str = "--snip-"
+    linears: Iterable[str], pins: Iterable[tuple[str, str]], granularity: str = "gemm"
 ) -> dict[str, str]:
     """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
-    ``prefix`` is that of the command's arguments, for errors. Raises SnipError if a pin matches nothing, or a GEMM that
-    cannot run in its format.
+    Raises SnipError if a pin matches nothing, or a GEMM that cannot run in its format.
     """
     names = list(linears)
     fixed: dict[str, str] = {}
@@ -50,9 +49,9 @@ def pinned_formats(
         keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
         if not keys:
             hint = no_match_hint("a pin", glob, names, granularity)
-            raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches no option; {hint}")
+            raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches no option; {hint}")
         for key in keys:
             if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
-                raise SnipError(f"{prefix}pin {cut(glob)}={fmt}: matches {key}, and {why}")
+                raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches {key}, and {why}")
         fixed |= dict.fromkeys(keys, fmt)
     return fixed

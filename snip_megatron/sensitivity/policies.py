@@ -61,7 +61,7 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     """
     if request.estimator not in ESTIMATORS:
         known = ", ".join(ESTIMATORS)
-        raise SnipError(f"{request.prefix}estimator {cut(request.estimator)}: unknown; choose one of {known}")
+        raise SnipError(f"--snip-estimator {cut(request.estimator)}: unknown; choose one of {known}")
     if request.q == "split":
         backward = weight.copy()
         backward[:, :DGRAD] = 0.0
@@ -78,7 +78,7 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
         sums = [(values, _sum_in_lowest(request, values)) for values in (loss, weight)]
         q: FloatArray = sum((values / total for values, total in sums if total > 0.0), np.zeros_like(loss))
         return q
-    raise SnipError(f"{request.prefix}q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
+    raise SnipError(f"--snip-q {cut(request.q)}: unknown; choose one of {', '.join(Q_RULES)}")
 
 
 def _sum_in_lowest(request: SolveRequest, values: FloatArray) -> float:
@@ -156,7 +156,7 @@ def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray,
     paths = [row.id.path.replace(".experts.", ".").replace(".shared_experts.", ".") for row in table.linears]
     if unknown := [kind for kind in kinds if kind not in paths and kind not in SolveRequest.protected_kinds]:
         known = ", ".join(dict.fromkeys(paths))
-        raise SnipError(f"{request.prefix}settings protected_kinds={cut(unknown[0])}: unknown; choose among {known}")
+        raise SnipError(f"--snip-settings protected_kinds={cut(unknown[0])}: unknown; choose among {known}")
     values = np.array([levels.get(path, 0.0) for path in paths])
     return _rule(table, request, np.repeat(values[:, None], len(Gemm), axis=1))
 
@@ -205,8 +205,8 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
         SnipError: the policy is unknown or has a fixed map.
     """
     if request.policy in UNSOLVED:
-        raise SnipError(f"{request.prefix}policy {request.policy} fixes the map; there is nothing to solve")
+        raise SnipError(f"--snip-policy {request.policy} fixes the map; there is nothing to solve")
     if request.policy not in _SCORES:
         known = ", ".join(POLICIES)
-        raise SnipError(f"{request.prefix}policy {cut(request.policy)}: unknown; choose one of {known}")
+        raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {known}")
     return _SCORES[request.policy](table, request, loss, weight)

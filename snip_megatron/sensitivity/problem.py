@@ -61,7 +61,7 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
         raise SnipError("the model has no linear that SNIP can choose formats for")
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
     names = [row.name for row in linears]
-    pinned = pinned_formats(names, request.pins, request.granularity, request.prefix)
+    pinned = pinned_formats(names, request.pins, request.granularity)
     each = [
         (option_id(row.name, gemm), row.stage, tokens_per_step * row.flops * row.runs(gemm))
         for row in linears

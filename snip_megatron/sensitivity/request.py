@@ -62,7 +62,6 @@ class SolveRequest:
         backward_noise: use the gains of the paper's backward-noise pass.
         protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
         phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
-        prefix: prefix of the command's arguments, for errors. It is not stored.
         standing_share, forgetting: constants of ``phased``: the share of an fprop's loss that a later precise
             phase removes at once, and the rate at which training repairs the rest.
     """
@@ -89,7 +88,6 @@ class SolveRequest:
     phases: PhasedRequest | None = None
     standing_share: float = STANDING_SHARE
     forgetting: float = FORGETTING
-    prefix: str = "--snip-"
 
     def __post_init__(self) -> None:
         _check_formats(self)
@@ -124,7 +122,6 @@ class SolveRequest:
         again.
         """
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del body["prefix"]
         body |= {name: list(getattr(self, name)) for name in _LISTS}
         body["pins"] = [list(pin) for pin in self.pins]
         body["times"] = None if self.times is None else self.times.as_dict()
@@ -136,7 +133,7 @@ class SolveRequest:
     @classmethod
     def from_dict(cls, body: Any, where: str) -> SolveRequest:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"prefix"}
+        known = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(body, dict):
             raise SnipError(f"{where}: not a request that this version knows")
         values = {name: value for name, value in body.items() if name in known or value not in _UNUSED}

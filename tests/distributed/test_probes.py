@@ -17,8 +17,9 @@ from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import Probes, calls, microbatches_by_kind
+from snip_megatron.planner.probes import calls, microbatches_by_kind
 from snip_megatron.records.readers import read_events
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.models import ModelShape
@@ -138,7 +139,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
     _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
-    planned = calls(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), Probes(backward_noise=True))
+    planned = calls(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True, backward_noise=True))
     first = events[0]["step"]
     assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

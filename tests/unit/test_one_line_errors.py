@@ -47,7 +47,6 @@ def test_finite_numbers(value: object) -> None:
         {"budget": f"fp4={LONG}"},
         {"stage_tolerance": LONG},
         {"pin": (LONG,)},
-        {"protected_kinds": (LONG,)},
         {"formats": (LONG,)},
         {"q": LONG},
         {"estimator": LONG},

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.planner.overhead import overhead, table_entries
-from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import LinearRow, dense_names
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import layout, step_model
-
-FORMATS = ("fp8", "fp4")
 
 
 @pytest.mark.parametrize(("blocks", "formats"), [(1, 1), (8, 2), (80, 3)])
@@ -29,5 +27,5 @@ def test_the_table_has_the_entries_that_ranks_reduce(blocks: int, formats: int) 
 def test_a_fixed_map_measures_nothing() -> None:
     chosen = layout("8b", dp=2, global_batch_size=16)
     step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    costs = overhead(chosen, Probes(policy="uniform-fp8"), FORMATS, step, step)
+    costs = overhead(chosen, SnipConfig(enabled=True, policy="uniform-fp8"), step, step)
     assert (costs.passes, costs.gathered, costs.gradient_bytes, costs.column_bytes, costs.seconds) == (0, 0, 0, 0, 0)

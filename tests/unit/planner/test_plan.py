@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
-from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
-from snip_megatron.precision.phases import AUTO, Schedule
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver import solve
@@ -31,21 +28,23 @@ from snip_megatron.statistics.table import (
     SinkRow,
     StatisticsTable,
 )
+from snip_megatron.timing.cost_model import CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 
 from .formula import SMALL, layout, step_model
 
-ALL = tuple(Format)
 PIPELINE: dict[str, Any] = {"pp": 4, "tp": 2, "global_batch_size": 16}
 
 
-def request(budget: str, formats: str | None = None, **fields: Any) -> Any:
-    given: dict[str, Any] = {"granularity": "gemm", "tolerance": 0.02, "statistics": None, "seed": 1} | fields
-    return parse_request(budget, formats, ALL, **given)
+def request(budget: str, formats: str | None = None, *, model: CostModel | None = None, **fields: Any) -> PlanRequest:
+    """A request by fields of the configuration and by arguments of ``parse_request``."""
+    own = {name: fields.pop(name) for name in ("statistics", "seed", "train_iters") if name in fields}
+    given = fields | {"budget": budget} | ({} if formats is None else {"formats": tuple(formats.split(","))})
+    return parse_request(given, model or FlopsModel(), **own)
 
 
 def plan(budget: str, formats: str | None = None, **fields: Any) -> dict[str, Any]:
-    return make_plan(step_model(layout(**PIPELINE)), request(budget, formats, **fields), Probes())
+    return make_plan(step_model(layout(**PIPELINE)), request(budget, formats, **fields))
 
 
 def test_a_share_of_flops_is_met_on_every_stage() -> None:
@@ -75,17 +74,15 @@ def test_the_budget_named_for_training_gives_the_step_that_was_asked(
     step = StepModel(layout(**sizes), load_cost_model(timings))
 
     def ask(budget: str) -> PlanRequest:
-        return parse_request(
-            budget, "bf16,fp8,fp4", ALL, granularity=granularity, tolerance=0.02, statistics=None, seed=1
-        )
+        return request(budget, "bf16,fp8,fp4", model=step.model, granularity=granularity)
 
     with pytest.raises(SnipError, match="highest reachable speedup is") as error:
-        make_plan(step, ask("step=100"), Probes())
+        make_plan(step, ask("step=100"))
     highest = float(str(error.value).partition("highest reachable speedup is ")[2].split()[0])
     for share in (1.0, 0.5, 0.0):
         wanted = math.floor((1.0 + share * (highest - 1.0)) * 1e6) / 1e6
         asked = ask(f"step={wanted!r}")
-        named = make_plan(step, asked, Probes())["budget"]["snip_budget"]
+        named = make_plan(step, asked)["budget"]["snip_budget"]
         problem = build_problem(ask(named), step)
         solution = solve(problem)
         assert solution.fault is None, named
@@ -102,10 +99,10 @@ def test_no_budget_of_a_training_asks_for_what_stages_cannot_all_do() -> None:
     """The first stage has four of seven blocks. It cannot become as fast as the last one must, with its loss."""
     model = dataclasses.replace(SMALL, blocks=7, vocabulary=10_000)
     uneven = layout(model, pp=2, loss_as_layer=True, global_batch_size=16)
-    found = make_plan(step_model(uneven), request("step=1.05", "bf16,fp8"), Probes())
+    found = make_plan(step_model(uneven), request("step=1.05", "bf16,fp8"))
     assert found["budget"]["snip_budget"] is None
     assert "; in training: no speedup= of all stages gives this step\n" in render(found)
-    slower = make_plan(step_model(uneven), request("step=1.03", "bf16,fp8"), Probes())
+    slower = make_plan(step_model(uneven), request("step=1.03", "bf16,fp8"))
     assert slower["budget"]["snip_budget"].startswith("speedup=")
 
 
@@ -150,14 +147,14 @@ def test_rendering_says_everything() -> None:
         ("step=1e9", None, "--budget step=1e9: must be a factor from 1 to 1e+06"),
         ("loss=-1e200", None, "--budget loss=-1e200: must be a number of nats of at most 1e+100"),
         ("loss=nan", None, "--budget loss=nan: must be"),
-        ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: give distinct names"),
+        ("fp4=0.5", "fp8,fp8", "--formats fp8,fp8: expected distinct names"),
         (
             "fp4=0.5",
             "bf16,fp4",
             "--formats bf16,fp4: bf16 is no candidate under fp4=, where it costs nothing",
         ),
         ("speedup=1", "bf16", "--formats bf16: leaves nothing to choose; add fp8, fp8_tensor or fp4"),
-        ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: give distinct names"),
+        ("fp4=0.5", "fp8,fp3", "--formats fp8,fp3: expected distinct names"),
     ],
 )
 def test_refusals(budget: str, formats: str | None, message: str) -> None:
@@ -167,9 +164,9 @@ def test_refusals(budget: str, formats: str | None, message: str) -> None:
 
 
 def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
-    assert request("loss=0.1", policy="fisher").kind == "loss"
+    assert request("loss=0.1", policy="fisher").budget.kind == "loss"
     with pytest.raises(
-        SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random are none"
+        SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random with --q split are"
     ):
         request("loss=0.1", policy="random")
 
@@ -242,13 +239,12 @@ def test_statistics_of_another_model_or_without_the_format(tmp_path: Path) -> No
         build_problem(dataclasses.replace(request("fp4=0.5"), statistics=tmp_path / "none.npz"), model)
 
 
-def phased(budget: str, run: PlannedRun, formats: str | None = None, **fields: Any) -> dict[str, Any]:
-    return make_plan(step_model(layout(**PIPELINE)), request(budget, formats, **fields), Probes(), run)
+def phased(budget: str, steps: int, formats: str | None = None, **fields: Any) -> dict[str, Any]:
+    return plan(budget, formats, **{"schedule": "auto", "train_iters": steps} | fields)
 
 
 def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
-    run = PlannedRun(AUTO, "auto", 1000)
-    body = phased("fp4=0.8", run)
+    body = phased("fp4=0.8", 1000)
     found = body["phases"]
     assert [(phase["from_step"], phase["steps"]) for phase in found["phases"]] == [
         (0, 500),
@@ -261,7 +257,7 @@ def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
     assert found["average_fp4_share"] == pytest.approx(average)
     assert found["loss"] < found["static_loss"]
     assert found["phases"][-1]["fp4_share"] < 0.8  # the standing loss of the last phase is what is deployed
-    in_bf16 = phased("fp4=0.8", PlannedRun(AUTO, "auto", 1000, "bf16"))["phases"]
+    in_bf16 = phased("fp4=0.8", 1000, deploy="bf16")["phases"]
     # Little of the standing loss is left in bf16, and more of the choice depends on what steps leave in the weights.
     *before, end = (phase["fp4_share"] for phase in in_bf16["phases"])
     assert found["phases"][-1]["fp4_share"] <= end < max(before)
@@ -272,30 +268,28 @@ def test_phases_meet_the_share_on_average_and_harm_less_than_one_map() -> None:
 
 
 def test_one_phase_is_one_map_and_what_may_not_change_does_not() -> None:
-    one = Schedule.from_json('{"schema": "snip.schedule/1", "phases": [{"from": 0}]}')
-    whole = phased("fp4=0.6", PlannedRun(one, "one.json", 100))
+    one = '{"schema": "snip.schedule/1", "phases": [{"from": 0}]}'
+    whole = phased("fp4=0.6", 100, schedule=one)
     assert whole["phases"]["loss"] == pytest.approx(whole["phases"]["static_loss"])
     assert whole["phases"]["phases"][0]["gemms"] == whole["budget"]["gemms"]
     globs = '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.5, "change": ["*.0.*:fprop"]}]}'
-    found = phased("fp4=0.6", PlannedRun(Schedule.from_json(globs), "two.json", 100))
+    found = phased("fp4=0.6", 100, schedule=globs)
     first, last = found["phases"]["phases"]
     assert abs(first["gemms"]["fp4"] - last["gemms"]["fp4"]) <= 4  # the fprops of one block
 
 
-@pytest.mark.parametrize(("budget", "unit"), [("speedup=99", True), ("step=99", True), ("loss=-1", False)])
+@pytest.mark.parametrize(("budget", "unit"), [("speedup=99", True), ("step=99", True), ("loss=0", False)])
 def test_what_can_be_reached_has_its_unit(budget: str, unit: bool) -> None:
     with pytest.raises(SnipError, match="reachable") as error:
-        make_plan(step_model(layout()), request(budget), Probes())
+        make_plan(step_model(layout()), request(budget, "fp8,fp4"))
     assert ("(times in seconds a step)" in str(error.value)) == unit
 
 
 def test_phases_out_of_reach() -> None:
-    floor = Schedule.from_json(
-        '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "speedup=3.9"}]}'
-    )
+    floor = '{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "speedup=3.9"}]}'
     with pytest.raises(
-        SnipError, match=r"over --schedule floor.json: infeasible: phase 1 reaches at most 2 .*; lower the budget"
+        SnipError, match=r"over --schedule {.*: infeasible: phase 1 reaches at most 2 .*; lower the budget"
     ):
-        phased("speedup=1.1", PlannedRun(floor, "floor.json", 100), "bf16,fp8")
+        phased("speedup=1.1", 100, "bf16,fp8", schedule=floor)
     with pytest.raises(SnipError, match="--granularity layer cannot be combined with --schedule"):
-        phased("fp4=0.5", PlannedRun(AUTO, "auto", 100), granularity="layer")
+        phased("fp4=0.5", 100, granularity="layer")

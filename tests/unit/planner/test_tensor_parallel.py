@@ -11,16 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.planner.phases import PlannedRun
 from snip_megatron.planner.plan import make_plan
-from snip_megatron.planner.probes import Probes
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.request import build_problem
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.variants import formats_of_map
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id, split_option_id
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.phases import AUTO
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
@@ -153,9 +150,9 @@ def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget(communication: s
     """Of one map, and as an average over phases. Between bf16 and fp8 the prices of single GEMMs are exact."""
     sizes = {"tp": 2, "sequence_parallel": True, "communication": communication}
     step = StepModel(layout(with_blocks(load_model("8b"), 4), **sizes), FlopsModel())
-    asked = request("speedup=1.4", "bf16,fp8")
+    asked = request("speedup=1.4", "bf16,fp8", schedule="auto", train_iters=400)
     promised = solve(build_problem(asked, step)).speedup
-    plan = make_plan(step, asked, Probes(), PlannedRun(AUTO, "auto", 400))
+    plan = make_plan(step, asked)
     assert plan["steps"]["map"]["linears_speedup"] == pytest.approx(promised, rel=1e-9)
     assert plan["phases"]["average_linears_speedup"] == pytest.approx(plan["phases"]["achieved"], rel=1e-9)
     assert plan["phases"]["achieved"] >= 1.4 * (1 - 1e-9)

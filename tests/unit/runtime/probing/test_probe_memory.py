@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
-from snip_megatron.planner.probes import Probes
 from snip_megatron.precision import (
     DENSE_LAYER,
     Format,
@@ -100,10 +100,10 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
 def test_the_same_as_is_planned() -> None:
     """With the planner's own activations for the peak of a training pass."""
     chosen = Layout(ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256), 1, 4, 1, 2, 256, 1, 64)
-    planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, Probes())
+    planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, SnipConfig(enabled=True))
     local = [LinearRows(256, s.n, s.k) for s in chosen.linear_shapes().values()] * 2
     own = ProbedShapes(linears=local, tokens=256, hidden=512, boundaries=4)
-    here = ProbeMemory(own, handles(), host(0, 4), Probes().tokens)
+    here = ProbeMemory(own, handles(), host(0, 4), SnipConfig.probe_tokens)
     assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)
 
 
