@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--time",
         type=float,
-        default=50.0,
+        default=55.0,
         metavar="S",
-        help="seconds after which the command ends with what it has, as after Ctrl-C; default: 50",
+        help="seconds after which the command ends with what it has, as after Ctrl-C; default: 55",
     )
     add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.time < 1e6:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
     check_folder("--out", args.out)
-    from snip_megatron.timing.calibration.calibrate import calibrate, device_name
+    from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels, device_name
     from snip_megatron.timing.calibration.collectives import check_ranks, measure_collectives
     from snip_megatron.timing.calibration.workload import grid_workload, model_workload
     from snip_megatron.timing.loading import load_table
@@ -102,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
         workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
     measurer = _measurer(device, args.gemm, formats)
     collectives = measure_collectives(device.type, args.ranks)  # they come first: if they fail, nothing is lost
+    compilation = compile_kernels(measurer, workload)
     left = args.time - (time.monotonic() - started)
-    table = replace(calibrate(measurer, workload, _about(args), left), collectives=collectives)
+    table = replace(calibrate(measurer, workload, _about(args), left, compilation), collectives=collectives)
     deliver("--out", args.out, table.to_json())
     line = f"snip calibrate: {table.device}, {table.backend}, {len(table.gemms)} shapes in"
     print(
@@ -119,7 +120,8 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.timing.calibration.measure import Measurer
 
     on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
-    backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm).backend
+    # Launches are not timed, so that C++ need not repeat them.
+    backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm, formats, replays=False).backend
     return Measurer(backend, clock_for(device), formats)
 
 

@@ -9,21 +9,24 @@ import platform
 import signal
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.precision import Format
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Size, Workload
 from snip_megatron.timing.table import TimingTable
 
+if TYPE_CHECKING:
+    from snip_megatron.quantization.kernels.compiler import Compilation
+
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
 _LISTED = 4  # sizes of each kind whose kernels are listed: the corners of a grid
 _MOST_PROCESSES = 16
+_COMPILING = 0.4  # of the time, at most, is spent waiting for kernels
 
 
 class Stopped(BaseException):
@@ -52,7 +55,11 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 
 def calibrate(
-    measurer: Measurer, workload: Workload, about: Mapping[str, Any], seconds: float | None = None
+    measurer: Measurer,
+    workload: Workload,
+    about: Mapping[str, Any],
+    seconds: float | None = None,
+    compilation: Compilation | None = None,
 ) -> TimingTable:
     """Measure ``workload``, or as much of it as ``seconds`` allow.
 
@@ -60,7 +67,9 @@ def calibrate(
         measurer: measures one size.
         workload: the sizes.
         about: facts about the measurement for the table. ``versions``, ``complete`` and ``notes`` are added.
-        seconds: see :func:`stopped_after`. None: signals are left alone.
+        seconds: see :func:`stopped_after`. None: there is no limit, and signals are left alone.
+        compilation: see :func:`compile_kernels`. Attention and copies are measured beside it. The rest waits for it, but
+            not for most of ``seconds``. None: what is not compiled yet is compiled at its first launch.
 
     Raises:
         SnipError: no size of some kind was measured, so that nothing could read the table.
@@ -72,9 +81,12 @@ def calibrate(
     done = 0
     try:
         with nullcontext() if seconds is None else stopped_after(seconds):
-            compile_kernels(measurer.backend, measurer.clock.device, measurer.formats, workload)
             copy_rate = measurer.copy_rate()
             for kind, size in sizes:
+                if compilation is not None and kind != "attention":
+                    compilation.running(math.inf if seconds is None else _COMPILING * seconds)
+                    compilation.close()
+                    compilation = None
                 try:
                     rows[kind][size] = getattr(measurer, kind)(size)
                 except RuntimeError as error:  # out of memory, or a size that a library refuses
@@ -82,6 +94,9 @@ def calibrate(
                 done += 1
     except Stopped as stopped:
         notes.append(f"{stopped}; {len(sizes) - done} of {len(sizes)} sizes are not measured")
+    finally:
+        if compilation is not None:
+            compilation.close()
     device = measurer.clock.device
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -118,26 +133,24 @@ def versions() -> dict[str, str]:
     return found
 
 
-def compile_kernels(
-    backend: GemmBackend, device: torch.device, formats: tuple[Format, ...], workload: Workload
-) -> None:
-    """Compile the kernels of the corners of ``workload`` in several processes. One process takes a second for each."""
+def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | None:
+    """Start to compile the kernels of the corners of ``workload`` in other processes. Returns None on a CPU."""
+    device = measurer.clock.device
     if device.type != "cuda":
-        return
+        return None
     from triton.runtime import driver
 
     from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import listed
 
-    once = Measurer(backend, _Once(device), formats)
+    once = Measurer(measurer.backend, _Once(device), measurer.formats)
     with listed(run=False) as listing:
         for activation in workload.activations[:_LISTED]:
             once.activations(activation)
         for weight in workload.weights[:_LISTED]:
             once.weights(weight)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    target = driver.active.get_current_target()
-    Compilation(sorted(listing.variants, key=repr), target, processes).running(math.inf)
+    return Compilation(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
 
 
 class _Once(Clock):

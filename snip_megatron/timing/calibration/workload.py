@@ -38,12 +38,13 @@ class Workload:
     attention: tuple[Size, ...] = ()
 
     def ordered(self) -> list[tuple[str, Size]]:
-        """Return (name of an attribute, size) for all sizes. The kinds advance together, so that none is left out."""
-        kinds = ("activations", "weights", "gemms", "attention")
+        """Return (attribute, size) for all sizes: attention, then the other kinds, which advance together."""
+        kinds = ("activations", "weights", "gemms")
         places = [
             (i / len(getattr(self, kind)), kind, size) for kind in kinds for i, size in enumerate(getattr(self, kind))
         ]
-        return [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
+        linears = [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
+        return [*(("attention", size) for size in self.attention), *linears]
 
 
 def grid_workload(device_type: str) -> Workload:

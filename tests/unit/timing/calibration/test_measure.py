@@ -44,14 +44,14 @@ def test_a_whole_calibration_makes_a_table(backend: GemmBackend) -> None:
 
 
 class StoppedClock(HostClock):
-    """A signal arrives while the third size is timed; the copy is timed before all sizes."""
+    """A signal arrives while the last size is timed; the copy and attention are timed first."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number, self.measurements = number, 0
 
     def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
         self.measurements += 1
-        if self.measurements == 1 + 4:
+        if self.measurements == 6:
             signal.raise_signal(self.number)
         return super().seconds(calls)
 
@@ -66,15 +66,38 @@ def test_a_stopped_calibration_keeps_what_it_has(number: signal.Signals, why: st
     assert signal.getsignal(number) is before
     assert (set(table.activations), set(table.weights)) == ({(128, 128)}, {(128, 128)})
     assert list(table.gemms) == [WORKLOAD.gemms[0]]
-    assert table.attention == {}
+    assert set(table.attention) == {(32, 2, 16)}
     assert table.about["complete"] is False
-    assert table.about["notes"] == [f"stopped: {why}; 2 of 5 sizes are not measured"]
+    assert table.about["notes"] == [f"stopped: {why}; 1 of 5 sizes are not measured"]
     assert TimingTable.from_json(table.to_json()) == table
 
 
 def test_a_calibration_stopped_too_early_says_so() -> None:
     with pytest.raises(SnipError, match=r"^no size of gemms could be measured: stopped: its 0 s are over; 5 of 5"):
         calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 0.0)
+
+
+class Hanging:
+    """Processes that never end."""
+
+    def __init__(self) -> None:
+        self.waited, self.closed = list[float](), False
+
+    def running(self, wait: float = 0.0) -> bool:
+        self.waited.append(wait)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_compiler_that_hangs_takes_less_than_half_of_the_time() -> None:
+    compilation: Any = Hanging()
+    table = calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 600.0, compilation)
+    assert table.about["complete"] is True
+    assert compilation.closed
+    (waited,) = compilation.waited
+    assert waited < 300.0
 
 
 @pytest.mark.parametrize("kind", ["activations", "weights", "gemms"])
