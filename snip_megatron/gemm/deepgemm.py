@@ -35,6 +35,13 @@ TORCH = (2, 11)
 _BY_BLOCKS, _BY_TILES = (1, 128, 128), (1, 1, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
 _WGRAD_TOLERANCE = 1e-6
+_GROUPED = (
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "k_grouped_bf16_gemm_tn_contiguous",
+)
 Gemm = Callable[..., None]
 
 
@@ -123,6 +130,16 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
             f"--snip-settings gemm_library=deepgemm: {missing}; use --snip-settings gemm_library=auto or cublas"
         )
     return None, f"cuBLASLt; DeepGEMM {missing}"
+
+
+def grouped_library() -> Any:
+    """Return DeepGEMM's module for :mod:`snip_megatron.gemm.grouped_hopper`, or None if it lacks a product.
+
+    Call it after :func:`deepgemm` has found the library.
+    """
+    import deep_gemm
+
+    return deep_gemm if all(hasattr(deep_gemm, name) for name in _GROUPED) else None
 
 
 @functools.cache

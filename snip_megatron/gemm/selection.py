@@ -200,10 +200,11 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     """Return the backend, and the name of the library that multiplies."""
     # Triton is installed only on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
-    from snip_megatron.gemm.deepgemm import deepgemm
+    from snip_megatron.gemm.deepgemm import deepgemm, grouped_library
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
+    from snip_megatron.quantization.kernels import grouped as triton_groups
     from snip_megatron.quantization.kernels import quantize as triton_quantize
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 
@@ -215,7 +216,10 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
 
-    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu)
+    groups = None if faster is None else grouped_library()
+    backend = HopperBackend(
+        triton_quantize, scaled, others, triton_swiglu, None if groups is None else (triton_groups, groups)
+    )
     if replays:
         products += f"; {launch_from_cpp(backend)}"
     return backend, products

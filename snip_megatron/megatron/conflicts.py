@@ -82,9 +82,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--mlp-chunks-for-training", "statistics would count each chunk as a microbatch; use 1", _more_than_one),
     Conflict("--moe-latent-size", "experts of another width than the decoder are not supported; leave it out"),
-    Conflict(
-        "--moe-router-fusion", "probes route a batch as they did at first, which a fused router cannot; leave it out"
-    ),
+    Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
     Conflict("--mtp-num-layers", _DENSE),
     Conflict("--multi-latent-attention", _DENSE),
     Conflict("--experimental-attention-variant", _DENSE),

@@ -70,12 +70,6 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
     """Raise SnipError if context parallelism lacks what it needs or is combined with what is not supported."""
     if args.context_parallel_size == 1:
         return
-    if ExpertLayers.of(args) is not None:
-        raise SnipError(
-            f"--num-experts {args.num_experts} cannot be combined with --context-parallel-size"
-            f" {args.context_parallel_size} under --snip: it needs Transformer Engine's attention, and SNIP's experts"
-            " need --transformer-impl local; leave one out"
-        )
     here = f"--context-parallel-size {args.context_parallel_size} cannot be combined with"
     if args.transformer_impl != "transformer_engine":
         raise SnipError(
@@ -89,11 +83,6 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
     if ExpertLayers.of(args) is None:
         return
     here = f"--num-experts {args.num_experts} cannot be combined with"
-    if args.transformer_impl == "transformer_engine":
-        raise SnipError(
-            f"{here} --transformer-impl transformer_engine under --snip: SNIP's layer is dense there; use"
-            " --transformer-impl local"
-        )
     routing = args.moe_router_load_balancing_type
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in ([routing] if isinstance(routing, str) else routing):

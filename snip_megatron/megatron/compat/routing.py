@@ -138,6 +138,7 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
     routing = RepeatedRouting()
     routers = _routers(model)
     before = [(router, router.router_replay) for router in routers]
+    fused = [(router.config, router.config.moe_router_fusion) for router in routers]  # a fused router replays nothing
     drop = getattr(router_module, _DROP)
 
     def drop_alike(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> TopK:
@@ -150,7 +151,7 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
 
     try:
         for router in routers:
-            router.router_replay = routing.add()
+            router.router_replay, router.config.moe_router_fusion = routing.add(), False
         if routers:
             setattr(router_module, _DROP, drop_alike)
         yield routing
@@ -158,3 +159,5 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
         setattr(router_module, _DROP, drop)
         for router, replay in before:
             router.router_replay = replay
+        for config, fusion in reversed(fused):
+            config.moe_router_fusion = fusion

@@ -117,3 +117,18 @@ def test_recompute_runs_a_forward_twice(model: list[torch.nn.Module]) -> None:
         routing.start(first=False)
         again = recomputed(0.7)
     assert all(torch.equal(one[1], other[1]) for one, other in zip(noted, again, strict=True))
+
+
+def test_a_fused_router_routes_unfused_while_it_repeats(model: list[torch.nn.Module]) -> None:
+    """Megatron's fused router needs Transformer Engine and replays nothing."""
+    routers = list(model[0])  # type: ignore[call-overload]
+    routers[0].config.moe_router_fusion = True
+    x = torch.randn(TOKENS, 1, HIDDEN)
+    with routing_repeated(model) as routing:
+        routing.start(first=True)
+        first = forward(model, x)
+        routing.start(first=False)
+        again = forward(model, x + torch.randn_like(x))
+    assert all(router.config.moe_router_fusion for router in routers)
+    for (_, chosen), (_, repeated) in zip(first, again, strict=True):
+        assert torch.equal(chosen, repeated)

@@ -276,6 +276,8 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
     assert (second.n, second.k, second.experts, second.active) == (64, 48, 4, 2)
     assert gemm_flops(list(rows.values()))[first.name] == 2.0 * 96 * 64 * 2
     validate.check(config(), args)  # the default budget is within reach
+    of_engine = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "moe_router_fusion": True}
+    validate.check(config(), arguments(**{**routed, **of_engine}))
     single = arguments(**routed, data_parallel_size=1, micro_batch_size=2)
     validate.check(config(budget="loss=0.01", cost="flops"), single)
 
@@ -283,9 +285,6 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "fields", "words"),
     [
-        ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine under --snip"),
-        ({"context_parallel_size": 2}, {}, "--context-parallel-size 2 under --snip"),
-        ({"context_parallel_size": 2, "transformer_impl": "transformer_engine"}, {}, "--context-parallel-size 2 under"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "--moe-router-load-balancing-type sinkhorn under --snip"),
         ({}, {"budget": "loss=0.01", "cost": "flops"}, "--snip-budget loss=0.01"),
     ],
