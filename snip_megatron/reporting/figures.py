@@ -152,18 +152,13 @@ def share_figure(run: RunData, shares: Sequence[Mapping[str, float]] | None = No
     figure.line("whole model", x, y, "rgba(63,131,200,0.45)", "%{y:.2%}", width=6, shape="hv")
     end = max([*steps[-1:], *adopted[-1:]], default=0)
     if len({stage for by_stage in shares for stage in by_stage}) > 1:
-        add_stages(figure, adopted, shares, end)
+        for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
+            own, colour = [by_stage.get(stage) for by_stage in shares], STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)]
+            x, y = [*adopted, end], [*own, own[-1]]
+            figure.line(f"stage {stage}", x, y, colour, "%{y:.2%}", width=1.2, shape="hv")
     if run.budget is not None and run.budget.kind == "fp4" and run.adoptions:
         figure.line("target", [min([*steps[:1], adopted[0]]), end], [run.budget.value] * 2, FAULT, **DASHED)
     return figure.as_dict()
-
-
-def add_stages(figure: Figure, steps: Sequence[int], shares: Sequence[Mapping[str, float]], end: int) -> None:
-    """Add one line for each pipeline stage. A share holds from its step to the next one, the last one until ``end``."""
-    for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
-        values = [by_stage.get(stage) for by_stage in shares]
-        colour = STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)]
-        figure.line(f"stage {stage}", [*steps, end], [*values, values[-1]], colour, "%{y:.2%}", width=1.2, shape="hv")
 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:

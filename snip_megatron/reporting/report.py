@@ -20,7 +20,7 @@ from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_figure, phase_view
 from snip_megatron.reporting.sent import sent_sentence
-from snip_megatron.reporting.stage_view import saved_figure, stage_view
+from snip_megatron.reporting.stage_view import stage_view
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
 from snip_megatron.runtime.account import duration
@@ -63,11 +63,9 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     front = None if live else latest_front(run.path, run.updates, unreadable)
     stages = stage_view(run, cost, unreadable)
     phases = phase_view(run)
-    shares = None if stages is None else stages.shares_of(run.adoptions)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run, shares),
-        "saved": None if stages is None else saved_figure(stages),
+        "share": share_figure(run, None if stages is None else stages.shares),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
