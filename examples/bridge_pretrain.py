@@ -96,6 +96,9 @@ def main() -> int:
     try:
         snip = SnipConfig.from_args(args)
         decided = startup.prepare([], snip.no_compat)  # before Megatron is imported
+        from snip_megatron.gemm.selection import native_backend
+
+        snip = SnipConfig.from_args(args, native_backend(snip.gemm))
         # This import comes first: it says in one line that Bridge is missing.
         from snip_megatron.bridge import SnipCallback, prepare  # isort: skip
 

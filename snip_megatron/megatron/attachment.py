@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import dominated
+from snip_megatron.config.defaults import backend_of, dominated
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import native_backend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, is_rank_zero
+from snip_megatron.timing.loading import load_cost_model
 
 
 def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
@@ -44,17 +45,27 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     """
     if not getattr(args, "snip", False):
         return SnipConfig.from_args(args), []
-    backend = native_backend(args.snip_gemm or SnipConfig.gemm, tensor_parallel=args.tensor_model_parallel_size > 1)
-    config = SnipConfig.from_args(args, backend)
+    native = native_backend(args.snip_gemm or SnipConfig.gemm, tensor_parallel=args.tensor_model_parallel_size > 1)
+    config = SnipConfig.from_args(args, native or _named_backend(args.snip_timings))
     if not config.updates and not config.late:
         return config, []
-    said = [dominated(config.wanted, config.formats, backend)]
+    said = [dominated(config.wanted, config.formats, native)]
     if args.snip_budget is None:
-        free = "" if backend else ": formats are emulated on this machine, which saves no time"
+        free = "" if native else ": formats are emulated on this machine, which saves no time"
         said.insert(
             0, f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
         )
     return config, [line for line in said if line]
+
+
+def _named_backend(timings: str | None) -> str | None:
+    """Return the backend of the card that ``--snip-timings`` names, for a training that emulates its formats."""
+    if timings is None:
+        return None
+    try:
+        return backend_of(load_cost_model(timings))
+    except SnipError as error:
+        raise SnipError(f"--snip-timings {timings}: {error}") from None
 
 
 @contextmanager

@@ -348,7 +348,7 @@ def _fault(found: RunSummary, judged: MapTime) -> str | None:
         return (
             f"steps under map {judged.stretch.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
             " for its host, larger microbatches or fewer tensor parallel ranks help; else ask for what pays:"
-            " --snip-budget speedup=X, snip plan"
+            " --snip without a budget, snip plan"
         )
     if total is not None and total <= 0:
         each = (judged.stretch.bf16_s or 0.0) - (judged.stretch.step_s or 0.0)

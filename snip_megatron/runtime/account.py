@@ -90,7 +90,7 @@ class Slower:
         return (
             f"steps take {self.ratio:.2f} of what they took in bf16 (medians: {self.map_s * 1e3:.1f} ms,"
             f" {self.bf16_s * 1e3:.1f} ms) under map {self.version}. If the GPU waits for its host, larger microbatches"
-            " or fewer tensor parallel ranks help; else ask for what pays: --snip-budget speedup=X, snip plan"
+            " or fewer tensor parallel ranks help; else ask for what pays: --snip without a budget, snip plan"
         )
 
 

@@ -145,6 +145,25 @@ def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:
         assert len(set(precision_map.choices.values())) > 1  # the bound leaves something in bf16 or fp8
 
 
+def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
+    warm: WarmRanks, tmp_path: Path
+) -> None:
+    """Phases included: their maps are those of the plan, and the record says what the arguments left open."""
+    named = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-dir", str(tmp_path / "run"))
+    done = warm.run(1, tiny_llama_args(*SNIP, *named, iters=14), tmp=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = "snip: --snip-budget loss=0.002 over bf16,fp8,fp8_tensor, schedule auto: formats are emulated"
+    assert done.stdout.count(said) == 1
+    config = read_config(tmp_path / "run")["config"]
+    assert (config["budget"], config["formats"]) == ("loss=0.002", ["bf16", "fp8", "fp8_tensor"])
+    maps = read_maps(tmp_path / "run")
+    assert maps
+    assert all(precision_map.budget == "loss" for precision_map in maps.values())
+    assert max(precision_map.speedup or 0.0 for precision_map in maps.values()) > 1.2
+    emulated = warm.run(1, tiny_llama_args(*SNIP, iters=2), tmp=tmp_path, timeout=300)
+    assert "over fp8,fp4, schedule static: formats are emulated on this machine, which saves no time" in emulated.stdout
+
+
 @pytest.mark.parametrize(
     ("budget", "extra", "words"),
     [
