@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
@@ -46,10 +46,10 @@ class LinearRegistry:
         current: the map in force.
         device: the state of the step that CUDA graphs read; None without graphs.
         generation: number of adopted maps that changed a format.
-        frozen: names of this rank's linears that were not converted because their weight requires no gradient.
+        stock: name of a linear of the model that was not converted → why.
     """
 
-    def __init__(self, rows: Sequence[LinearRow], context: StepContext) -> None:
+    def __init__(self, rows: Sequence[LinearRow], context: StepContext, stock: Mapping[str, str] | None = None) -> None:
         self.rows = tuple(rows)
         self.names = [row.name for row in rows]
         self._position = {name: position for position, name in enumerate(self.names)}
@@ -57,7 +57,7 @@ class LinearRegistry:
         self.current = PrecisionMap(choices={})
         self.device: DeviceStep | None = None
         self.generation = 0
-        self.frozen: list[str] = []
+        self.stock = dict(stock or {})
         self._handles: dict[tuple[str, int | None], LinearHandle] = {}
         self._ordered: list[LinearHandle] = []
 

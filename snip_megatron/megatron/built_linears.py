@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,13 @@ _SHARDED = {
     "TELinear": None,
 }
 _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
+# Sub-block → norm before it; "norm" before any other.
+_NORMS = {
+    "self_attention": "input_layernorm",
+    "cross_attention": "pre_cross_attn_layernorm",
+    "mlp": "pre_mlp_layernorm",
+    "eh_proj": "hnorm",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class BuiltLinear:
     Attributes:
         id: global name.
         module: the module. Grouped linears of experts share one.
+        reader: the module that reads the residual stream at the beginning of the linear's sub-block.
+        writer: the layer whose output is the residual stream after the sub-block.
         expert: global index of the expert; None for a linear that belongs to none.
         row: its row, whose ``sub_block`` is counted within the layer.
         parameter: name of the module's parameter that is its weight.
@@ -45,6 +54,8 @@ class BuiltLinear:
 
     id: LinearId
     module: Any
+    reader: Any
+    writer: Any
     expert: int | None
     row: LinearRow
     parameter: str = "weight"
@@ -69,29 +80,36 @@ def model_rows(local: Sequence[BuiltLinear]) -> tuple[LinearRow, ...]:
     Raises:
         SnipError: ranks of the same pipeline stage have built different models.
     """
-    rows = list(dict.fromkeys(each.row for each in local))  # experts of a layer share a row
-    if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
-        group = parallel_state.get_pipeline_model_parallel_group()
-        parts: list[list[LinearRow]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(parts, rows, group=group)
-        rows = list(itertools.chain.from_iterable(parts))
+    rows = list(of_all_stages({each.row: None for each in local}))  # experts of a layer share a row
     rows = _numbered(sorted(rows, key=lambda row: (row.id.stack, row.id.layer)))
     _check_equal(rows)
     return tuple(rows)
 
 
+def of_all_stages[Key, Value](own: Mapping[Key, Value]) -> dict[Key, Value]:
+    """Return the entries of all pipeline stages. Collective, over all ranks."""
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        return dict(own)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    parts: list[Mapping[Key, Value]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, own, group=group)
+    return {key: value for part in parts for key, value in part.items()}
+
+
 def is_covered(row: LinearRow) -> bool:
-    """Whether a precision map covers a linear. Shared experts and multi-token prediction stay in bf16."""
-    return row.id.stack == "decoder" and "shared_experts" not in row.id.path.split(".")
+    """Whether a precision map covers a linear. Shared experts stay in bf16."""
+    return "shared_experts" not in row.id.path.split(".")
 
 
 def _numbered(rows: Sequence[LinearRow]) -> list[LinearRow]:
     """Count sub-blocks over the model. Each MTP layer has a stream of its own, which begins with a new boundary."""
     found: list[LinearRow] = []
     first = 0
-    for (stack, _), of_layer in itertools.groupby(rows, key=lambda row: (row.id.stack, row.id.layer)):
+    for (stack, _), group in itertools.groupby(rows, key=lambda row: (row.id.stack, row.id.layer)):
         first += stack != "decoder"
-        own = [replace(row, sub_block=first + row.sub_block) for row in of_layer]
+        of_layer = list(group)
+        blocks = sorted({row.sub_block for row in of_layer})  # a sub-block without a converted linear has none
+        own = [replace(row, sub_block=first + blocks.index(row.sub_block)) for row in of_layer]
         first = 1 + max(row.sub_block for row in own)
         found += own
     return found
@@ -155,7 +173,21 @@ def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> li
         sub_block=sub_block,
         role=_role(shape, dimension, config.hidden_size),
     )
-    return [BuiltLinear(linear, module, expert, row, parameter) for expert, parameter in weights]
+    ends = _ends(layer, path)
+    return [BuiltLinear(linear, module, *ends, expert, row, parameter) for expert, parameter in weights]
+
+
+def norm_of(path: str) -> str:
+    """Return the path in the layer of the norm that reads the residual stream for the linear at ``path``."""
+    inside, _, last = _sub_block(path).rpartition(".")
+    return f"{inside}.{_NORMS.get(last, 'norm')}".lstrip(".")
+
+
+def _ends(layer: Any, path: str) -> tuple[Any, Any]:
+    """Return reader and writer of a linear's sub-block. Attention and mixers begin with their layer."""
+    inside, _, norm = norm_of(path).rpartition(".")
+    layer = layer.get_submodule(inside)
+    return layer if norm in ("input_layernorm", "norm") else getattr(layer, norm, layer), layer
 
 
 def _role(shape: Sequence[int], sharded: int | None, hidden: int) -> Role:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,21 +13,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, is_covered, model_rows
+from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, is_covered, model_rows, of_all_stages
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
-from snip_megatron.megatron.host import SINKS
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
-
-logger = logging.getLogger(__name__)
 
 _SNIP_CLASS: dict[type, tuple[type, str]] = {
     ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
@@ -47,8 +41,8 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks.
 
-    Parameters, their names and checkpoints do not change. The output layer, multi-token prediction and shared
-    experts are not converted and stay in bf16.
+    Parameters, their names and checkpoints do not change. Frozen linears, shared experts and linears of other classes
+    stay as they are, in bf16. Rank 0 prints which.
 
     Args:
         model_chunks: The chunks as built, before or after Float16Module and DDP.
@@ -58,9 +52,12 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         The registry of the converted linears.
 
     Raises:
-        SnipError: If a linear is of a class that cannot be converted, such as a fused linear of Transformer Engine.
+        SnipError: If a chunk has no decoder, or if data parallel ranks have built different models.
     """
-    local = [linear for linear in built_linears(model_chunks) if is_covered(linear.row)]
+    built = built_linears(model_chunks)
+    stock = {str(linear.id): why for linear in built if (why := _why_stock(linear)) is not None}
+    local = [linear for linear in built if str(linear.id) not in stock]
+    frozen = [linear for linear in built if stock.get(str(linear.id)) == "frozen"]
     model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     formats = formats_in_use(config)
@@ -71,14 +68,14 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if packs:
         selection.backend.check_gathers(formats)
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
-    registry = LinearRegistry(model_rows(local), context)
+    registry = LinearRegistry(model_rows([*local, *frozen]), context, of_all_stages(stock))
     for linear in local:
         _convert_linear(linear, registry)
     if HAVE_TE:
         te_experts.pad_rows(model_chunks)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
-        _announce_experts(ExpertLayers.of(model_config))
+        _say_what_stays(registry.stock)
     if config.fusions == "auto":
         _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
     return registry
@@ -89,20 +86,6 @@ def _fuse(layers: Sequence[torch.nn.Module], backend: GemmBackend) -> None:
     found = fuse_swiglu(layers, backend)
     if backend.fuses_swiglu and int(os.environ.get("RANK", "0")) == 0:
         print(f"snip: fused with quantisation: {found}", flush=True)
-
-
-def frozen_parameter(model_chunks: Sequence[torch.nn.Module], registry: LinearRegistry) -> str | None:
-    """Return the name of a parameter that requires no gradient, though probes measure it; None if there is none.
-
-    Probes measure decoder linears, the word embedding and norms.
-    """
-    if registry.frozen:
-        return registry.frozen[0]
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            if not parameter.requires_grad and name.endswith(SINKS):
-                return name
-    return None
 
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format]:
@@ -126,28 +109,35 @@ def _announce(selection: Selection, registry: LinearRegistry) -> None:
         print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
 
 
-def _announce_experts(experts: ExpertLayers | None) -> None:
-    """Print which experts a precision map does not cover."""
-    if experts is None or not experts.shared_ffn:
-        return
-    print(f"snip: shared experts of {len(experts.layers)} layers stay bf16; they count in the fp4 share", flush=True)
-
-
 def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
     for name, module in chunk.named_modules():
         if isinstance(module, TransformerLayer) and "mtp" not in name.split("."):
             yield module
 
 
+def _why_stock(linear: BuiltLinear) -> str | None:
+    """Return why a linear stays as it is, in bf16; None if it can be converted."""
+    kind = type(linear.module)
+    if kind not in _SNIP_CLASS:
+        return f"no quantised form of {kind.__qualname__}"
+    if not is_covered(linear.row):
+        return "shared expert"
+    weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
+    return None if all(weight.requires_grad for weight in weights) else "frozen"
+
+
+def _say_what_stays(stock: Mapping[str, str]) -> None:
+    """Print the linears that stay in bf16, those of all layers of one kind together."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, why in stock.items():
+        linear = LinearId.parse(name)
+        kinds.setdefault((f"{linear.stack}.layers.*.{linear.path}", why), []).append(linear.layer)
+    for (kind, why), layers in kinds.items():
+        print(f"snip: {kind} of {len(layers)} layers stays bf16 ({why}); it counts in the fp4 share", flush=True)
+
+
 def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
     module = linear.module
-    if type(module) not in _SNIP_CLASS:
-        raise SnipError(f"{linear.id}: cannot quantise a {type(module).__module__}.{type(module).__qualname__}")
-    weights = [weight for name, weight in module.named_parameters(recurse=False) if name.startswith("weight")]
-    if not all(weight.requires_grad for weight in weights):
-        logger.info("%s is frozen: stays bf16", linear.id)
-        registry.frozen.append(str(linear.id))
-        return
     module.__class__, parallel = _SNIP_CLASS[type(module)]
     handle = _handle(linear, registry.context, parallel)
     if linear.parameter == "weight":
@@ -161,8 +151,9 @@ def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
 def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearHandle:
     module, row, weight = linear.module, linear.row, getattr(linear.module, linear.parameter)
     # Transformer Engine's linears keep the group under a name of their own where they exchange nothing themselves.
-    group = None if parallel == "whole" else getattr(module, "_tp_group", None) or module.tp_group
+    group = getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    shared = size > 1 and (parallel != "whole" or module.config.sequence_parallel)
     n, k = weight.shape
     out_features, in_features = torch.arange(n), torch.arange(k)
     if parallel == "column":
@@ -183,7 +174,7 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
         in_features=in_features,
         context=context,
         module=module,
-        tp_group=group if size > 1 else None,
+        tp_group=group if shared else None,
         expert=linear.expert,
         parameter=linear.parameter,
     )

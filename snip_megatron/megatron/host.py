@@ -17,17 +17,16 @@ from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, norm_of
 from snip_megatron.optimizers.updates import Update
 from snip_megatron.planner.layout import microbatches_in_flight
-from snip_megatron.runtime.host import Block, Change, Chunk, Host, LocalSink
+from snip_megatron.precision import LinearRow, Role
+from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Place, Strand
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.table import SinkRow
 
-_EMBEDDING, _NORMS, _FINAL_NORM = "word_embeddings", ("input_layernorm", "pre_mlp_layernorm"), "final_layernorm"
-_NORMED, _FUSED_NORM = ("self_attention.linear_qkv", "mlp.linear_fc1"), "layer_norm_weight"
-SINKS = (*(f"{sink}.weight" for sink in (_EMBEDDING, *_NORMS, _FINAL_NORM)), _FUSED_NORM)
-"""Last words of the names of sinks, the parameters beside the linears that gradient errors reach."""
+_EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 
 
 # -- what does not change -------------------------------------------------------------------------------------------
@@ -43,13 +42,12 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
     split = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
-    rows = _sink_rows(config, args.padded_vocab_size)
+    rows = _sink_rows(registry.rows, config.hidden_size, args.padded_vocab_size)
     stage = next((handle.stage for handle in registry), 0)
     return Host(
         groups=groups,
         device=next(model[0].parameters()).device,
-        chunks=[chunk_of(chunk) for chunk in model],
-        layers=config.num_layers,
+        chunks=[chunk_of(chunk, registry.rows) for chunk in model],
         hidden=config.hidden_size,
         shard=TokenShard(rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0),
         sinks=rows,
@@ -84,20 +82,29 @@ def _pass_group(config: Any) -> int:
     return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
 
 
-def chunk_of(chunk: torch.nn.Module) -> Chunk:
-    """Return the blocks of a model chunk, and where the residual stream enters them."""
+def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
+    """Return the sub-blocks of a model chunk, and where the residual stream enters them.
+
+    Args:
+        chunk: the model chunk.
+        rows: the linears of the whole model that a map covers.
+    """
+    boundary = {row.name: row.sub_block for row in rows}
+    ends = {row.id.stack: row.sub_block for row in rows}  # each MTP layer is a strand of its own
+    strands: dict[int, dict[int, BuiltLinear]] = {}
+    for linear in built_linears([chunk]):
+        if (index := boundary.get(str(linear.id))) is not None:
+            key = -1 if linear.id.stack == "decoder" else linear.id.layer
+            strands.setdefault(key, {}).setdefault(index, linear)
+    found = []
+    for first in strands.values():
+        places = [_place(linear, index) for index, linear in sorted(first.items())]
+        last = first[places[-1].boundary]
+        ended = last.id.stack == "mtp" or places[-1].boundary == ends["decoder"]
+        found.append(Strand(places, last.writer, ended))
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    blocks = [
-        Block(
-            layer,
-            layer.pre_mlp_layernorm,
-            layer.layer_number - 1,
-            recomputes_norm=bool(getattr(layer, "recompute_pre_mlp_layernorm", False)),
-        )
-        for layer in model.decoder.layers
-    ]
     if not getattr(model, "pre_process", False):
-        return Chunk(blocks)
+        return Chunk(found)
 
     def enter(change: Change) -> RemovableHandle:
         def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -106,43 +113,46 @@ def chunk_of(chunk: torch.nn.Module) -> Chunk:
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
 
-    return Chunk(blocks, enter)
+    return Chunk(found, enter)
 
 
-def _sink_rows(config: Any, padded_vocab_size: int) -> tuple[SinkRow, ...]:
+def _place(linear: BuiltLinear, boundary: int) -> Place:
+    norm = linear.reader is not linear.writer and getattr(linear.writer, "recompute_pre_mlp_layernorm", False)
+    return Place(linear.reader, boundary, recomputed=bool(norm))
+
+
+def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:
     """Return the parameters beside the linears that gradient errors reach: the word embedding and norm weights."""
-    hidden, layers = config.hidden_size, config.num_layers
-    rows = [SinkRow(f"embedding.{_EMBEDDING}", 0, padded_vocab_size * hidden)]
-    for layer in range(layers):
-        for i, norm in enumerate(_NORMS):
-            rows.append(SinkRow(f"decoder.layers.{layer}.{norm}", 2 * layer + i, hidden))
-    return (*rows, SinkRow(f"decoder.{_FINAL_NORM}", 2 * layers, hidden))
+    norms = {
+        f"{r.id.stack}.layers.{r.id.layer}.{norm_of(r.id.path)}": r.sub_block for r in rows if r.role is Role.READS
+    }
+    end = 1 + max(row.sub_block for row in rows if row.id.stack == "decoder")
+    return (
+        SinkRow(f"embedding.{_EMBEDDING}", 0, padded_vocab_size * hidden),
+        *(SinkRow(name, boundary, hidden) for name, boundary in norms.items()),
+        SinkRow(f"decoder.{_FINAL_NORM}", end, hidden),
+    )
 
 
 def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_rank: int) -> list[LocalSink]:
     row = {sink.name: i for i, sink in enumerate(rows)}
-    found = []
+    found: dict[int, LocalSink] = {}
     for chunk in model:
         own = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         if own.pre_process:
             weight = own.embedding.word_embeddings.weight
-            found.append(LocalSink(row[f"embedding.{_EMBEDDING}"], weight, first_row=tp_rank * weight.shape[0]))
-        norms = [
-            (f"layers.{layer.layer_number - 1}.{norm}", _norm_weight(layer, norm, linear))
-            for layer in own.decoder.layers
-            for norm, linear in zip(_NORMS, _NORMED, strict=True)
-        ]
-        norms.append((_FINAL_NORM, getattr(getattr(own.decoder, _FINAL_NORM, None), "weight", None)))
-        for name, weight in norms:
-            if weight is not None:
-                found.append(LocalSink(row[f"decoder.{name}"], weight, replicated=True))
-    return found
-
-
-def _norm_weight(layer: Any, norm: str, linear: str) -> torch.nn.Parameter | None:
-    """Return the weight of a norm, which may be a module or a part of the linear that reads its output."""
-    weight = getattr(getattr(layer, norm), "weight", None)
-    return getattr(layer.get_submodule(linear), _FUSED_NORM, None) if weight is None else weight
+            index = row[f"embedding.{_EMBEDDING}"]
+            found[index] = LocalSink(index, weight, first_row=tp_rank * weight.shape[0])
+        norms = {f"decoder.{_FINAL_NORM}": getattr(getattr(own.decoder, _FINAL_NORM, None), "weight", None)}
+        for linear in built_linears([chunk]):
+            norm = norm_of(linear.id.path)
+            module = getattr(linear.writer, norm.rpartition(".")[2], None)
+            weight = getattr(module, "weight", getattr(linear.module, "layer_norm_weight", None))
+            norms.setdefault(f"{linear.id.stack}.layers.{linear.id.layer}.{norm}", weight)
+        for name, weight in norms.items():
+            if weight is not None and name in row:
+                found[row[name]] = LocalSink(row[name], weight, replicated=True)
+    return [sink for sink in found.values() if sink.weight.requires_grad]
 
 
 # -- a training step ------------------------------------------------------------------------------------------------
@@ -285,8 +295,9 @@ class MegatronStep:
             at_end = model.pre_process or model.post_process
             group = compat.embedding_group(model)
             tied = at_end and model.share_embeddings_and_output_weights and group is not None
-            if tied and dist.get_world_size(group) > 1:
-                dist.all_reduce(model.shared_embedding_or_output_weight().main_grad, group=group)
+            weight = model.shared_embedding_or_output_weight() if tied else None
+            if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:
+                dist.all_reduce(weight.main_grad, group=group)
 
     def update_of(self, weight: torch.nn.Parameter) -> Update | None:
         """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`."""

@@ -22,7 +22,6 @@ from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
-from snip_megatron.megatron.conversion import frozen_parameter
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
@@ -114,11 +113,11 @@ class SnipRun:
         self._registry = convert_model(model_chunks, self._config)
         check_shapes(self._registry, self._args)
         check_measurable(self._config, self._registry.context.backend.name)
-        frozen = frozen_parameter(model_chunks, self._registry) if self._config.updates else None
-        if frozen is not None:
+        frozen = [name for name, why in self._registry.stock.items() if why == "frozen"]
+        if frozen and self._config.updates:
             raise SnipError(
-                f"{frozen} is frozen: --snip measures linears, norms and the word embedding through their gradients;"
-                " give a fixed map (--snip-map) or train without --snip"
+                f"{frozen[0]} is frozen: --snip measures linears through their gradients; give a fixed map (--snip-map)"
+                " or train without --snip"
             )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._graphs.check_backend(self._registry.context.backend)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from snip_megatron.errors import SnipError
 from snip_megatron.optimizers.updates import AdamWState, SgdState, Update
 from snip_megatron.plain.structure import Places
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink
+from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Strand
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.reduction import ProbeGroups, group_size
 
@@ -25,7 +25,7 @@ Loss = Callable[[], torch.Tensor]
 
 def make_host(places: Places, device: torch.device) -> Host:
     """Return the host of a loop. All processes hold the same model, and each a share of the tokens. Collective."""
-    first = places.blocks[0].module
+    first = places.blocks[0]
 
     def enter(change: Change) -> RemovableHandle:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,8 +41,7 @@ def make_host(places: Places, device: torch.device) -> Host:
     return Host(
         groups=ProbeGroups(tp=alone, dp=None),
         device=device,
-        chunks=[Chunk(places.blocks, enter)],
-        layers=len(places.blocks),
+        chunks=[Chunk([Strand(places.begins, places.blocks[-1], ends=True)], enter)],
         hidden=places.hidden,
         shard=TokenShard(rank=0, size=1, reports=True),
         sinks=tuple(row for row, _ in places.sinks),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId, LinearRow, Role
-from snip_megatron.runtime.host import Block
+from snip_megatron.runtime.host import Place
 from snip_megatron.statistics.table import SinkRow
 
 _LEAST = 4  # linears of a block: experts have fewer
@@ -52,13 +52,15 @@ class Places:
     """What a forward pass shows.
 
     Attributes:
-        blocks: the blocks with the norm that reads the residual stream between attention and MLP.
+        blocks: the blocks.
+        begins: the modules that begin sub-blocks: each block, and its norm between attention and MLP.
         hidden: width of the residual stream.
         rows: the linears with their places.
         sinks: parameters beside the linears that gradient errors reach.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[nn.Module, ...]
+    begins: tuple[Place, ...]
     hidden: int
     rows: tuple[LinearRow, ...]
     sinks: tuple[tuple[SinkRow, nn.Parameter], ...]
@@ -233,8 +235,12 @@ def find_places(structure: Structure, forward: Callable[[], object]) -> Places:
         name for name, row in rows.items() if not any(name in b.roles for b in itertools.chain(*trace.branches))
     ]:
         raise SnipError(f"{unused[0]} does not run in a forward pass: SNIP measures linears that all tokens go through")
-    blocks = tuple(Block(m, trace.branches[i][1].norm, i) for i, m in enumerate(structure.blocks))
-    return Places(blocks, trace.hidden, tuple(rows.values()), tuple(_sinks(structure, trace, rows, weights)))
+    pairs = zip(structure.blocks, trace.branches, strict=True)
+    readers = [reader for block, branches in pairs for reader in (block, branches[1].norm)]
+    begins = tuple(Place(reader, boundary) for boundary, reader in enumerate(readers))
+    return Places(
+        structure.blocks, begins, trace.hidden, tuple(rows.values()), tuple(_sinks(structure, trace, rows, weights))
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:

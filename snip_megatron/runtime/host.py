@@ -24,33 +24,45 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
-    """One transformer block of this rank.
+class Place:
+    """The module that reads the residual stream at the beginning of a sub-block.
 
     Attributes:
-        module: the block. Its first argument, or the one named ``hidden_states``, is the residual stream, and so is its
-            output, or the first of its outputs.
-        before_mlp: the module that reads the residual stream between attention and MLP.
-        index: number of the block in the model.
-        recomputes_norm: whether ``before_mlp`` alone is recomputed in the backward.
+        module: its first argument, or the one named ``hidden_states``, is the stream.
+        boundary: index of the boundary, which is that of the sub-block.
+        recomputed: whether the module alone is recomputed in the backward.
     """
 
     module: nn.Module
-    before_mlp: nn.Module
-    index: int
-    recomputes_norm: bool = False
+    boundary: int
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class Strand:
+    """Consecutive sub-blocks of this rank on one residual stream.
+
+    Attributes:
+        places: their beginnings, in order.
+        output: the module whose output, or the first of whose outputs, is the stream after the last of them.
+        ends: whether the stream ends there. Otherwise another chunk of the model goes on.
+    """
+
+    places: Sequence[Place]
+    output: nn.Module
+    ends: bool
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive blocks of this rank.
+    """What this rank holds of the model in one piece.
 
     Attributes:
-        blocks: the blocks in order.
+        strands: its parts of residual streams.
         enter: installs a hook that changes the stream before the model's first block; None on other chunks.
     """
 
-    blocks: Sequence[Block]
+    strands: Sequence[Strand]
     enter: Callable[[Change], RemovableHandle] | None = None
 
 
@@ -79,7 +91,6 @@ class Host:
         groups: process groups.
         device: device of tensors in collectives.
         chunks: the model chunks of this rank.
-        layers: number of blocks of the whole model.
         hidden: features of the residual stream.
         shard: the tokens of the residual stream on this rank.
         sinks: the sinks of the whole model.
@@ -98,7 +109,6 @@ class Host:
     groups: ProbeGroups
     device: torch.device
     chunks: Sequence[Chunk]
-    layers: int
     hidden: int
     shard: TokenShard
     sinks: tuple[SinkRow, ...]

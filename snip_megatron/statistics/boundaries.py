@@ -100,6 +100,8 @@ class Boundary:
         if self.phase is Pass.STATISTICS:
             self.h.append(h)
             self._add("h2", h)
+            if not tensor.requires_grad:  # all below it is frozen
+                self.r.append(torch.zeros_like(h))
         elif self.phase is Pass.FORWARD_NOISE:
             dh = h - self.h[self._forwards]
             self._add("fh2", dh)

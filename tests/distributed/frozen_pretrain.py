@@ -1,4 +1,4 @@
-"""The training entry with a model whose parameters that have ``FROZEN`` in their name are not trained.
+"""The training entry with a model whose parameters whose name holds a part of ``FROZEN`` (a,b,...) are not trained.
 
 Module of warm ranks: ``python -m frozen_pretrain``.
 """
@@ -19,7 +19,7 @@ def main() -> int:
     def freeze(snip_run: Any, chunks: list[Any]) -> list[Any]:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                if os.environ["FROZEN"] in name:
+                if any(part in name for part in os.environ["FROZEN"].split(",")):
                     parameter.requires_grad_(False)
         return hook(snip_run, chunks)
 

@@ -150,7 +150,7 @@ class ProbeRunner:
         host, config = self._host, self._config
         seed = derive_seed(config.seed, _NOISE)
         context, tokens = self._registry.context, config.probe_tokens
-        return ResidualStream(host.chunks, host.layers, context, host.shard, tokens, seed, host.recomputing)
+        return ResidualStream(host.chunks, context, host.shard, tokens, seed, host.recomputing)
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
@@ -226,10 +226,11 @@ class ProbeRunner:
         """Standard deviation of a pass's noise.
 
         It is ``probe_noise`` times the root mean square of the residual stream at the embedding (forward noise)
-        or of its gradient at the last block's output (backward noise).
+        or of its gradient at the output of the decoder's last block (backward noise).
         """
         if phase is Pass.FORWARD_NOISE:
             power = float(table.arrays["boundary.h2"][0])
         else:
-            power = float(table.arrays["boundary.r2"][-1]) / scale.gradient**2
+            top = 1 + max(row.sub_block for row in self._registry.rows if row.id.stack == "decoder")
+            power = float(table.arrays["boundary.r2"][top]) / scale.gradient**2
         return float(self._config.probe_noise * (power / (scale.tokens * self._host.hidden)) ** 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import StepContext
 from snip_megatron.quantization import derive_seed, random_normal
-from snip_megatron.runtime.host import Block, Chunk
+from snip_megatron.runtime.host import Chunk, Place, Strand
 from snip_megatron.statistics.boundaries import Boundary, TokenShard
 from snip_megatron.statistics.recorder import Pass
 
@@ -20,11 +21,10 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 class ResidualStream:
-    """The boundaries of this rank's model chunks: the residual stream before each sub-block, and after the last block.
+    """The boundaries of this rank's model chunks: residual streams before each sub-block, and after the last one.
 
     Args:
         chunks: model chunks of this rank.
-        layers: number of blocks of the model.
         context: state that the converted linears share.
         shard: the tokens of this rank.
         sample_tokens: the setting ``probe_tokens``.
@@ -38,7 +38,6 @@ class ResidualStream:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        layers: int,
         context: StepContext,
         shard: TokenShard,
         sample_tokens: int,
@@ -51,20 +50,16 @@ class ResidualStream:
         self._seed = seed
         self.reported: list[Boundary] = []
         self._pairs: list[tuple[Boundary, Boundary]] = []
-        self._blocks: list[tuple[Block, Boundary, Boundary, Boundary | None]] = []
+        self._strands: list[tuple[Strand, list[Boundary]]] = []
         self._enter = [chunk.enter for chunk in chunks if chunk.enter is not None]
         self._noise = {_FORWARD: 0.0, _BACKWARD: 0.0}
-        self._noise_count = {_FORWARD: 0, _BACKWARD: 0}
-        self._top: Boundary | None = None
-        for blocks in (chunk.blocks for chunk in chunks if chunk.blocks):
-            first, last = 2 * blocks[0].index, blocks[-1]
-            found = [Boundary(first + i, shard, sample_tokens) for i in range(2 * len(blocks) + 1)]
+        self._draws: Counter[tuple[int, int]] = Counter()
+        for strand in (strand for chunk in chunks for strand in chunk.strands):
+            indices = [place.boundary for place in strand.places]
+            found = [Boundary(index, shard, sample_tokens) for index in (*indices, indices[-1] + 1)]
             self._pairs += itertools.pairwise(found)
-            if last.index == layers - 1:
-                self._top = found[-1]
-            self.reported += found if last.index == layers - 1 else found[:-1]  # else another stage reports the output
-            for i, block in enumerate(blocks):
-                self._blocks.append((block, found[2 * i], found[2 * i + 1], found[-1] if block is last else None))
+            self.reported += found if strand.ends else found[:-1]  # else another stage reports the output
+            self._strands.append((strand, found))
 
     @property
     def all(self) -> list[Boundary]:
@@ -77,7 +72,7 @@ class ResidualStream:
             _FORWARD: sigma if phase is Pass.FORWARD_NOISE else 0.0,
             _BACKWARD: sigma if phase is Pass.BACKWARD_NOISE else 0.0,
         }
-        self._noise_count = {_FORWARD: 0, _BACKWARD: 0}
+        self._draws.clear()
         for boundary in self.all:
             boundary.start(phase)
 
@@ -90,14 +85,15 @@ class ResidualStream:
         for boundary in self.all:
             if (len(boundary.h), len(boundary.r)) != (microbatches, microbatches):
                 raise SnipError(
-                    f"block {boundary.index // 2} ran {len(boundary.h)} times forward and {len(boundary.r)} times"
+                    f"sub-block {boundary.index} ran {len(boundary.h)} times forward and {len(boundary.r)} times"
                     f" backward in {microbatches} microbatches: SNIP takes blocks that run once each, on the residual"
                     " stream as their first argument"
                 )
         for low, high in self._pairs:
             low.finish_statistics(high)
-        if self._top is not None:
-            self._top.finish_statistics(None)
+        for strand, boundaries in self._strands:
+            if strand.ends:
+                boundaries[-1].finish_statistics(None)
 
     # -- hooks -------------------------------------------------------------------------------------------------
     @contextmanager
@@ -106,31 +102,30 @@ class ResidualStream:
         with ExitStack() as stack:
             for enter in self._enter:  # first, because a hook on the first block's input records what it reads
                 stack.callback(enter(self._enters).remove)
-            for block, before_attention, before_mlp, tail in self._blocks:
-                hook = self._on_input(before_attention)
-                stack.callback(block.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                hook = self._on_input(before_mlp, recomputed=block.recomputes_norm)
-                stack.callback(block.before_mlp.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                if tail is not None:
-                    stack.callback(block.module.register_forward_hook(self._on_output(tail)).remove)
+            for strand, boundaries in self._strands:
+                for place, boundary in zip(strand.places, boundaries, strict=False):
+                    hook = self._on_input(boundary, place)
+                    stack.callback(place.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hook = self._on_output(boundaries[-1], ends=strand.ends)
+                stack.callback(strand.output.register_forward_hook(hook).remove)
             yield
 
     def _enters(self, stream: torch.Tensor) -> torch.Tensor:
         if self._recomputing():  # the first block runs once more, on the same microbatch
-            self._noise_count[_FORWARD] -= 1
+            self._draws[_FORWARD, 0] -= 1
         return stream + self._draw(_FORWARD, stream) if self._noise[_FORWARD] else stream
 
-    def _on_output(self, tail: Boundary) -> Callable[..., None]:
+    def _on_output(self, tail: Boundary, *, ends: bool) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) else output
             if torch.is_grad_enabled() and not self._repeats(tail):
-                if tail is self._top and self._noise[_BACKWARD]:
-                    stream.register_hook(lambda gradient: gradient + self._draw(_BACKWARD, gradient))
+                if ends and self._noise[_BACKWARD]:
+                    stream.register_hook(lambda gradient: gradient + self._draw(_BACKWARD, gradient, tail.index))
                 tail.on_forward(stream)
 
         return hook
 
-    def _on_input(self, boundary: Boundary, *, recomputed: bool = False) -> Callable[..., None]:
+    def _on_input(self, boundary: Boundary, place: Place) -> Callable[..., None]:
         """Return a hook that records the stream which a module reads.
 
         Under recomputation of whole blocks the first forward runs without gradients, and only the second is recorded,
@@ -140,7 +135,7 @@ class ResidualStream:
         """
 
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() != recomputed and not self._repeats(boundary):
+            if torch.is_grad_enabled() != place.recomputed and not self._repeats(boundary):
                 boundary.on_forward(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
 
         return hook
@@ -149,12 +144,12 @@ class ResidualStream:
         """Whether this forward repeats one that was recorded."""
         return boundary.seen and self._recomputing()
 
-    def _draw(self, direction: int, like: torch.Tensor) -> torch.Tensor:
-        """Draw Gaussian noise [s(/tp), b, hidden] that depends on the global microbatch, token and feature only."""
+    def _draw(self, direction: int, like: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """Draw Gaussian noise [s(/tp), b, hidden] that depends on boundary, global microbatch, token and feature."""
         context = self._context
-        microbatch = self._noise_count[direction] * context.dp_size + context.dp_rank
-        self._noise_count[direction] += 1
-        seed = derive_seed(self._seed, context.step, microbatch, direction)
+        microbatch = self._draws[direction, place] * context.dp_size + context.dp_rank
+        self._draws[direction, place] += 1
+        seed = derive_seed(self._seed, context.step, microbatch, direction, place)
         rows, hidden = like.numel() // like.shape[-1], like.shape[-1]
         first = self._shard.first_row(rows)
         tokens = torch.arange(first, first + rows, device=like.device)

@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.layers import convert_model
+from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import dense_names
 
@@ -163,11 +168,15 @@ class FusedLinear(ColumnParallelLinear):  # type: ignore[misc]
     """Stands for a linear of another library: a subclass must not be taken for its base."""
 
 
-def test_an_unknown_class_is_refused_by_name() -> None:
+def test_a_linear_of_another_class_stays_as_it_is_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     chunk = model()
     chunk.decoder.layers[1].mlp.linear_fc1.__class__ = FusedLinear
-    with pytest.raises(SnipError, match=r"decoder\.layers\.1\.mlp\.linear_fc1: cannot quantise a .*FusedLinear"):
-        convert_model([chunk], CONFIG)
+    registry = convert_model([chunk], CONFIG)
+    name = "decoder.layers.1.mlp.linear_fc1"
+    assert registry.stock == {name: "no quantised form of FusedLinear"}
+    assert name not in registry.names
+    assert len(registry) == 7
+    assert "decoder.layers.*.mlp.linear_fc1 of 1 layers stays bf16 (no quantised form of F" in capsys.readouterr().out
 
 
 def test_a_model_without_a_decoder_is_refused() -> None:
@@ -181,13 +190,47 @@ def test_frozen_linears_stay_megatron_s() -> None:
     linears(chunk)[frozen].weight.requires_grad_(False)
     registry = convert_model([chunk], CONFIG)
     assert type(linears(chunk)[frozen]) is RowParallelLinear
+    assert registry.stock == {frozen: "frozen"}
     assert len(registry) == 7
 
 
-def test_layers_of_multi_token_prediction_are_left_alone() -> None:
-    """They are TransformerLayers too, numbered from 1: their linears would take the decoder's names."""
-    chunk, extra = model(), model()
-    chunk.mtp = torch.nn.ModuleList([extra.decoder.layers[0]])
+def mla_and_mtp() -> GPTModel:
+    """Two layers of multi-latent attention and one of multi-token prediction, of Megatron's own classes."""
+    torch.manual_seed(0)
+    config = MLATransformerConfig(
+        **{key: value for key, value in DENSE.items() if key != "num_query_groups"},
+        multi_latent_attention=True,
+        q_lora_rank=32,
+        kv_lora_rank=24,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        mtp_num_layers=1,
+        rope_type="rope",
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    return GPTModel(config, spec, 128, 32, position_embedding_type="rope", mtp_block_spec=mtp)
+
+
+def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    chunk = mla_and_mtp()
+    keys = list(chunk.state_dict())
     registry = convert_model([chunk], CONFIG)
-    assert len(registry) == 8
-    assert type(chunk.mtp[0].mlp.linear_fc1) is ColumnParallelLinear
+    attention = [f"self_attention.linear_{part}" for part in ("q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj")]
+    layer = [*attention, "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
+    prefixes = ("decoder.layers.0.", "decoder.layers.1.", "mtp.layers.0.mtp_model_layer.")
+    names = [f"{prefix}{path}" for prefix in prefixes for path in layer] + ["mtp.layers.0.eh_proj"]
+    assert sorted(registry.names) == sorted(names)
+    assert not registry.stock
+    modules = dict(chunk.named_modules())
+    assert all(modules[name].snip is registry[name] for name in names)
+    assert list(chunk.state_dict()) == keys
+    blocks = {row.name: row.sub_block for row in registry.rows}
+    assert blocks["decoder.layers.1.mlp.linear_fc1"] == 3
+    assert blocks["mtp.layers.0.eh_proj"] == 5  # after the end of the decoder's stream
+    assert blocks["mtp.layers.0.mtp_model_layer.mlp.linear_fc2"] == 7
+    strands = chunk_of(chunk, registry.rows).strands
+    assert [[place.boundary for place in strand.places] for strand in strands] == [[0, 1, 2, 3], [5, 6, 7]]
+    assert [strand.ends for strand in strands] == [True, True]

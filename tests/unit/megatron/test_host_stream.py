@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import StepContext
+from snip_megatron.megatron.built_linears import built_linears, model_rows
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.statistics.boundaries import TokenShard
@@ -121,7 +122,9 @@ def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0
 
 
 def new_stream(model: GPTModel, sample: int = 10_000, context: StepContext | None = None) -> ResidualStream:
-    return ResidualStream([chunk_of(model)], LAYERS, context or StepContext(step=4), WHOLE, sample, seed=6)
+    return ResidualStream(
+        [chunk_of(model, model_rows(built_linears([model])))], context or StepContext(step=4), WHOLE, sample, seed=6
+    )
 
 
 def test_boundaries_are_the_residual_stream(model: GPTModel) -> None:

@@ -352,7 +352,7 @@ def test_a_block_that_runs_twice_is_refused_and_the_model_stays_whole() -> None:
     training = Training(first_update=1, update_interval=10)
     training.run(range(1))
     assert training.snip is not None
-    with pytest.raises(SnipError, match="block 0 ran 2 times forward"):
+    with pytest.raises(SnipError, match="sub-block 0 ran 2 times forward"):
         training.snip.step(lambda: training.loss(1) + training.loss(2))
     assert not training.snip.registry.context.probing
     assert all(handle.state.recorder is None for handle in training.snip.registry)
