@@ -209,6 +209,7 @@ def mla_and_mtp() -> GPTModel:
         rope_type="rope",
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    spec.submodules.self_attention.submodules.core_attention = torch.nn.Identity  # Megatron's own has one size of heads
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(config, spec, 128, 32, position_embedding_type="rope", mtp_block_spec=mtp)
 
