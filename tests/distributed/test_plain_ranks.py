@@ -1,0 +1,25 @@
+"""A plain loop on two ranks: whichever way they are data parallel, they measure and choose together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from launch import run_ranks
+
+
+def test_ranks_measure_the_whole_batch_and_adopt_one_map(tmp_path: Path) -> None:
+    process = run_ranks(2, [str(tmp_path)], module="wrapped_loops", tmp=tmp_path)
+    assert process.returncode == 0, process.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    alone = ranks[0]["alone"]
+    for way in ("ddp after", "ddp before", "fully_shard"):
+        first, second = (rank[way] for rank in ranks)
+        assert first["map"] == second["map"], way
+        assert first["map"]
+        assert first["tokens"] == alone["tokens"]
+        for column, values in alone["columns"].items():
+            np.testing.assert_allclose(first["columns"][column], values, rtol=2e-3, err_msg=f"{way}: {column}")
+    assert ranks[0]["ddp before"] == ranks[0]["ddp after"]
+    assert ranks[0]["fully_shard"]["map"] == ranks[0]["ddp after"]["map"]

@@ -1,0 +1,85 @@
+"""The plain loop's example in one process on the whole batch, then data parallel in several ways on a share of it each.
+
+Every rank writes what it found to ``<folder>/<rank>.json``: ``torchrun ... -m wrapped_loops FOLDER``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from examples import plain_loop as example
+from snip_megatron.plain import convert
+
+Wrap = Callable[[Any], Any]
+
+
+def train(rank: int, ranks: int, before: Wrap, after: Wrap) -> dict[str, Any]:
+    """Train four steps with an update before the third. ``before`` and ``after`` convert() the model is wrapped."""
+    torch.manual_seed(3)
+    model = before(example.Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    snip = convert(model, optimizer, first_update=2, update_interval=100)
+    model, losses = after(model), []
+    for batch in example.batches(4):
+        share = batch.chunk(ranks)[rank]
+
+        def loss(share: torch.Tensor = share) -> torch.Tensor:
+            logits = model(share[:, :-1])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), share[:, 1:].flatten())
+
+        snip.step(loss)
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    table = snip.table
+    assert table is not None
+    return {
+        "map": {key: fmt.value for key, fmt in snip.map.choices.items()},
+        "tokens": table.tokens,
+        "columns": {c: table.linear[c].tolist() for c in ("x2", "w2", "g2", "d2", "gw2", "m2", "v2")}
+        | {c: table.boundary[c].tolist() for c in ("h2", "r2")}
+        | {"c2": table.by_format["c2"].ravel().tolist(), "sinks": table.sink_drift2.ravel().tolist()},
+        "losses": losses,
+    }
+
+
+def sharded(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def main() -> None:
+    def stays(model: Any) -> Any:
+        return model
+
+    def ddp(model: Any) -> Any:
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def joins(model: Any) -> Any:
+        dist.init_process_group("gloo")
+        return ddp(model)
+
+    found = {"alone": train(0, 1, stays, stays)}
+    rank = int(os.environ["RANK"])
+    found["ddp after"] = train(rank, 2, stays, joins)
+    found["ddp before"] = train(rank, 2, ddp, stays)
+    found["fully_shard"] = train(rank, 2, sharded, stays)
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
