@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
 from snip_megatron.gemm.selection import launch_from_cpp
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
@@ -125,8 +126,7 @@ class WarmUp:
                 flush=True,
             )
         if self._replays:
-            formats = [fmt for fmt in map(Format, self._config.formats) if fmt in NATIVE]
-            _say(launch_from_cpp(self._registry.context.backend, formats))
+            _say(launch_from_cpp(self._registry.context.backend, self._checked))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
 
     def close(self) -> None:
@@ -163,7 +163,13 @@ class WarmUp:
 
         with listed(run=False) as listing:
             self.run_once(in_force=in_force)
+            for fmt in self._checked if self._replays and not in_force else ():
+                wrong_numbers(self._registry.context.backend, "cuda", [fmt])  # when C++ launches kernels
         return list(listing.variants)
+
+    @property
+    def _checked(self) -> list[Format]:
+        return [fmt for fmt in map(Format, self._config.formats) if fmt in NATIVE]
 
     # -- what is run -------------------------------------------------------------------------------------------
     def run_once(self, *, in_force: bool = False) -> None:

@@ -27,3 +27,19 @@ def test_memory_that_a_rank_has() -> None:
     assert after.available == pytest.approx(before.available, abs=0.1 * SIZE)
     assert during.peak == pytest.approx(0.0, abs=0.1 * SIZE)
     assert after.peak == pytest.approx(SIZE, rel=0.1)
+
+
+def test_memory_of_graphs_is_not_free() -> None:
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    before = device_memory(device)
+    graph, source = torch.cuda.CUDAGraph(), torch.zeros(SIZE // 4, device=device)
+    with torch.cuda.graph(graph):
+        temporary = source + 1.0
+        source.copy_(temporary)
+    del temporary
+    after = device_memory(device)
+    assert before is not None
+    assert after is not None
+    assert before.available - after.available >= 1.9 * SIZE  # the source, and what the graph writes
+    graph.replay()

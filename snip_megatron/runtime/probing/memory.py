@@ -23,6 +23,7 @@ from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 
 _GIB = 2.0**30
+_SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
         return None
     allocated = torch.cuda.memory_allocated(device)
     free, _ = torch.cuda.mem_get_info(device)
-    shared = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and s["segment_pool_id"] == (0, 0)]  # type: ignore[no-untyped-call]
-    unused = sum(segment["total_size"] - segment["allocated_size"] for segment in shared)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    unused = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) == _SHARED_POOL
+    )
     return DeviceMemory(float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
 
 
