@@ -1,0 +1,110 @@
+"""Grouped products of experts on a Hopper GPU by DeepGEMM against the loop over experts of the reference.
+
+python -m pytest tests/gpu/test_grouped.py        # about 90 s, most of it compilation
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.deepgemm import why_not
+from snip_megatron.gemm.grouped import GroupLoop
+from snip_megatron.gemm.grouped_hopper import HopperGroups
+from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization import grouped
+from snip_megatron.quantization.kernels import grouped as kernels
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+EXPERTS = {
+    "one": [1024],
+    "uneven": [256, 0, 1280, 128, 384, 0, 640, 128],
+    "128": [128 * (e % 5) for e in range(128)],
+    "no rows": [0, 0, 0, 0],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _usable() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU (sm_90)")
+    if (missing := why_not()) is not None:
+        pytest.skip(f"DeepGEMM {missing}")
+
+
+def products(n: int, k: int) -> GroupLoop:
+    found = select_backend("hopper").backend.grouped(n, k, torch.bfloat16)
+    assert isinstance(found, HopperGroups)
+    return found
+
+
+def draws(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", generator=torch.Generator(device="cuda").manual_seed(seed)).bfloat16()
+
+
+def run(made: GroupLoop, n: int, k: int, splits: list[int], formats: Any, gradients: list[Tensor]) -> list[Tensor]:
+    """Y, ∂L/∂X and the gradients of all weights."""
+    fprop, dgrad, wgrad = formats
+    x, g = draws(sum(splits), k, seed=0), draws(sum(splits), n, seed=1)
+    weights = list(draws(len(splits), n, k, seed=2).unbind(0))
+    keys = GradientKeys(17, 18, torch.arange(n, device="cuda"))
+    x_row, x_col = made.quantize_rows(x, splits, OperandSpec(fprop, wgrad))
+    w_row, w_col = made.quantize_weights(weights, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = made.quantize_rows(g, splits, OperandSpec(dgrad, wgrad, keys=keys))
+    y, d = made.multiply(Gemm.FPROP, x_row, w_row, x.dtype), made.multiply(Gemm.DGRAD, g_row, w_col, g.dtype)
+    made.accumulate(g_col, assemble(flatten(x_col)), gradients)
+    return [y, d, torch.stack(gradients)]
+
+
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (256, 128)])
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16), (BF16, FP8, FP8), (FP4, TENSOR, BF16)])
+def test_products_are_those_of_every_expert_alone(shape: tuple[int, int], experts: str, formats: Any) -> None:
+    (n, k), splits = shape, EXPERTS[experts]
+    if experts == "128" and shape != (256, 128):
+        pytest.skip("the reference takes too long")
+    start = draws(len(splits), n, k, seed=3).float()
+    expected = run(REFERENCE.grouped(n, k, torch.bfloat16), n, k, splits, formats, list(start.clone().unbind(0)))
+    apart = [each.clone() for each in start]  # not one after the other in memory
+    for gradients in (list(start.clone().unbind(0)), apart):
+        found = run(products(n, k), n, k, splits, formats, gradients)
+        for actual, exact in zip(found, expected, strict=True):
+            assert actual.shape == exact.shape
+            error = (actual.double() - exact.double()).norm()
+            assert error <= 5e-3 * exact.double().norm() + 1e-6
+
+
+def test_quantisers_give_the_bytes_of_torch() -> None:
+    splits = tuple(EXPERTS["uneven"])
+    x, w = draws(sum(splits), 384, seed=4), draws(4, 256, 384, seed=5)
+    rows = grouped.group_rows(splits, x.device)
+    for formats in ((FP8, FP4), (None, FP8), (FP4, None)):
+        pairs = (
+            (kernels.quantize_group_tiles(x, rows, *formats), grouped.quantize_group_tiles(x, rows, *formats)),
+            (kernels.quantize_group_blocks(w, *formats), grouped.quantize_group_blocks(w, *formats)),
+        )
+        for found, expected in pairs:
+            for side, truth in ((found.row, expected.row), (found.col, expected.col)):
+                assert (side is None) == (truth is None)
+                if side is not None and truth is not None:
+                    assert torch.equal(side.values.view(torch.uint8), truth.values.view(torch.uint8))
+                    assert torch.equal(side.scale, truth.scale)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_padding_on_the_device(backwards: bool) -> None:
+    splits = [3, 0, 128, 130]
+    rows = PaddedSplits(splits, 128, backwards=backwards, device=torch.device("cuda"))
+    x = draws(sum(splits), 64, seed=6).requires_grad_()
+    y = rows.unpad(rows.pad(x) * 3)
+    assert torch.equal(y, x * 3)
+    y.sum().backward()
+    assert x.grad is not None
+    assert (x.grad == 3).all()
