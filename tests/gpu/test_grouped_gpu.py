@@ -1,6 +1,6 @@
 """Grouped products of experts on a Hopper GPU by DeepGEMM against the loop over experts of the reference.
 
-python -m pytest tests/gpu/test_grouped.py        # about 90 s, most of it compilation
+python -m pytest tests/gpu/test_grouped_gpu.py      # about 90 s, most of it compilation
 """
 
 from __future__ import annotations
