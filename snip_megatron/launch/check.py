@@ -18,6 +18,8 @@ from snip_megatron.errors import SnipError
 
 #: Begins the line of a refusal, among what libraries write to standard error.
 _MARK = "snip-check: "
+#: Begins a line that the command shows.
+_NOTE = "snip-note: "
 
 
 def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> None:
@@ -41,6 +43,9 @@ def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Non
         stderr=subprocess.PIPE,
         text=True,
     )
+    for line in done.stderr.splitlines():
+        if line.startswith(_NOTE):
+            print(line.removeprefix(_NOTE), flush=True)
     refusals = [line for line in done.stderr.splitlines() if line.startswith(_MARK)]
     if done.returncode and refusals:
         raise SnipError(refusals[0].removeprefix(_MARK))
@@ -56,6 +61,8 @@ def _validate(argv: Sequence[str]) -> None:
     from snip_megatron.megatron import compat, validate
     from snip_megatron.megatron.attachment import configuration
     from snip_megatron.megatron.compat import pretraining
+    from snip_megatron.megatron.compat.meta_model import CannotBuildError
+    from snip_megatron.megatron.conversion import linears_on_meta
     from snip_megatron.megatron.data.datasets import check_data
     from snip_megatron.megatron.evaluation import check_evaluation
 
@@ -72,9 +79,17 @@ def _validate(argv: Sequence[str]) -> None:
         validate.check(config, args)
         check_evaluation(config.eval, args)
     try:  # the configuration of the model checks its sizes
-        pretraining.model_config(args, on_cpu=startup.on_cpu)
+        model = pretraining.model_config(args, on_cpu=startup.on_cpu)
     except (AssertionError, ValueError) as error:
         raise SnipError(f"Megatron refuses the model: {error or type(error).__name__}") from error
+    if config.enabled:
+        compat.apply(args, startup)
+        try:
+            linears = linears_on_meta(args, model)
+        except CannotBuildError as error:
+            print(f"{_NOTE}{error}: maps and budgets are checked when training starts", file=sys.stderr, flush=True)
+        else:
+            validate.check_model(config, args, linears)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -42,6 +42,7 @@ class LinearRegistry:
     Attributes:
         rows: all linears of the model, over all ranks, in the order that maps and broadcasts use.
         names: their global names.
+        left: linears of the model that are not converted and stay in bf16.
         context: the state of the step, which all linears share.
         current: the map in force.
         device: the state of the step that CUDA graphs read; None without graphs.
@@ -49,8 +50,14 @@ class LinearRegistry:
         stock: name of a linear of the model that was not converted → why.
     """
 
-    def __init__(self, rows: Sequence[LinearRow], context: StepContext, stock: Mapping[str, str] | None = None) -> None:
-        self.rows = tuple(rows)
+    def __init__(
+        self,
+        rows: Sequence[LinearRow],
+        context: StepContext,
+        stock: Mapping[str, str] | None = None,
+        left: Sequence[LinearRow] = (),
+    ) -> None:
+        self.rows, self.left = tuple(rows), tuple(left)
         self.names = [row.name for row in rows]
         self._position = {name: position for position, name in enumerate(self.names)}
         self.context = context

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -17,9 +19,18 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, is_covered, model_rows, of_all_stages
+from snip_megatron.megatron.compat.meta_model import stages_on_meta
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.megatron.model_linears import (
+    FROZEN,
+    BuiltLinear,
+    ModelLinears,
+    built_linears,
+    is_covered,
+    model_linears,
+    of_all_stages,
+)
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
@@ -55,9 +66,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         SnipError: If a chunk has no decoder, or if data parallel ranks have built different models.
     """
     built = built_linears(model_chunks)
-    stock = {str(linear.id): why for linear in built if (why := _why_stock(linear)) is not None}
-    local = [linear for linear in built if str(linear.id) not in stock]
-    frozen = [linear for linear in built if stock.get(str(linear.id)) == "frozen"]
+    stock = of_all_stages(_stock(built))
+    linears = model_linears(built, stock)
     model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     formats = formats_in_use(config)
@@ -68,9 +78,10 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if packs:
         selection.backend.check_gathers(formats)
     context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
-    registry = LinearRegistry(model_rows([*local, *frozen]), context, of_all_stages(stock))
-    for linear in local:
-        _convert_linear(linear, registry)
+    registry = LinearRegistry(linears.covered, context, stock, linears.left)
+    for linear in built:
+        if str(linear.id) not in stock:
+            _convert_linear(linear, registry)
     if HAVE_TE:
         te_experts.pad_rows(model_chunks)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -79,6 +90,20 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if config.fusions == "auto":
         _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
     return registry
+
+
+def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears:
+    """Return the linears of the model that arguments ask for, without starting ranks.
+
+    Args:
+        args: Megatron's validated arguments.
+        model_config: the configuration of the model.
+
+    Raises:
+        CannotBuildError: the model cannot be built on this machine.
+    """
+    built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
+    return ModelLinears.split((linear.row for linear in built), _stock(built))
 
 
 def _fuse(layers: Sequence[torch.nn.Module], backend: GemmBackend) -> None:
@@ -115,6 +140,11 @@ def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
             yield module
 
 
+def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:
+    """Return name → why it is not converted, of each linear that is not."""
+    return {str(linear.id): why for linear in built if (why := _why_stock(linear)) is not None}
+
+
 def _why_stock(linear: BuiltLinear) -> str | None:
     """Return why a linear stays as it is, in bf16; None if it can be converted."""
     kind = type(linear.module)
@@ -123,7 +153,7 @@ def _why_stock(linear: BuiltLinear) -> str | None:
     if not is_covered(linear.row):
         return "shared expert"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
-    return None if all(weight.requires_grad for weight in weights) else "frozen"
+    return None if all(weight.requires_grad for weight in weights) else FROZEN
 
 
 def _say_what_stays(stock: Mapping[str, str]) -> None:

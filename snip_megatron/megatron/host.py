@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.built_linears import BuiltLinear, built_linears, norm_of
+from snip_megatron.megatron.model_linears import BuiltLinear, built_linears, norm_of
 from snip_megatron.optimizers.updates import Update
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import LinearRow, Role

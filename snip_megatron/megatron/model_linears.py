@@ -1,124 +1,270 @@
-"""Names, shapes, pipeline stages and FLOPs of the decoder's linears, from Megatron's arguments alone."""
+"""Reads the linears of a model off its built chunks: names, shapes, stages, and places in the residual stream."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.experts import ExpertLayers
-from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import DENSE_LAYER, Gemm, LinearId, LinearRow
+from snip_megatron.precision import LinearId, LinearRow, Role, Side
+
+# Class → what tensor parallel ranks share. Subclasses are found by their bases, so that
+# Transformer Engine's need not be importable.
+_SHARDED = {
+    "ColumnParallelLinear": Side.OUTPUT,
+    "RowParallelLinear": Side.INPUT,
+    "TEColumnParallelLinear": Side.OUTPUT,
+    "TERowParallelLinear": Side.INPUT,
+    "TELayerNormColumnParallelLinear": Side.OUTPUT,
+    "TEColumnParallelGroupedLinear": Side.OUTPUT,
+    "TERowParallelGroupedLinear": Side.INPUT,
+    "TELinear": Side.NEITHER,
+}
+FROZEN = "frozen"
+"""Why a linear whose weight has no gradient is not converted."""
+_INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
+# Sub-block → norm before it; "norm" before any other.
+_NORMS = {
+    "self_attention": "input_layernorm",
+    "cross_attention": "pre_cross_attn_layernorm",
+    "mlp": "pre_mlp_layernorm",
+    "eh_proj": "hnorm",
+}
 
 
-def linear_names(args: argparse.Namespace) -> list[str]:
-    """Return the global names of all linears that a precision map covers."""
-    experts = ExpertLayers.of(args)
-    mixed = frozenset() if experts is None else experts.layers
-    kinds = ((layer, kind) for layer in range(args.num_layers) for kind in DENSE_LAYER)
-    return [
-        str(LinearId("decoder", layer, kind.replace("mlp.", "mlp.experts.") if layer in mixed else kind))
-        for layer, kind in kinds
-    ]
+@dataclass(frozen=True)
+class BuiltLinear:
+    """One linear of this rank, or that of one expert.
 
-
-def model_linears(args: argparse.Namespace) -> tuple[LinearRow, ...]:
-    """Return all linears that a precision map covers, with their unsharded shapes."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else heads
-    head, ffn = args.kv_channels, args.ffn_hidden_size
-    queries = heads * (2 if getattr(args, "attention_output_gate", False) else 1)  # a gate has the width of the queries
-    shapes = {
-        "self_attention.linear_qkv": ((queries + 2 * groups) * head, hidden),
-        "self_attention.linear_proj": (hidden, heads * head),
-        "mlp.linear_fc1": (ffn * (2 if _gated(args) else 1), hidden),
-        "mlp.linear_fc2": (hidden, ffn),
-    }
-    experts = ExpertLayers.of(args)
-    if experts is not None:
-        of_each = ((experts.ffn * (2 if _gated(args) else 1), hidden), (hidden, experts.ffn))
-        shapes |= dict(zip(("mlp.experts.linear_fc1", "mlp.experts.linear_fc2"), of_each, strict=True))
-    rows, stages = [], layer_stages(args)
-    for name in linear_names(args):
-        linear = LinearId.parse(name)
-        mixture = experts.mixture if experts is not None and "experts" in linear.path.split(".") else (1, 1)
-        rows.append(LinearRow(name, stages[linear.layer], *shapes[linear.path], *mixture))
-    return tuple(rows)
-
-
-def _gated(args: argparse.Namespace) -> bool:
-    """Whether the MLP's first linear has a gate beside its features."""
-    return bool(args.swiglu or getattr(args, "quick_geglu", False))
-
-
-def check_shapes(registry: LinearRegistry, args: argparse.Namespace) -> None:
-    """Raise SnipError if a linear of the built model has another shape than Megatron's arguments give it.
-
-    Budgets, costs and pipeline stages come from the arguments. A script's own model provider may build another model.
+    Attributes:
+        id: global name.
+        module: the module. Grouped linears of experts share one.
+        reader: the module that reads the residual stream at the beginning of the linear's sub-block.
+        writer: the layer whose output is the residual stream after the sub-block.
+        expert: global index of the expert; None for a linear that belongs to none.
+        row: its row, whose ``sub_block`` is counted within the layer.
+        parameter: name of the module's parameter that is its weight.
     """
-    rows = {row.name: row for row in model_linears(args)}
-    if list(registry.names) != list(rows):
-        raise SnipError(
-            f"the model has {len(registry.names)} decoder linears, and the arguments say {len(rows)}: build it from"
-            " Megatron's arguments (--num-layers, ...), which SNIP reads"
-        )
-    for built in registry.rows:
-        row = rows[built.name]
-        if (built.n, built.k) != (row.n, row.k):
-            raise SnipError(
-                f"{row.name} has the shape {built.n} x {built.k}, and the arguments say {row.n} x {row.k}: build"
-                " the model from Megatron's arguments (--hidden-size, ...), which SNIP reads"
-            )
+
+    id: LinearId
+    module: Any
+    reader: Any
+    writer: Any
+    expert: int | None
+    row: LinearRow
+    parameter: str = "weight"
 
 
-def layer_stages(args: argparse.Namespace) -> list[int]:
-    """Return the pipeline stage of every decoder layer."""
-    counts = _layers_by_chunk(args)
-    return [chunk % args.pipeline_model_parallel_size for chunk, count in enumerate(counts) for _ in range(count)]
+def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
+    """Return the linears of this rank's decoder and MTP layers, in the order of the forward pass.
 
-
-def _layers_by_chunk(args: argparse.Namespace) -> list[int]:
-    """Return the number of layers of each model chunk in the model's order. Chunk c lies on stage c mod stages."""
-    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    layout = args.pipeline_model_parallel_layout
-    if layout is not None:
-        if not isinstance(layout, PipelineParallelLayerLayout):
-            layout = PipelineParallelLayerLayout(layout, stages)
-        chunks = (layout.layout[stage][chunk] for chunk in range(virtual) for stage in range(stages))
-        return [chunk.count(LayerType.decoder) for chunk in chunks]
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if first is not None or last is not None:
-        ends = [[] if given is None else [given] for given in (first, last)]
-        middle = stages - len(ends[0]) - len(ends[1])
-        each = (args.num_layers - (first or 0) - (last or 0)) // max(middle, 1)
-        return [layers // virtual for layers in [*ends[0], *[each] * middle, *ends[1]]] * virtual
-    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-    counts = [(args.num_layers + embedding + loss) // (stages * virtual)] * (stages * virtual)
-    counts[0] -= embedding
-    counts[-1] -= loss
-    return counts
-
-
-def unquantised_flops(args: argparse.Namespace) -> dict[int, float]:
-    """Return pipeline stage → FLOPs per token of the decoder linears that a precision map does not cover.
-
-    These are the shared experts, which process every token; their three GEMMs are added up. Dropped tokens and
-    padding are not taken into account. Returns an empty dictionary if there are no such experts.
+    Raises:
+        SnipError: a chunk has no decoder.
     """
-    experts = ExpertLayers.of(args)
-    elements = 0 if experts is None else experts.bf16_elements(args.hidden_size, gated=_gated(args))
-    if experts is None or not elements:
-        return {}
-    of_layer = 2.0 * len(Gemm) * elements
-    found, stages = dict.fromkeys(range(args.pipeline_model_parallel_size), 0.0), layer_stages(args)
-    for layer in experts.layers:
-        found[stages[layer]] += of_layer
+    found: list[BuiltLinear] = []
+    for chunk in chunks:
+        for stack, layer in _layers(chunk):
+            found += _in_layer(stack, layer)
     return found
 
 
-def gemm_flops(rows: Sequence[LinearRow]) -> dict[str, float]:
-    """Return name → FLOPs per token of one GEMM of the linear. Its three GEMMs have equal FLOPs."""
-    return {row.name: row.flops for row in rows}
+@dataclass(frozen=True)
+class ModelLinears:
+    """The linears of a model, over all ranks.
+
+    Attributes:
+        covered: those that a precision map covers, in the order that maps and broadcasts use.
+        left: those that stay in bf16. They count in the fp4 share.
+    """
+
+    covered: tuple[LinearRow, ...]
+    left: tuple[LinearRow, ...] = ()
+
+    @classmethod
+    def split(cls, rows: Iterable[LinearRow], stock: Mapping[str, str]) -> ModelLinears:
+        """Split the linears of a model, of which those named in ``stock`` are not converted.
+
+        A map covers frozen linears: their weight has no gradient, and they stay in bf16.
+        """
+        ordered = sorted(dict.fromkeys(rows), key=_place)
+        left = {name for name, why in stock.items() if why != FROZEN}
+        covered = _numbered([row for row in ordered if row.name not in left])
+        return cls(tuple(covered), tuple(row for row in ordered if row.name in left))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the linears that a map covers."""
+        return [row.name for row in self.covered]
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Name → FLOPs per token of one GEMM of the linear. Its three GEMMs have equal FLOPs."""
+        return {row.name: row.flops for row in self.covered}
+
+    @property
+    def left_flops(self) -> dict[int, float]:
+        """Pipeline stage → FLOPs per token of all GEMMs of the linears that stay in bf16. Empty if there are none.
+
+        Dropped tokens and padding are not taken into account.
+        """
+        found: dict[int, float] = {}
+        for row in self.left:
+            found[row.stage] = found.get(row.stage, 0.0) + row.runs(None) * row.flops
+        return found
+
+
+def model_linears(local: Sequence[BuiltLinear], stock: Mapping[str, str]) -> ModelLinears:
+    """Return the linears of the whole model, from those of this rank. Collective, over all ranks.
+
+    Args:
+        local: the linears of this rank.
+        stock: name of a linear of the model that is not converted → why.
+
+    Raises:
+        SnipError: ranks of the same pipeline stage have built different models.
+    """
+    rows = of_all_stages({each.row: None for each in local})  # experts of a layer share a row
+    linears = ModelLinears.split(rows, stock)
+    _check_equal(linears.covered)
+    return linears
+
+
+def of_all_stages[Key, Value](own: Mapping[Key, Value]) -> dict[Key, Value]:
+    """Return the entries of all pipeline stages. Collective, over all ranks."""
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        return dict(own)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    parts: list[Mapping[Key, Value]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, own, group=group)
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def is_covered(row: LinearRow) -> bool:
+    """Whether a precision map covers a linear. Shared experts stay in bf16."""
+    return "shared_experts" not in row.id.path.split(".")
+
+
+def _place(row: LinearRow) -> tuple[str, int]:
+    return row.id.stack, row.id.layer
+
+
+def _numbered(rows: Sequence[LinearRow]) -> list[LinearRow]:
+    """Count sub-blocks over the model. Each MTP layer has a stream of its own, which begins with a new boundary."""
+    found: list[LinearRow] = []
+    first = 0
+    for (stack, _), group in itertools.groupby(rows, key=_place):
+        first += stack != "decoder"
+        of_layer = list(group)
+        blocks = sorted({row.sub_block for row in of_layer})  # a sub-block without a converted linear has none
+        own = [replace(row, sub_block=first + blocks.index(row.sub_block)) for row in of_layer]
+        first = 1 + max(row.sub_block for row in own)
+        found += own
+    return found
+
+
+def _check_equal(rows: Sequence[LinearRow]) -> None:
+    if not dist.is_initialized():
+        return
+    digest = zlib.crc32(repr(rows).encode())
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    ends = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        raise SnipError("data parallel ranks have built different models: all ranks must get the same arguments")
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    try:  # a pipeline stage that holds the embedding or the loss alone has a decoder without layers
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    except RuntimeError:
+        raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT and hybrid models") from None
+    for stack in ("decoder", "mtp"):
+        for layer in getattr(getattr(model, stack, None), "layers", ()):
+            yield stack, layer
+
+
+def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
+    linears = [(path, module) for path, module in layer.named_modules() if _class(module) is not None]
+    blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
+    found: list[BuiltLinear] = []
+    for path, module in linears:
+        found += _built(stack, layer, path, module, blocks.index(_sub_block(path)))
+    roles = list(Role)  # modules are in the order of construction: attention builds its output first
+    return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
+
+
+def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> list[BuiltLinear]:
+    config, of_experts = module.config, "experts" in path.split(".")
+    weights: list[tuple[int | None, str]] = [(None, "weight")]
+    if of_experts:
+        indices = layer.get_submodule(path.rpartition(".experts.")[0]).local_expert_indices
+        mixture, inside, rest = path.partition(".local_experts.")
+        if inside:  # one module an expert, under one name
+            local, _, rest = rest.partition(".")
+            weights, path = [(indices[int(local)], "weight")], f"{mixture}.{rest}"
+        else:
+            weights = [(expert, f"weight{i}") for i, expert in enumerate(indices)]
+    linear = LinearId(stack, layer.layer_number - 1, path)
+    weight = getattr(module, weights[0][1])
+    (n, k), sharded = weight.shape, _SHARDED[_class(module) or ""]
+    ranks = get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
+    n, k = n * (ranks if sharded is Side.OUTPUT else 1), k * (ranks if sharded is Side.INPUT else 1)
+    passes = config.mtp_num_layers if stack == "mtp" and getattr(config, "mtp_use_repeated_layer", False) else 1
+    row = LinearRow(
+        str(linear),
+        parallel_state.get_pipeline_model_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0,
+        n,
+        k,
+        experts=config.num_moe_experts if of_experts else 1,
+        active=passes * (config.moe_router_topk if of_experts else 1),
+        sub_block=sub_block,
+        role=_role(n, k, sharded, config.hidden_size),
+        sharded=sharded,
+    )
+    ends = _ends(layer, path)
+    return [BuiltLinear(linear, module, *ends, expert, row, parameter) for expert, parameter in weights]
+
+
+def norm_of(path: str) -> str:
+    """Return the path in the layer of the norm that reads the residual stream for the linear at ``path``."""
+    inside, _, last = _sub_block(path).rpartition(".")
+    return f"{inside}.{_NORMS.get(last, 'norm')}".lstrip(".")
+
+
+def _ends(layer: Any, path: str) -> tuple[Any, Any]:
+    """Return reader and writer of a linear's sub-block. Attention and mixers begin with their layer."""
+    inside, _, norm = norm_of(path).rpartition(".")
+    layer = layer.get_submodule(inside)
+    return layer if norm in ("input_layernorm", "norm") else getattr(layer, norm, layer), layer
+
+
+def _role(n: int, k: int, sharded: Side, hidden: int) -> Role:
+    """Return what a linear does in its sub-block, by its width and by what is sharded: its input in linears that end a
+    branch, else its output.
+    """
+    if (
+        sharded is not Side.INPUT and k % hidden == 0
+    ):  # MTP's eh_proj reads twice the width: the stream and the embedding
+        return Role.READS
+    return Role.WRITES if sharded is not Side.OUTPUT and n == hidden else Role.BETWEEN
+
+
+def _class(module: torch.nn.Module) -> str | None:
+    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _SHARDED), None)
+
+
+def _sub_block(path: str) -> str:
+    """Return the path in the layer up to the module whose output is added to the residual stream."""
+    parts = path.split(".")
+    end = 0
+    while parts[end] in _INNER or parts[end] == "layers":  # a hybrid's MTP layer holds layers with numbers
+        end += 2 if parts[end] == "layers" else 1
+    return ".".join(parts[: end + 1])

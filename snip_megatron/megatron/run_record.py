@@ -18,7 +18,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.model_linears import unquantised_flops
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.step_costs import linear_shapes, option_times
 from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
@@ -32,7 +32,7 @@ def open_run_directory(
     args: argparse.Namespace,
     step: int,
     request: SolveRequest,
-    linears: Sequence[LinearRow],
+    linears: ModelLinears,
     backend: str,
 ) -> RunDirectory | None:
     """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
@@ -75,10 +75,10 @@ def open_run_directory(
         "train_iters": args.train_iters,
         "schedule": config.schedule,
         "request": request.as_dict(),  # what `snip solve RUN` starts from
-        "predicted_times": _predicted_times(config, args, linears, backend),
-        "linear_stages": {row.name: row.stage for row in linears},
-        "unquantised_flops": {str(stage): flops for stage, flops in unquantised_flops(args).items()},
-        "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears).items()},
+        "predicted_times": _predicted_times(config, args, linears.covered, backend),
+        "linear_stages": {row.name: row.stage for row in linears.covered},
+        "unquantised_flops": {str(stage): flops for stage, flops in linears.left_flops.items()},
+        "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears.covered).items()},
     }
     resume = step if args.load or step > 0 else None
     defaults = SnipConfig().as_dict()  # an option that an earlier release did not have had this effect there

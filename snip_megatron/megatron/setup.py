@@ -25,12 +25,7 @@ from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
-from snip_megatron.megatron.model_linears import (
-    check_shapes,
-    gemm_flops,
-    model_linears,
-    unquantised_flops,
-)
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
@@ -40,7 +35,6 @@ from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
-from snip_megatron.precision import LinearRow
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
 from snip_megatron.runtime.adoption import MapChannel
@@ -88,6 +82,7 @@ class SnipRun:
         self._config = config
         self._args = args
         self._registry: LinearRegistry | None = None
+        self._linears = ModelLinears(())
         self._controller: Controller | None = None
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host | None = None
@@ -111,7 +106,8 @@ class SnipRun:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
-        check_shapes(self._registry, self._args)
+        self._linears = ModelLinears(self._registry.rows, self._registry.left)
+        validate.check_model(self._config, self._args, self._linears)
         check_measurable(self._config, self._registry.context.backend.name)
         frozen = [name for name, why in self._registry.stock.items() if why == "frozen"]
         if frozen and self._config.updates:
@@ -127,7 +123,7 @@ class SnipRun:
         return model_chunks
 
     def _say_what_is_cut(self) -> None:
-        cut = cut_tiles(self._args)
+        cut = cut_tiles(self._args, self._linears)
         if cut and is_rank_zero():
             print(
                 f"snip: not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
@@ -326,8 +322,8 @@ class SnipRun:
         if groups.experts is not None:
             registry.context.expert_dp_rank = groups.experts.dp_rank
             registry.context.expert_dp_size = groups.experts.dp_size
-        request = validate.solve_request(config, args)
-        linears = model_linears(args)
+        linears = self._linears
+        request = validate.solve_request(config, args, linears)
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         if config.trigger > 0:
@@ -349,12 +345,12 @@ class SnipRun:
                 arrived=None if restored is None else restored.in_flight,
                 news=None if self._coordinator is None else self._coordinator.progress.news,
             ),
-            gemm_flops(linears),
+            linears.flops,
             self._coordinator,
             self._sinks(),
             clip_grad=args.clip_grad,
             restored=restored,
-            unquantised=sum(unquantised_flops(args).values()),
+            unquantised=sum(linears.left_flops.values()),
             kernels=WarmUp(registry, config, request, _warm_up_sizes(host, args, drift=weighs_updates), groups),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
@@ -365,7 +361,7 @@ class SnipRun:
         args: argparse.Namespace,
         registry: LinearRegistry,
         request: SolveRequest,
-        linears: tuple[LinearRow, ...],
+        linears: ModelLinears,
         step: int,
     ) -> RankZeroCoordinator:
         config, backend = self._config, registry.context.backend.name
@@ -375,10 +371,10 @@ class SnipRun:
         if config.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
-            own = OwnTimes(config, args, linears, registry.context.backend, kept, self._host.device)
+            own = OwnTimes(config, args, linears.covered, registry.context.backend, kept, self._host.device)
             request = dataclasses.replace(request, times=own.known())
             if request.times is not None:
-                check_reachable(linears, request)
+                check_reachable(linears.covered, request)
                 if run is not None:
                     run.set_fact("request", request.as_dict())
         if compat.graph_implementation(args) is None:  # Python does not see the collectives of a graph
@@ -388,7 +384,7 @@ class SnipRun:
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None
         return RankZeroCoordinator(
-            config, request, linears, static_map, run, tokens, finish,
+            config, request, linears.covered, static_map, run, tokens, finish,
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
             times=None if own is None or request.times is not None else own.measure,
         )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.model_linears import model_linears
+from snip_megatron.megatron.model_linears import ModelLinears
+from snip_megatron.precision import Side
 from snip_megatron.quantization.formats import TILE
 
 
@@ -40,22 +41,19 @@ def check_gathers(args: argparse.Namespace, communication: str = "gather") -> No
         )
 
 
-def cut_tiles(args: argparse.Namespace) -> list[str]:
+def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:
     """Describe each dimension that is sharded into parts that are not multiples of 128.
 
     A tile ends at the end of a shard, so such a layout has other tiles, and therefore other statistics, than a layout
     that does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
     """
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    rows = {row.id.path: row for row in model_linears(args)}  # linears of one kind have the same shape in all layers
-    sizes = {
-        "rows of linear_qkv": (rows["self_attention.linear_qkv"].n, tp),
-        "heads of linear_proj": (rows["self_attention.linear_proj"].k, tp),
-    }
-    if dense := rows.get("mlp.linear_fc2"):
-        sizes["ffn"] = (dense.k, tp)
-    if expert := rows.get("mlp.experts.linear_fc2"):
-        sizes["ffn of an expert"] = (expert.k, args.expert_tensor_parallel_size or 1)
+    sizes = {}
+    for row in linears.covered:
+        side = {Side.OUTPUT: ("rows", row.n), Side.INPUT: ("columns", row.k)}.get(row.sharded)
+        if side is not None:
+            parts = tp if row.experts == 1 else args.expert_tensor_parallel_size or 1
+            sizes[f"{side[0]} of {row.id.path}"] = (side[1], parts)
     tokens = args.seq_length * args.micro_batch_size
     if cp > 1:  # a rank holds two pieces of each sequence, one after the other
         sizes["tokens of a microbatch's pieces"] = (tokens // 2, cp)

@@ -12,9 +12,8 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.model_linears import gemm_flops, unquantised_flops
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import is_rank_zero
-from snip_megatron.precision import LinearRow
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.fixed import late_plan
@@ -39,7 +38,7 @@ def timeline_of(
     config: SnipConfig,
     args: argparse.Namespace,
     request: SolveRequest,
-    linears: Sequence[LinearRow],
+    linears: ModelLinears,
     scheduler: Any,
     step: int,
 ) -> Timeline | None:
@@ -80,7 +79,7 @@ def timeline_of(
 
     fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     if config.late:
-        flops, unquantised = gemm_flops(linears), sum(unquantised_flops(args).values())
+        flops, unquantised = linears.flops, sum(linears.left_flops.values())
 
         def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
             return late_plan(request, flops, origin, last, unquantised, step=step, spent=spent)

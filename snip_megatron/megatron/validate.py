@@ -15,7 +15,7 @@ from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.conflicts import CONFLICTS
-from snip_megatron.megatron.model_linears import gemm_flops, linear_names, model_linears, unquantised_flops
+from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import check_measurable, option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
@@ -50,7 +50,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
         )
     _check_context_parallel(config, args)
-    _check_experts(config, args)
+    _check_experts(args)
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
@@ -58,12 +58,32 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
         compat.check_gradient_reduction(args, config.gradient_reduction)
-    _check_fixed_map(config, args)
-    if config.phases is not None:
-        _check_globs(config.phases, linear_names(args))
     if not torch.cuda.is_available():
         check_measurable(config, None)
-    _check_reachable(config, args)
+
+
+def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
+    """Check that maps, globs and budgets fit the linears of a model. No collective is called.
+
+    Args:
+        config: SNIP's configuration.
+        args: Megatron's validated arguments.
+        linears: the linears of the model.
+
+    Raises:
+        SnipError: If they do not.
+    """
+    if not linears.covered:
+        raise SnipError("the model has no linear that SNIP can choose formats for")
+    if config.timed and config.updates and linears.left:
+        raise SnipError(
+            f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
+            f" {linears.left[0].name} does; use fp4="
+        )
+    _check_fixed_map(config, args, linears)
+    if config.phases is not None:
+        _check_globs(config.phases, linears.names)
+    _check_reachable(config, args, linears)
 
 
 def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -78,7 +98,7 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
         )
 
 
-def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
+def _check_experts(args: argparse.Namespace) -> None:
     """Raise SnipError if a mixture of experts is combined with what does not work or is not supported."""
     if ExpertLayers.of(args) is None:
         return
@@ -90,8 +110,6 @@ def _check_experts(config: SnipConfig, args: argparse.Namespace) -> None:
                 f"{here} --moe-router-load-balancing-type {kind} under --snip: probes route a batch as they did at"
                 " first, which it cannot; use aux_loss, seq_aux_loss, global_aux_loss or none"
             )
-    if config.timed and config.updates and unquantised_flops(args):
-        raise SnipError(f"{here} --snip-budget {config.budget}: times of shared experts are not predicted; use fp4=")
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -126,7 +144,7 @@ def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
     if args.optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
         raise SnipError(f"--optimizer {args.optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
     _check_sharding(args)
-    if not config.updates or not needs_forward_noise(solve_request(config, args)):
+    if not config.updates or not needs_forward_noise(config.request()):
         return
     if args.optimizer not in compat.SUPPORTED_OPTIMIZERS:
         raise SnipError(
@@ -164,9 +182,9 @@ def _check_main_grad(args: argparse.Namespace) -> None:
         )
 
 
-def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
+def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
     """Check maps that are known before training: of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
-    names = linear_names(args)
+    names = linears.names
     if config.map is not None:
         load_map(config.map, names)
     elif config.replay is not None:
@@ -175,8 +193,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace) -> None:
     else:
         fixed_map(config.policy, names, pins(config, args), config.formats)
     if config.late:
-        flops, unquantised = gemm_flops(model_linears(args)), sum(unquantised_flops(args).values())
-        late_shares(solve_request(config, args), flops, unquantised)
+        late_shares(solve_request(config, args, linears), linears.flops, sum(linears.left_flops.values()))
 
 
 def _check_globs(schedule: Schedule, names: list[str]) -> None:
@@ -209,18 +226,19 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
     return (*own, *config.pins)
 
 
-def solve_request(config: SnipConfig, args: argparse.Namespace, version: int = 0) -> SolveRequest:
+def solve_request(
+    config: SnipConfig, args: argparse.Namespace, linears: ModelLinears, version: int = 0
+) -> SolveRequest:
     """Return the request that every update of this run solves. Times that the run must measure are left out.
 
     Raises:
         SnipError: If the table of times that the configuration names cannot be used.
     """
-    unquantised = unquantised_flops(args)
     return config.request(
-        times=option_times(config, args, model_linears(args)) if config.timed and config.updates else None,
+        times=option_times(config, args, linears.covered) if config.timed and config.updates else None,
         pins=pins(config, args),
         version=version,
-        unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in unquantised.items()} or None,
+        unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.left_flops.items()} or None,
     )
 
 
@@ -229,34 +247,34 @@ def _tokens_per_step(args: argparse.Namespace) -> int:
     return int(args.global_batch_size * args.seq_length)
 
 
-def _check_reachable(config: SnipConfig, args: argparse.Namespace) -> None:
+def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
     """Raise SnipError if the budget is unreachable. The message gives the largest share that is reachable."""
     if not config.updates:
         return
-    request = solve_request(config, args)
+    request = solve_request(config, args, linears)
     if config.timed:
         if request.times is not None:  # otherwise the run measures them
-            check_reachable(model_linears(args), request)
+            check_reachable(linears.covered, request)
         return
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
-    share = reachable_share(model_linears(args), request, tokens_per_step=tokens)
+    share = reachable_share(linears.covered, request, tokens_per_step=tokens)
     budgets = [(f"--snip-budget {config.budget}", request.target)]
     for i, phase in enumerate(() if config.phases is None else config.phases.phases):
         if phase.budget is not None:
             budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.budget.value))
     for asked, target in budgets:
         if share < target - 1e-9:
-            limits, way = _limits(config, args, request, target)
+            limits, way = _limits(config, linears, request, target)
             raise SnipError(
                 f"{asked} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can be four-bit; {way}"
             )
 
 
-def _limits(config: SnipConfig, args: argparse.Namespace, request: SolveRequest, target: float) -> tuple[str, str]:
+def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, target: float) -> tuple[str, str]:
     """Return the argument that keeps the share of FP4 below ``target``, and what to do about it."""
-    if request.unquantised_stage_flops is not None:
-        return f"--num-experts {args.num_experts}, whose shared experts stay bf16", "lower the budget"
-    if reachable_share(model_linears(args), replace(request, pins=())) < target - 1e-9:
+    if linears.left:
+        return f"{linears.left[0].name} and {len(linears.left) - 1} others, which stay bf16", "lower the budget"
+    if reachable_share(linears.covered, replace(request, pins=())) < target - 1e-9:
         formats = f"--snip-formats {','.join(config.formats)}"
         return formats, "lower the budget or add four-bit formats of more GEMMs"
     if not config.pins:

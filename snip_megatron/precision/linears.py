@@ -61,6 +61,14 @@ class Role(StrEnum):
     WRITES = "writes"  # its output is added to the residual stream
 
 
+class Side(StrEnum):
+    """What tensor parallel ranks share of a linear."""
+
+    OUTPUT = "output"  # W [N, K] along N
+    INPUT = "input"  # W along K
+    NEITHER = "neither"
+
+
 @dataclass(frozen=True)
 class LinearRow:
     """One linear of the model.
@@ -74,10 +82,11 @@ class LinearRow:
         experts: number of matrices.
         active: number of those matrices that a token goes through.
         sub_block: index of the residual sub-block, which is also that of the residual boundary at its input. The
-            boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so is
-            the role: 2·layer for attention, 2·layer + 1 for the MLP.
+            boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so are
+            role and side: 2·layer for attention, 2·layer + 1 for the MLP.
         role: what the linear does in its sub-block.
         trained: whether its weight has a gradient. A frozen linear has no wgrad.
+        sharded: what tensor parallel ranks share.
     """
 
     name: str
@@ -89,6 +98,7 @@ class LinearRow:
     sub_block: int = -1
     role: Role = Role.WRITES
     trained: bool = True
+    sharded: Side = Side.INPUT
 
     def __post_init__(self) -> None:
         if self.sub_block < 0:
@@ -97,6 +107,7 @@ class LinearRow:
             second = not linear.path.startswith("self_attention.")
             object.__setattr__(self, "sub_block", 2 * linear.layer + second)
             object.__setattr__(self, "role", Role.READS if reads else Role.WRITES)
+            object.__setattr__(self, "sharded", Side.OUTPUT if reads else Side.INPUT)
 
     @property
     def id(self) -> LinearId:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import LinearRow, Role
+from snip_megatron.precision import LinearRow, Role, Side
 from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
@@ -253,24 +253,14 @@ def count_boundaries(linears: Iterable[LinearRow]) -> int:
 
 
 def _row(row: LinearRow) -> list[Any]:
-    return [row.name, row.stage, row.n, row.k, row.experts, row.active, row.sub_block, row.role.value, row.trained]
+    place = (row.sub_block, row.role.value, row.trained, row.sharded.value)
+    return [row.name, row.stage, row.n, row.k, row.experts, row.active, *place]
 
 
-def _linear_row(
-    name: Any,
-    stage: Any,
-    n: Any,
-    k: Any,
-    experts: Any = 1,
-    active: Any = 1,
-    sub_block: Any = -1,
-    role: Any = "writes",
-    trained: Any = True,
-) -> LinearRow:
+def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
     """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
-    return LinearRow(
-        str(name), int(stage), int(n), int(k), int(experts), int(active), int(sub_block), Role(role), bool(trained)
-    )
+    known = zip(more, (int, int, int, Role, bool, Side), strict=False)
+    return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in known))
 
 
 def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
+from snip_megatron.megatron.model_linears import ModelLinears
+from snip_megatron.precision import LinearRow
+
 _DERIVED: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -33,6 +36,34 @@ EXPERTS: dict[str, Any] = {
     "seq_length": 32,
     "global_batch_size": 8,
 }
+
+
+def linears(args: argparse.Namespace) -> ModelLinears:
+    """The linears of a Llama of these arguments, evenly split over pipeline stages; some may be mixtures of experts."""
+    heads, groups = args.num_attention_heads, args.num_query_groups if args.group_query_attention else 0
+    shapes = {
+        "self_attention.linear_qkv": ((heads + 2 * (groups or heads)) * args.kv_channels, args.hidden_size),
+        "self_attention.linear_proj": (args.hidden_size, heads * args.kv_channels),
+    }
+    rows = []
+    for layer in range(args.num_layers):
+        experts = getattr(args, "num_experts", None)
+        if experts and not isinstance(args.moe_layer_freq, int):
+            experts *= args.moe_layer_freq[layer]
+        prefixes = {"mlp.": args.ffn_hidden_size}
+        if experts:
+            prefixes = {"mlp.experts.": args.moe_ffn_hidden_size}
+            if args.moe_shared_expert_intermediate_size:
+                prefixes["mlp.shared_experts."] = args.moe_shared_expert_intermediate_size
+        mlp = {}
+        for prefix, ffn in prefixes.items():
+            mlp[f"{prefix}linear_fc1"] = (2 * ffn, args.hidden_size)
+            mlp[f"{prefix}linear_fc2"] = (args.hidden_size, ffn)
+        stage = layer * args.pipeline_model_parallel_size // args.num_layers
+        for path, shape in (shapes | mlp).items():
+            mixture = (args.num_experts, args.moe_router_topk) if ".experts." in path else (1, 1)
+            rows.append(LinearRow(f"decoder.layers.{layer}.{path}", stage, *shape, *mixture))
+    return ModelLinears.split(rows, {row.name: "shared expert" for row in rows if ".shared_experts." in row.name})
 
 
 def megatron_parser() -> argparse.ArgumentParser:

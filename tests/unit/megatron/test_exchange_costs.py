@@ -7,10 +7,10 @@ import random
 from typing import Any
 
 import pytest
+from llama_arguments import linears
 from run_arguments import WANTED, arguments
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
@@ -37,7 +37,7 @@ def of_run(communication: str, model: str, **given: Any) -> OptionTimes:
     cost = {"cost": "flops"} if model == "flops" else {"timings": model}
     formats = tuple(fmt.value for fmt in FORMATS)
     return option_times(
-        SnipConfig(**WANTED | {"formats": formats}, communication=communication, **cost), args, model_linears(args)
+        SnipConfig(**WANTED | {"formats": formats}, communication=communication, **cost), args, linears(args).covered
     )
 
 

@@ -13,8 +13,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import StepContext
-from snip_megatron.megatron.built_linears import built_linears, model_rows
 from snip_megatron.megatron.host import chunk_of
+from snip_megatron.megatron.model_linears import built_linears, model_linears
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.recorder import Pass
@@ -123,7 +123,11 @@ def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0
 
 def new_stream(model: GPTModel, sample: int = 10_000, context: StepContext | None = None) -> ResidualStream:
     return ResidualStream(
-        [chunk_of(model, model_rows(built_linears([model])))], context or StepContext(step=4), WHOLE, sample, seed=6
+        [chunk_of(model, model_linears(built_linears([model]), {}).covered)],
+        context or StepContext(step=4),
+        WHOLE,
+        sample,
+        seed=6,
     )
 
 

@@ -1,94 +1,66 @@
-"""The decoder's linears by Megatron's arguments: names, shapes, stages and FLOPs."""
+"""The linears of a model that is built on the meta device: names, shapes, stages, places and FLOPs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from llama_arguments import arguments
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from meta_models import on_meta, rows_of
 
-from snip_megatron.megatron.model_linears import gemm_flops, model_linears
-from snip_megatron.precision import dense_names
-
-
-def shapes(**given: Any) -> dict[str, tuple[int, int]]:
-    return {row.id.path: (row.n, row.k) for row in model_linears(arguments(**given))[:4]}
+from snip_megatron.megatron.compat.meta_model import CannotBuildError
+from snip_megatron.precision import LinearRow, dense_names
 
 
-def test_shapes_follow_attention_and_mlp() -> None:
-    assert shapes() == {
-        "self_attention.linear_qkv": (128, 64),
-        "self_attention.linear_proj": (64, 64),
-        "mlp.linear_fc1": (192, 64),
-        "mlp.linear_fc2": (64, 96),
-    }
-    ungrouped = shapes(group_query_attention=False, num_query_groups=1, swiglu=False, kv_channels=32)
-    assert ungrouped["self_attention.linear_qkv"] == (384, 64)
-    assert ungrouped["self_attention.linear_proj"] == (64, 128)
-    assert ungrouped["mlp.linear_fc1"] == (96, 64)
-    assert shapes(swiglu=False, quick_geglu=True) == shapes()
-    gated = shapes(attention_output_gate=True)
-    assert gated["self_attention.linear_qkv"] == (192, 64)
-    assert gated["self_attention.linear_proj"] == (64, 64)
+def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
+    found = on_meta()
+    assert (found.names, found.left) == (dense_names(4), ())
+    shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]
+    assert found.covered == tuple(
+        LinearRow(name, 0, *shapes[i % 4]) for i, name in enumerate(dense_names(4))
+    )  # the places that rows of dense decoders have by default
+    split = on_meta(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert [(r.name, r.n, r.k) for r in split.covered] == [(r.name, r.n, r.k) for r in found.covered]
+    assert found.flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "virtual", "expected"),
+    ("layers", "stages", "virtual", "given", "expected"),
     [
-        (4, 1, None, [0, 0, 0, 0]),
-        (4, 2, None, [0, 0, 1, 1]),
-        (4, 2, 2, [0, 1, 0, 1]),
-        (8, 2, 2, [0, 0, 1, 1, 0, 0, 1, 1]),
+        (4, 2, None, {}, [0, 0, 1, 1]),
+        (4, 2, 2, {}, [0, 1, 0, 1]),
+        (8, 2, None, {"num_layers_in_first_pipeline_stage": 2}, [0, 0, 1, 1, 1, 1, 1, 1]),
+        (8, 3, None, {"account_for_embedding_in_pipeline_split": True}, [0, 0, 1, 1, 1, 2, 2, 2]),
+        (8, 4, None, {"pipeline_model_parallel_layout": "E|tt|t*5|tL"}, [1, 1, 2, 2, 2, 2, 2, 3]),
     ],
 )
-def test_stages_of_an_even_split(layers: int, stages: int, virtual: int | None, expected: list[int]) -> None:
-    args = arguments(
-        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual
-    )
-    rows = model_linears(args)
-    assert [row.stage for row in rows[::4]] == expected
-    assert [row.name for row in rows] == dense_names(layers)
-
-
-@pytest.mark.parametrize(
-    ("stages", "virtual", "given", "expected"),
-    [
-        (2, None, {"decoder_first_pipeline_num_layers": 2}, [0, 0, 1, 1, 1, 1, 1, 1]),
-        (3, None, {"decoder_last_pipeline_num_layers": 4}, [0, 0, 1, 1, 2, 2, 2, 2]),
-        (
-            3,
-            2,
-            {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 2},
-            [0, 1, 1, 2, 0, 1, 1, 2],
-        ),
-        (3, None, {"account_for_embedding_in_pipeline_split": True}, [0, 0, 1, 1, 1, 2, 2, 2]),
-        (3, None, {"account_for_loss_in_pipeline_split": True}, [0, 0, 0, 1, 1, 1, 2, 2]),
-        (4, None, {"pipeline_model_parallel_layout": "E|tt|t*5|tL"}, [1, 1, 2, 2, 2, 2, 2, 3]),
-        (2, 2, {"pipeline_model_parallel_layout": "Et|tt|ttt|ttL"}, [0, 1, 1, 0, 0, 0, 1, 1]),
-    ],
-)
-def test_stages_of_an_uneven_split(
-    stages: int, virtual: int | None, given: dict[str, Any], expected: list[int]
+def test_stages_are_those_that_megatron_builds(
+    layers: int, stages: int, virtual: int | None, given: dict[str, Any], expected: list[int]
 ) -> None:
-    split = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
-    args = arguments(num_layers=8, **split, **given)
-    assert [row.stage for row in model_linears(args)[::4]] == expected
-    if args.pipeline_model_parallel_layout is not None:
-        return
-    args.num_layers_in_first_pipeline_stage = args.decoder_first_pipeline_num_layers
-    args.num_layers_in_last_pipeline_stage = args.decoder_last_pipeline_num_layers
-    built = {  # what Megatron builds
-        get_transformer_layer_offset(args, chunk, stage) + i: stage
-        for stage in range(stages)
-        for chunk in range(virtual or 1)
-        for i in range(get_num_layers_to_build(args, chunk, stage))
-    }
-    assert [built[layer] for layer in range(8)] == expected
+    found = on_meta(
+        num_layers=layers,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual,
+        **given,
+    )
+    assert [row.stage for row in found.covered[::4]] == expected
+    assert found.names == dense_names(layers)
 
 
-def test_flops_count_one_gemm_of_each_linear() -> None:
-    flops = gemm_flops(model_linears(arguments()))
-    assert len(flops) == 16
-    assert flops["decoder.layers.0.mlp.linear_fc1"] == 2 * 192 * 64
+def test_experts_have_one_row_and_the_flops_of_what_a_token_meets() -> None:
+    found = on_meta(
+        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_layer_freq=[0, 1, 1, 0],
+        moe_shared_expert_intermediate_size=32, expert_model_parallel_size=2,
+    )  # fmt: skip
+    everything = (*found.covered, *found.left)
+    mixed, dense = rows_of(everything, 1), rows_of(everything, 3)
+    first = mixed["mlp.experts.linear_fc1"]
+    assert (first.n, first.k, first.experts, first.active, first.flops) == (96, 64, 4, 2, 2.0 * 2 * 96 * 64)
+    assert mixed["mlp.shared_experts.linear_fc2"].flops == 2.0 * 64 * 32
+    assert [row.sub_block for path, row in mixed.items() if ".experts." in path] == [3, 3]
+    assert set(dense) == {name.split(".", 3)[3] for name in dense_names(1)}
+
+
+def test_what_cannot_be_built_here_is_said() -> None:
+    with pytest.raises(CannotBuildError, match="the model cannot be built on this machine"):
+        on_meta(MLATransformerConfig, multi_latent_attention=True, num_query_groups=4)  # needs Transformer Engine

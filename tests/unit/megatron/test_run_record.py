@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from llama_arguments import linears
 from run_arguments import arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.run_record import _predicted_times, open_run_directory
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
@@ -51,7 +51,7 @@ def test_predicted_times_that_are_not_known_are_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     args = arguments()
-    times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, model_linears(args), "hopper")
+    times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, linears(args).covered, "hopper")
     assert (times is not None) is (device == "NVIDIA H200" and not said)
     out = capsys.readouterr().out
     assert said in out if said else not out

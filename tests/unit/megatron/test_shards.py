@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import pytest
+from llama_arguments import linears
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.shards import check_gathers, cut_tiles
@@ -13,14 +14,7 @@ from snip_megatron.megatron.shards import check_gathers, cut_tiles
 LLAMA: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 1024,
-    "swiglu": True,
     "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
     "num_attention_heads": 16,
     "group_query_attention": True,
     "num_query_groups": 4,
@@ -38,7 +32,6 @@ EXPERTS: dict[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 384,
-    "moe_grouped_gemm": False,
     "moe_shared_expert_intermediate_size": None,
 }
 
@@ -59,23 +52,23 @@ def arguments(tp: int, **given: Any) -> argparse.Namespace:
             {"seq_length": 512, "context_parallel_size": 2, "sequence_parallel": True},
             ["tokens of a microbatch 512 / 8 ranks = 64"],
         ),
-        (2, {"ffn_hidden_size": 1408}, ["ffn 1408 / 2 ranks = 704"]),
-        (4, {"kv_channels": 32}, ["rows of linear_qkv 768 / 4 ranks = 192"]),
-        (2, {"num_query_groups": 3, "num_attention_heads": 9}, ["rows of linear_qkv 960 / 2 ranks = 480"]),
+        (2, {"ffn_hidden_size": 1408}, ["columns of mlp.linear_fc2 1408 / 2 ranks = 704"]),
+        (4, {"kv_channels": 32}, ["rows of self_attention.linear_qkv 768 / 4 ranks = 192"]),
+        (
+            2,
+            {"num_query_groups": 3, "num_attention_heads": 9},
+            [
+                "rows of self_attention.linear_qkv 960 / 2 ranks = 480",
+                "columns of self_attention.linear_proj 576 / 2 ranks = 288",
+            ],
+        ),
         (2, EXPERTS | {"ffn_hidden_size": 1408}, []),  # no layer is dense
-        (2, EXPERTS | {"moe_layer_freq": 2, "ffn_hidden_size": 1408}, ["ffn 1408 / 2 ranks = 704"]),
-        (2, EXPERTS | {"expert_tensor_parallel_size": 2}, ["ffn of an expert 384 / 2 ranks = 192"]),
+        (2, EXPERTS | {"expert_tensor_parallel_size": 2}, ["columns of mlp.experts.linear_fc2 384 / 2 ranks = 192"]),
     ],
 )
 def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
-    found = cut_tiles(arguments(tp, **given))
-    assert [text for text in found if not text.startswith("heads")] == cut
-
-
-def test_columns_of_the_projection_are_cut_with_the_heads() -> None:
-    assert "heads of linear_proj 576 / 2 ranks = 288" in cut_tiles(
-        arguments(2, num_query_groups=3, num_attention_heads=9)
-    )
+    args = arguments(tp, **given)
+    assert cut_tiles(args, linears(args)) == cut
 
 
 def test_layouts_without_sums_over_shards_are_refused() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from llama_arguments import linears
 from run_arguments import WANTED, arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.step_costs import linear_shapes, option_times, step_model
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
@@ -26,7 +26,7 @@ QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
 def shapes(**given: Any) -> dict[str, LinearShape]:
     args = arguments(**given)
-    return dict(linear_shapes(args, model_linears(args)))
+    return dict(linear_shapes(args, linears(args).covered))
 
 
 def test_shapes_are_those_of_one_rank() -> None:
@@ -52,7 +52,7 @@ def test_experts_share_a_rank_s_tokens() -> None:
     tokens = 2048 * 2 // 2 * 2 * 2 // 8  # of a sequence parallel rank, twice, from two ranks, over 8 experts
     assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(tokens, 1024, 1024, microbatches=4 * 4)
     args = arguments(**experts)
-    times = option_times(SnipConfig(**WANTED, timings="h200"), args, model_linears(args))
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
     one, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
     for fmt in ("bf16", "fp8"):
         predicted = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, fmt)
@@ -77,13 +77,13 @@ def test_recomputation_runs_forwards_twice() -> None:
 
 def test_times_of_a_table_and_of_flops() -> None:
     args = arguments()
-    linears = model_linears(args)
-    by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, linears)
+    rows = linears(args).covered
+    by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, rows)
     assert by_table.model == "NVIDIA H200"
     for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
         expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
         assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
-    by_flops = option_times(SnipConfig(**WANTED, cost="flops"), args, linears)
+    by_flops = option_times(SnipConfig(**WANTED, cost="flops"), args, rows)
     one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
     assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
     assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
@@ -95,7 +95,7 @@ def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
     found = {}
     for way in ("fp32", "fp8"):
         config = SnipConfig(**WANTED, timings="h200", gradient_reduction=way)
-        found[way] = option_times(config, args, model_linears(args)).rest
+        found[way] = option_times(config, args, linears(args).covered).rest
         planned = step_model(args, load_cost_model("h200"))
         assert planned is not None
         planned = StepModel(replace(planned.layout, gradient_reduction=way), load_cost_model("h200"))
@@ -106,8 +106,8 @@ def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
 def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
     """All linears in fp8_tensor: predicted by the planner, and from the stages' savings as a run knows them."""
     args = arguments()
-    linears = model_linears(args)
-    times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears)
+    rows = linears(args).covered
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows)
     model = load_cost_model("h200")
     shape = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
     layout = Layout(shape, tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
@@ -115,11 +115,9 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
     step = StepModel(layout, model)
     all_bf16, all_tensor = ((fmt,) * 3 for fmt in (Format.BF16, Format.FP8_TENSOR))
     planned = step.step(lambda *_: all_bf16).total / step.step(lambda *_: all_tensor).total
-    cost = {
-        f: math.fsum(times.of(row.name, None, f) for row in linears if row.stage == 0) for f in ("bf16", "fp8_tensor")
-    }
+    cost = {f: math.fsum(times.of(row.name, None, f) for row in rows if row.stage == 0) for f in ("bf16", "fp8_tensor")}
     saved = 1 - cost["fp8_tensor"] / cost["bf16"]
-    stages = {row.name: row.stage for row in linears}
+    stages = {row.name: row.stage for row in rows}
     predicted = times.step_speedup(stages, {0: saved, 1: saved})
     assert predicted == pytest.approx(planned, rel=1e-3)
     slowest, fastest = sorted((1.0, cost["bf16"] / cost["fp8_tensor"]))  # these linears are too small to gain
@@ -164,7 +162,7 @@ def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any
 
 def test_a_run_that_names_no_table_measures_its_times() -> None:
     args = arguments()
-    assert option_times(SnipConfig(**WANTED), args, model_linears(args)) is None
+    assert option_times(SnipConfig(**WANTED), args, linears(args).covered) is None
 
 
 @pytest.mark.parametrize(
@@ -177,5 +175,5 @@ def test_a_run_that_names_no_table_measures_its_times() -> None:
 def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
     args = arguments()
     with pytest.raises(SnipError) as caught:
-        option_times(SnipConfig(**WANTED, **fields), args, model_linears(args))
+        option_times(SnipConfig(**WANTED, **fields), args, linears(args).covered)
     assert words in str(caught.value)

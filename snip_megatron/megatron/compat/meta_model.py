@@ -1,0 +1,95 @@
+"""Builds a model on torch's meta device, stage by stage, in a process of its own: no memory, no rank, no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from snip_megatron.errors import SnipError, cut
+
+
+class CannotBuildError(SnipError):
+    """A part of the model needs a GPU, or a package that is not here."""
+
+
+def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list[torch.nn.Module]]:
+    """Yield the model chunks of the first rank of each pipeline stage, as Megatron builds them.
+
+    Groups have the sizes that the arguments say, and exchange nothing. Data parallel ranks are left out.
+
+    Args:
+        args: Megatron's validated arguments.
+        model_config: the configuration of the model.
+
+    Raises:
+        SnipError: this process is a rank already.
+        CannotBuildError: the model cannot be built here.
+    """
+    if dist.is_initialized():
+        raise SnipError("a model is built on the meta device in a process without process groups")
+    model_config, transformer = copy.copy(model_config), copy.copy(model_config.transformer)
+    model_config.transformer = transformer
+    transformer.use_cpu_initialization, transformer.perform_initialization = False, False
+    transformer.init_model_with_meta_device = True
+    model_config.vocab_size = model_config.vocab_size or model_config.make_vocab_size_divisible_by
+    stages = args.pipeline_model_parallel_size
+    inner = math.lcm(
+        args.tensor_model_parallel_size * args.context_parallel_size,
+        (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size,
+    )
+    for stage in range(stages):
+        with _rank(args, stage * inner, stages * inner), _seeming_cuda():
+            try:
+                chunks = _build(model_config)
+            except Exception as error:  # of any library that a part of the model needs
+                said = " ".join(str(error).split()) or type(error).__name__
+                raise CannotBuildError(f"the model cannot be built on this machine ({cut(said)})") from error
+            yield chunks
+
+
+def _build(model_config: Any) -> list[torch.nn.Module]:
+    builder = model_config.get_builder_cls()(model_config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = model_config.transformer.virtual_pipeline_model_parallel_size
+    with torch.device("meta"):
+        return [builder.build_model(groups, vp_stage=vp) for vp in ([None] if chunks is None else range(chunks))]
+
+
+@contextlib.contextmanager
+def _rank(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _seeming_cuda() -> Iterator[None]:
+    """Let modules be built that ask for a CUDA device, which nothing on the meta device needs."""
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
+            stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))
+        yield
