@@ -22,11 +22,11 @@ from benchmarks.job import read_job
 from benchmarks.jobs.contenders import CONTENDERS, Contender
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import ModelShape
 
 JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
 

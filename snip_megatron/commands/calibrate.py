@@ -27,19 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE.json", help="file for the table; default: standard output")
     add(
-        "--shapes",
-        default="grid",
-        metavar="grid|MODEL",
-        help="what to measure: a grid of shapes that covers any model, or the linears of one model; default: grid",
-    )
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size of the model of --shapes; default: 1")
-    add(
-        "--tokens",
-        default="8192",
-        metavar="N,N",
-        help="tokens of a microbatch of the model, one number or several; default: 8192",
-    )
-    add(
         "--formats",
         default=",".join(_FORMATS),
         metavar="F,F",
@@ -83,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--out", args.out)
     from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels, device_name
     from snip_megatron.timing.calibration.collectives import check_ranks, measure_collectives
-    from snip_megatron.timing.calibration.workload import grid_workload, model_workload
+    from snip_megatron.timing.calibration.workload import grid_workload
     from snip_megatron.timing.loading import load_table
 
     device = _device(args.device)
@@ -96,10 +83,7 @@ def run(args: argparse.Namespace) -> int:
         deliver("--out", args.out, replace(table, collectives={**table.collectives, **found}).to_json())
         print(f"snip calibrate: {table.device}, {len(found)} collectives are added", file=sys.stderr)
         return 0
-    if args.shapes == "grid":
-        workload = grid_workload(device.type)
-    else:
-        workload = model_workload(args.shapes, _parse_tokens(args.tokens), args.tp)
+    workload = grid_workload(device.type)
     measurer = _measurer(device, args.gemm, formats)
     collectives = measure_collectives(device.type, args.ranks)  # they come first: if they fail, nothing is lost
     compilation = compile_kernels(measurer, workload)
@@ -144,13 +128,6 @@ def _parse_formats(text: str) -> tuple[Format, ...]:
         known = ", ".join(fmt.value for fmt in Format if fmt is not Format.BF16)
         raise SnipError(f"--formats {cut(text)}: give distinct names among {known}")
     return tuple(Format(name) for name in names)
-
-
-def _parse_tokens(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(count) for count in text.split(","))
-    except ValueError:
-        raise SnipError(f"--tokens {cut(text)}: give whole numbers, comma separated") from None
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 def _layout(args: argparse.Namespace, config: SnipConfig) -> Layout:
     from dataclasses import replace
 
-    from snip_megatron.timing.models import load_model
+    from snip_megatron.planner.models import load_model
 
     model = load_model(args.model)
     if args.vocab_size is not None:

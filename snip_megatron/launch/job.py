@@ -9,7 +9,7 @@ from pathlib import Path
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import Layout
-from snip_megatron.timing.models import MODELS, ModelShape, load_model
+from snip_megatron.planner.models import MODELS, ModelShape, load_model
 
 GPUS_PER_NODE = 8
 MOCK = "mock"

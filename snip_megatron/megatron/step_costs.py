@@ -22,6 +22,7 @@ from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.tensor_parallel import TensorParallel
@@ -29,7 +30,6 @@ from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearRow
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape, local_shape
 from snip_megatron.timing.table import TimingTable
 

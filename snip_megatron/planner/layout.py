@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.precision import DENSE_LAYER
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape, local_shape
 
 RECOMPUTE = ("none", "selective", "full")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from snip_megatron.planner.memory import FormatsOf
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.precision import DENSE_LAYER, FOUR_BIT, Gemm, LinearId, PrecisionMap
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import Formats
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, strict
 from snip_megatron.timing.collectives import COLLECTIVES, DTYPES, Exchange
 
 TIMINGS_SCHEMA = "snip.timings/1"
@@ -20,6 +20,12 @@ MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
 MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
+_KEYS = {
+    "gemms": ("tokens", "n", "k"),
+    "activations": ("tokens", "features"),
+    "weights": ("n", "k"),
+    "attention": ("sequence", "heads", "head_size"),
+}
 _ABOUT = ("date", "commit", "command", "versions", "rounds", "complete", "notes")
 
 Triple = tuple[float, float, float]
@@ -80,28 +86,27 @@ class TimingTable:
     def from_json(cls, text: str | bytes, where: str = "timings") -> TimingTable:
         """Parse and validate a text. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
         try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SnipError(f"{where}: not JSON ({error})") from None
-        try:
-            return _table(_object(body, "timings"))
+            return _table(strict.read_object(text))
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
     def to_json(self) -> str:
         """Return the text of a file, with rows sorted by size."""
-        gemms: list[dict[str, Any]] = [
-            {"tokens": m, "n": n, "k": k, "seconds": _by_name(row)} for (m, n, k), row in sorted(self.gemms.items())
-        ]
-        activations = [
-            {"tokens": m, "features": f, **{operand: _by_name(row[operand]) for operand in OPERANDS}}
-            for (m, f), row in sorted(self.activations.items())
-        ]
-        weights = [{"n": n, "k": k, "seconds": _by_name(row)} for (n, k), row in sorted(self.weights.items())]
-        attention = [
-            {"sequence": s, "heads": h, "head_size": d, "forward": forward, "backward": backward}
-            for (s, h, d), (forward, backward) in sorted(self.attention.items())
-        ]
+        written: dict[str, Callable[[Any], dict[str, Any]]] = {
+            "gemms": lambda row: {"seconds": _by_name(row)},
+            "activations": lambda row: {operand: _by_name(row[operand]) for operand in OPERANDS},
+            "weights": lambda row: {"seconds": _by_name(row)},
+            "attention": lambda row: {"forward": row[0], "backward": row[1]},
+        }
+        lists = {
+            name: [
+                dict(zip(_KEYS[name], key, strict=True)) | write(row)
+                for key, row in sorted(getattr(self, name).items())
+            ]
+            for name, write in written.items()
+        }
+        if self.collectives:
+            lists["collectives"] = [key._asdict() | {"seconds": s} for key, s in sorted(self.collectives.items())]
         body: dict[str, Any] = {
             "schema": TIMINGS_SCHEMA,
             "device": self.device,
@@ -109,19 +114,8 @@ class TimingTable:
             **{key: self.about[key] for key in _ABOUT if key in self.about},
             "formats": [fmt.value for fmt in self.formats],
             "copy_rate": self.copy_rate,
+            **{name: value for name in ("memory", "recapture") if (value := getattr(self, name)) is not None},
         }
-        if self.memory is not None:
-            body["memory"] = self.memory
-        if self.recapture is not None:
-            body["recapture"] = self.recapture
-        lists: dict[str, list[dict[str, Any]]] = {
-            "gemms": gemms,
-            "activations": activations,
-            "weights": weights,
-            "attention": attention,
-        }
-        if self.collectives:
-            lists["collectives"] = [key._asdict() | {"seconds": s} for key, s in sorted(self.collectives.items())]
         parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items()]
         parts += [f"{json.dumps(key)}: {_lines(rows)}" for key, rows in lists.items()]
         return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -138,118 +132,94 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 # -- parsing -------------------------------------------------------------------------------------------------------
 def _table(body: dict[str, Any]) -> TimingTable:
-    if body.get("schema") != TIMINGS_SCHEMA:
-        raise SnipError(f'schema: must be "{TIMINGS_SCHEMA}"')
-    formats = _formats(body.get("formats"))
+    strict.check_schema(body, TIMINGS_SCHEMA)
+    names = strict.array(body.get("formats"), "formats")
+    formats = tuple(Format(strict.one_of(name, f"formats[{i}]", Format)) for i, name in enumerate(names))
+    if len(set(formats)) != len(formats) or Format.BF16 not in formats:
+        raise SnipError("formats: must name bf16, and each format once")
     quantised = tuple(fmt for fmt in formats if fmt is not Format.BF16)
 
-    def gemm(row: dict[str, Any], path: str) -> dict[Format, Triple]:
-        return _by_format(row.get("seconds"), formats, _triple, f"{path}.seconds")
+    def gemm(row: dict[str, Any], prefix: str) -> dict[Format, Triple]:
+        return _by_format(row, "seconds", formats, _triple, prefix)
 
-    def activation(row: dict[str, Any], path: str) -> dict[str, dict[Format, Triple]]:
-        return {name: _by_format(row.get(name), quantised, _triple, f"{path}.{name}") for name in OPERANDS}
+    def activation(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Triple]]:
+        return {operand: _by_format(row, operand, quantised, _triple, prefix) for operand in OPERANDS}
 
-    def weight(row: dict[str, Any], path: str) -> dict[Format, float]:
-        return _by_format(row.get("seconds"), quantised, _seconds, f"{path}.seconds")
+    def weight(row: dict[str, Any], prefix: str) -> dict[Format, float]:
+        return _by_format(row, "seconds", quantised, _seconds, prefix)
 
-    def attention(row: dict[str, Any], path: str) -> tuple[float, float]:
-        return _seconds(row.get("forward"), f"{path}.forward"), _seconds(row.get("backward"), f"{path}.backward")
+    def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
+        return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
 
-    copy_rate, memory, recapture = body.get("copy_rate"), body.get("memory"), body.get("recapture")
+    def exchange(row: dict[str, Any], prefix: str) -> Exchange:
+        kind = strict.one_of(row.get("collective"), f"{prefix}collective", COLLECTIVES)
+        dtype = strict.one_of(row.get("dtype"), f"{prefix}dtype", DTYPES)
+        return Exchange(kind, dtype, *_whole(row, ("ranks", "bytes"), prefix))
+
+    def size(name: str) -> Callable[[dict[str, Any], str], tuple[int, ...]]:
+        return lambda row, prefix: _whole(row, _KEYS[name], prefix)
+
+    def optional(name: str, least: float, most: float) -> float | None:
+        return None if body.get(name) is None else _number(body[name], name, least, most)
+
+    least = 1 if quantised else 0
     return TimingTable(
-        device=_text(body.get("device"), "device"),
-        backend=_text(body.get("backend"), "backend"),
+        device=_text(body, "device"),
+        backend=_text(body, "backend"),
         formats=formats,
-        gemms=_rows(body, "gemms", ("tokens", "n", "k"), gemm, least=1),
-        activations=_rows(body, "activations", ("tokens", "features"), activation, least=1 if quantised else 0),
-        weights=_rows(body, "weights", ("n", "k"), weight, least=1 if quantised else 0),
-        attention=_rows(body, "attention", ("sequence", "heads", "head_size"), attention, least=0),
-        copy_rate=None if copy_rate is None else _number(copy_rate, "copy_rate", 1, 1e20),
-        memory=None if memory is None else _number(memory, "memory", 1, 1e15),
-        recapture=None if recapture is None else _seconds(recapture, "recapture"),
-        collectives=_collectives(body.get("collectives", [])),
+        gemms=_rows(body, "gemms", size("gemms"), gemm, least=1),
+        activations=_rows(body, "activations", size("activations"), activation, least=least),
+        weights=_rows(body, "weights", size("weights"), weight, least=least),
+        attention=_rows(body, "attention", size("attention"), attention),
+        copy_rate=optional("copy_rate", 1, 1e20),
+        memory=optional("memory", 1, 1e15),
+        recapture=optional("recapture", MIN_SECONDS, MAX_SECONDS),
+        collectives=_rows(
+            body, "collectives", exchange, lambda row, prefix: _seconds(row.get("seconds"), f"{prefix}seconds")
+        ),
         about={key: body[key] for key in _ABOUT if key in body},
     )
 
 
-def _collectives(raw: Any) -> dict[Exchange, float]:
-    if not isinstance(raw, list):
-        raise SnipError("collectives: must be an array of objects")
-    rows: dict[Exchange, float] = {}
-    for i, row in enumerate(raw):
-        path = f"collectives[{i}]"
-        fields = _object(row, path)
-        for name, known in (("collective", COLLECTIVES), ("dtype", DTYPES)):
-            if fields.get(name) not in known:
-                raise SnipError(f"{path}.{name}: must be one of {', '.join(known)}, got {quoted(fields.get(name))}")
-        ranks, sent = (_edge(fields.get(name), f"{path}.{name}") for name in ("ranks", "bytes"))
-        key = Exchange(fields["collective"], fields["dtype"], ranks, sent)
-        if key in rows:
-            raise SnipError(f"{path}: {' '.join(map(str, key))} stands twice")
-        rows[key] = _seconds(fields.get("seconds"), f"{path}.seconds")
-    return rows
-
-
-def _formats(raw: Any) -> tuple[Format, ...]:
-    if not isinstance(raw, list) or any(not isinstance(name, str) for name in raw):
-        raise SnipError("formats: must be an array of names of formats")
-    unknown = [name for name in raw if name not in Format._value2member_map_]
-    if unknown:
-        raise SnipError(f"formats: unknown format {quoted(unknown[0])} (known: {', '.join(f.value for f in Format)})")
-    if len(set(raw)) != len(raw) or Format.BF16.value not in raw:
-        raise SnipError("formats: must name bf16, and each format once")
-    return tuple(Format(name) for name in raw)
-
-
-def _rows[Key: tuple[int, ...], Value](
-    body: dict[str, Any], name: str, edges: tuple[str, ...], read: Callable[[dict[str, Any], str], Value], *, least: int
-) -> dict[Any, Value]:
-    raw = body.get(name, [])
-    if not isinstance(raw, list):
-        raise SnipError(f"{name}: must be an array of objects")
-    if len(raw) < least:
-        raise SnipError(f"{name}: must hold at least one row")
-    rows: dict[Any, Value] = {}
-    for i, row in enumerate(raw):
+def _rows[Key: tuple[Any, ...], Value](
+    body: dict[str, Any],
+    name: str,
+    key: Callable[[dict[str, Any], str], Key],
+    read: Callable[[dict[str, Any], str], Value],
+    *,
+    least: int = 0,
+) -> dict[Key, Value]:
+    """Return the rows of a list by their keys. ``key`` and ``read`` take a row and the path of it, with a dot."""
+    rows: dict[Key, Value] = {}
+    for i, raw in enumerate(strict.array(body.get(name, []), name)):
         path = f"{name}[{i}]"
-        fields = _object(row, path)
-        key = tuple(_edge(fields.get(edge), f"{path}.{edge}") for edge in edges)
-        if key in rows:
-            raise SnipError(f"{path}: {' × '.join(map(str, key))} stands twice")
-        rows[key] = read(fields, path)
+        row = strict.mapping(raw, path)
+        found = key(row, f"{path}.")
+        if found in rows:
+            raise SnipError(f"{path}: {' × '.join(map(str, found))} stands twice")
+        rows[found] = read(row, f"{path}.")
+    if len(rows) < least:
+        raise SnipError(f"{name}: must hold at least one row")
     return rows
 
 
 def _by_format[Value](
-    raw: Any, formats: tuple[Format, ...], read: Callable[[Any, str], Value], path: str
+    row: dict[str, Any], name: str, formats: tuple[Format, ...], read: Callable[[Any, str], Value], prefix: str
 ) -> dict[Format, Value]:
-    fields = _object(raw, path)
-    missing = [fmt.value for fmt in formats if fmt.value not in fields]
-    if missing:
-        raise SnipError(f"{path}.{missing[0]}: missing")
-    return {fmt: read(fields[fmt.value], f"{path}.{fmt.value}") for fmt in formats}
+    path = prefix + name
+    fields = strict.mapping(row.get(name), path)
+    return {fmt: read(strict.field(fields, fmt.value, f"{path}."), f"{path}.{fmt.value}") for fmt in formats}
 
 
-def _object(raw: Any, path: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise SnipError(f"{path}: must be an object")
-    return raw
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise SnipError(f"{name}: must be a non-empty string")
+    return value
 
 
-def _text(raw: Any, path: str) -> str:
-    if not isinstance(raw, str) or not raw:
-        raise SnipError(f"{path}: must be a non-empty string")
-    return raw
-
-
-def _edge(raw: Any, path: str) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int) or not 1 <= raw <= MAX_EDGE:
-        raise SnipError(f"{path}: must be a whole number of 1 or more, got {quoted(raw)}")
-    return raw
-
-
-def _seconds(raw: Any, path: str) -> float:
-    return _number(raw, path, MIN_SECONDS, MAX_SECONDS)
+def _whole(row: dict[str, Any], names: tuple[str, ...], prefix: str) -> tuple[int, ...]:
+    return tuple(strict.whole(row.get(name), prefix + name, 1, MAX_EDGE + 1) for name in names)
 
 
 def _number(raw: Any, path: str, least: float, most: float) -> float:
@@ -258,8 +228,12 @@ def _number(raw: Any, path: str, least: float, most: float) -> float:
     return float(raw)
 
 
+def _seconds(raw: Any, path: str) -> float:
+    return _number(raw, path, MIN_SECONDS, MAX_SECONDS)
+
+
 def _triple(raw: Any, path: str) -> Triple:
-    if not isinstance(raw, list) or len(raw) != 3:
+    if len(strict.array(raw, path)) != 3:
         raise SnipError(f"{path}: must be an array of three times in seconds")
     first, second, third = (_seconds(value, f"{path}[{i}]") for i, value in enumerate(raw))
     return first, second, third

@@ -19,10 +19,10 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.probes import calls, microbatches_by_kind
 from snip_megatron.records.readers import read_events
 from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.timing.models import ModelShape
 
 # Dropout, so that a lost or shifted random state shows.
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")

@@ -38,29 +38,6 @@ def test_a_table_of_this_cpu(tmp_path: Path) -> None:
     assert model.seconds(LinearShape(64, 128, 128), Gemm.WGRAD, Format.FP4) > 0
 
 
-def test_a_models_own_shapes_on_standard_output(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "vocab_size": 64,
-            }
-        )
-    )
-    done = snip("--shapes", config, "--tp", 2, "--tokens", "16,32", "--formats", "fp8")
-    assert done.returncode == 0, done.stderr
-    body = json.loads(done.stdout)
-    assert "collectives" not in body
-    rows = [(row["tokens"], row["n"], row["k"]) for row in body["gemms"]]
-    weights = ((96, 64), (64, 32), (64, 48))  # linear_qkv and linear_fc1 are alike
-    assert sorted(rows) == sorted((m, *weight) for m in (16, 32) for weight in weights)
-
-
 def small_table(device: str) -> str:
     """The least that a table may hold."""
     gemms = [{"tokens": 8, "n": 8, "k": 8, "seconds": {"bf16": [1e-5, 1e-5, 1e-5]}}]
@@ -99,7 +76,6 @@ def test_a_table_of_another_device_is_not_added_to(tmp_path: Path, capsys: pytes
         (["--ranks", "0"], "--ranks 0: must be a whole number of 1 or more"),
         (["--ranks", "100000"], "--ranks 100000: a CPU takes at most 64"),
         (["--formats", "fp9"], "--formats fp9: give distinct names among fp8, fp4"),
-        (["--shapes", "8b", "--tokens", "many"], "--tokens many: give whole numbers"),
         (["--time", "0"], "--time 0.0: must be a number of seconds above 0"),
         (["--out", "/nowhere/t.json"], "--out /nowhere/t.json: there is no folder /nowhere"),
         (["--gemm", "hopper"], "--snip-gemm hopper: needs a Hopper GPU"),

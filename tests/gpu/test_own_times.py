@@ -22,9 +22,10 @@ TRAINING = shlex.split("""
 --num-layers 2 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --group-query-attention
 --num-query-groups 4 --seq-length 2048 --max-position-embeddings 2048 --position-embedding-type rope
 --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
---hidden-dropout 0 --micro-batch-size 4 --global-batch-size 4 --bf16 --use-distributed-optimizer --transformer-impl local
---lr 1e-4 --lr-decay-iters 14 --seed 1234 --log-interval 1 --num-workers 0 --mock-data --tokenizer-type NullTokenizer
---vocab-size 1023 --ckpt-format torch_dist --train-iters 14 --eval-interval 100 --eval-iters 1 --save-interval 100
+--hidden-dropout 0 --micro-batch-size 4 --global-batch-size 4 --bf16 --use-distributed-optimizer
+--transformer-impl local --lr 1e-4 --lr-decay-iters 14 --seed 1234 --log-interval 1 --num-workers 0 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 1023 --ckpt-format torch_dist
+--train-iters 14 --eval-interval 100 --eval-iters 1 --save-interval 100
 --disable-jit-fuser --snip --snip-first-update 2 --snip-update-interval 6 --snip-lag 4 --snip-wait 120
 """)
 pytestmark = pytest.mark.skipif(

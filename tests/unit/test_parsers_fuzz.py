@@ -25,6 +25,7 @@ from sensitivity.synthetic import make_table
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.megatron.data.prepare_data import _existing
+from snip_megatron.planner.models import load_model
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
@@ -50,7 +51,6 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import load_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 20  # only ends a test that hangs

@@ -1,4 +1,4 @@
-"""The sizes that a calibration measures: a grid that covers any model, or the sizes of one model."""
+"""The sizes that a calibration measures: a grid that covers any model, or the linears of one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError
-from snip_megatron.timing.models import load_model
-from snip_megatron.timing.shapes import LinearShape, local_shape
-from snip_megatron.timing.table import MAX_EDGE
+from snip_megatron.timing.shapes import LinearShape
 
 Size = tuple[int, ...]
 
@@ -72,30 +69,6 @@ def shapes_workload(shapes: Iterable[LinearShape], attention: Iterable[Size] = (
         weights=tuple(dict.fromkeys((n, k) for _, n, k in gemms)),
         attention=tuple(dict.fromkeys(attention)),
     )
-
-
-def model_workload(name: str, tokens: Sequence[int], tensor_parallel: int) -> Workload:
-    """Return the sizes of a model's four linears on one rank.
-
-    Args:
-        name: the model; see :func:`snip_megatron.timing.models.load_model`.
-        tokens: token counts of a microbatch to measure.
-        tensor_parallel: the tensor parallel size.
-
-    Raises:
-        SnipError: the model is unknown or cannot be split over the tensor parallel ranks, or a number is out of range.
-    """
-    if not all(1 <= count <= MAX_EDGE for count in (tensor_parallel, *tokens)):
-        raise SnipError(f"--tp and --tokens must be whole numbers from 1 to {MAX_EDGE}")
-    model = load_model(name)
-    if model.heads % tensor_parallel:
-        raise SnipError(f"{name}: {model.heads} heads cannot be split over --tp {tensor_parallel}")
-    shapes = [
-        local_shape(kind, n, k, tokens=count, tensor_parallel=tensor_parallel)
-        for count in tokens
-        for kind, (n, k) in model.linears.items()
-    ]
-    return shapes_workload(shapes, ((count, model.heads // tensor_parallel, model.head_size) for count in tokens))
 
 
 def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:

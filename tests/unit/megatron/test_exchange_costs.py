@@ -13,11 +13,11 @@ from run_arguments import WANTED, arguments
 from snip_megatron.config import SnipConfig
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import ALL_BF16, Formats
 
 MODES = ("bf16", "gather", "all")

@@ -14,11 +14,11 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.step_costs import linear_shapes, option_times, step_model
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import LinearShape
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.models import ModelShape, load_model
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.cost_model import FlopsModel
-from snip_megatron.timing.models import ModelShape, load_model
 
 SMALL = ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256)
 

@@ -19,9 +19,9 @@ from snip_megatron.planner.memory import (
     saved_input,
     stage_memory,
 )
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
-from snip_megatron.timing.models import ModelShape
 from snip_megatron.timing.shapes import ALL_BF16, Formats
 
 from .formula import SMALL, layout

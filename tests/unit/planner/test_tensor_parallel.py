@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from snip_megatron.planner.models import load_model
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.request import build_problem
@@ -21,7 +22,6 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
-from snip_megatron.timing.models import load_model
 from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
 
 from .formula import SMALL, layout, with_blocks

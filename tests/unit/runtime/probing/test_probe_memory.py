@@ -15,6 +15,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
+from snip_megatron.planner.models import ModelShape
 from snip_megatron.precision import (
     DENSE_LAYER,
     Format,
@@ -27,7 +28,6 @@ from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
-from snip_megatron.timing.models import ModelShape
 
 CPU = torch.device("cpu")
 

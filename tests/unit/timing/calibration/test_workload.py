@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
-from snip_megatron.timing.calibration.workload import coarse_first, grid_workload, model_workload
+from snip_megatron.planner.models import MODELS
+from snip_megatron.timing.calibration.workload import coarse_first, grid_workload, shapes_workload
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.models import MODELS
-from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.shapes import LinearShape, local_shape
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
@@ -52,25 +51,11 @@ def test_the_grid_covers_the_linears_of_the_models(model: str, tp: int) -> None:
         assert not grid.place((shape.tokens, shape.n, shape.k)).extrapolated, kind
 
 
-def test_a_model_on_ranks() -> None:
-    workload = model_workload("70b", (4096, 8192), 8)
-    assert set(workload.gemms) == {
-        (m, *w) for m in (4096, 8192) for w in ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
-    }
-    assert (8192, 7168) in workload.activations
-    assert workload.attention == ((4096, 8, 128), (8192, 8, 128))
-
-
-@pytest.mark.parametrize(
-    ("model", "tokens", "tp", "message"),
-    [
-        ("70b", (8192,), 48, "64 heads cannot be split over --tp 48"),
-        ("70b", (0,), 1, "^--tp and --tokens must be whole numbers from 1 to"),
-        ("70b", (10**26,), 1, "^--tp and --tokens must be whole numbers from 1 to"),
-        ("70b", (8192,), 0, "^--tp and --tokens must be whole numbers from 1 to"),
-        ("900b", (8192,), 1, "model 900b: unknown"),
-    ],
-)
-def test_refusals(model: str, tokens: tuple[int, ...], tp: int, message: str) -> None:
-    with pytest.raises(SnipError, match=message):
-        model_workload(model, tokens, tp)
+def test_the_linears_of_a_model() -> None:
+    """Each size once; quantisation has the sizes of inputs and outputs."""
+    fc1, fc2 = LinearShape(4096, 7168, 8192, microbatches=4), LinearShape(4096, 8192, 3584)
+    workload = shapes_workload([fc1, fc2, fc1], [(4096, 8, 128)])
+    assert workload.gemms == ((4096, 7168, 8192), (4096, 8192, 3584))
+    assert set(workload.activations) == {(4096, 7168), (4096, 8192), (4096, 3584)}
+    assert workload.weights == ((7168, 8192), (8192, 3584))
+    assert workload.attention == ((4096, 8, 128),)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.timing.models import from_hugging_face, load_model
+from snip_megatron.planner.models import from_hugging_face, load_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
