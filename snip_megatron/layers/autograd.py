@@ -7,7 +7,8 @@ the input gradient, overlapped with wgrad, and the accumulation into ``main_grad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,8 @@ class LinearCall(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """Whether dgrad and wgrad run at once: nothing is exchanged or measured between them."""
-        return not (self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient or self.override is not None)
+        exchanges = self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient
+        return not (exchanges or self.handle.delays or self.override is not None)
 
     @property
     def trains(self) -> bool:
@@ -169,6 +171,7 @@ class QuantizedLinear(torch.autograd.Function):
         if weight._version != ctx.version:
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
+        grad_weight: Tensor | None
         x: FlatOperand = ctx.saved_tensors, ctx.rest
         main_grad = getattr(weight, "main_grad", None)
         _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
@@ -183,16 +186,16 @@ class QuantizedLinear(torch.autograd.Function):
         if d.shape != ctx.x_shape:
             d = d.view(ctx.x_shape)
         grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
-        return d, passed_on(weight, grad_weight, main_grad), grad_bias, None
+        return d, None if grad_weight is None else passed_on(weight, grad_weight, main_grad), grad_bias, None
 
 
 def _backward_in_parts(
     ctx: Any, g: Tensor, w: GemmOperand, x: FlatOperand, main_grad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run dgrad, start the reduction of its result, and run wgrad while that reduction is in progress.
 
     Returns:
-        G with all tokens, ∂L/∂X of this rank's tokens [..., K], and ∇W.
+        G with all tokens, ∂L/∂X of this rank's tokens [..., K], and ∇W. None if wgrad runs later.
     """
     call: LinearCall = ctx.call
     handle, weight, (_, dgrad, wgrad) = call.handle, ctx.weight, ctx.formats
@@ -233,7 +236,15 @@ def _backward_in_parts(
     reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
     x_columnwise: Any = kept if x_gather is None else x_gather.result()
     g_columnwise = columnwise if g_gather is None else g_gather.result()
-    grad_weight = backend.multiply(Gemm.WGRAD, g_columnwise, x_columnwise, torch.float32, main_grad)
+
+    def grad_weight_of() -> Tensor:
+        return backend.multiply(Gemm.WGRAD, g_columnwise, x_columnwise, torch.float32, main_grad)
+
+    # A recorder reads the gradient after the backward, so that there is nothing left to do later.
+    later = handle.delays and ctx.recorder is None
+    grad_weight = None if later else grad_weight_of()
+    if handle.delays:
+        handle.state.delayed.append(partial(_accumulate, weight, main_grad, grad_weight_of) if later else _nothing)
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
@@ -244,6 +255,16 @@ def _backward_in_parts(
             x_rows, g_rows, *both = recorded
             ctx.recorder.on_backward(x_rows, weight.detach(), g_rows, *both)
     return g, d, grad_weight
+
+
+def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callable[[], Tensor]) -> None:
+    """Run a delayed wgrad, and add its result where autograd would have."""
+    gradient = passed_on(weight, grad_weight_of(), main_grad)
+    if main_grad is None and gradient is not None:
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _nothing() -> None: ...
 
 
 def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -124,6 +125,7 @@ class LinearState:
         weights: the quantised weight of this step.
         graphed: None without CUDA graphs.
         beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
+        delayed: wgrads that are still to run, in the order of their backwards, of a linear that delays them.
         backwards: number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order,
             with and without recomputation. In a backward this is therefore the index of the microbatch on this rank,
             which enters the keys of stochastic rounding.
@@ -135,6 +137,7 @@ class LinearState:
     weights: WeightCache = field(default_factory=WeightCache)
     graphed: GraphedState | None = None
     beside_swiglu: bool = False
+    delayed: deque[Callable[[], None]] = field(default_factory=deque)
     backwards: int = 0
 
 
@@ -152,6 +155,7 @@ class LinearHandle:
         out_features, in_features: int64 global indices of the local weight's rows and columns.
         context: the state of the step, which all linears share.
         module: the converted linear.
+        delays: whether wgrad runs when the module's ``backward_dw`` is called, not in the backward.
         parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
         tp_group: the tensor parallel group; None if no tensor is sharded. Ranks that share a whole linear's tokens have
             one.
@@ -174,6 +178,7 @@ class LinearHandle:
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     expert: int | None = None
     parameter: str = "weight"
+    delays: bool = False
     state: LinearState = field(default_factory=LinearState, repr=False)
 
     @property

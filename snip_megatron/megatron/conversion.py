@@ -206,6 +206,7 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
         module=module,
         tp_group=group if shared else None,
         expert=linear.expert,
+        delays=module.config.delay_wgrad_compute and hasattr(module, "wgrad_store"),
         parameter=linear.parameter,
     )
 

@@ -61,6 +61,14 @@ class _QuantizedForward:
     def _input(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def backward_dw(self: Any) -> None:
+        """Run the wgrad of the earliest backward that left it to this call (``--delay-wgrad-compute``)."""
+        if not self.snip.state.delayed:  # the backward was Transformer Engine's own
+            super().backward_dw()  # type: ignore[misc]
+            return
+        self.snip.state.delayed.popleft()()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
     def _reduced_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Return X·Wᵀ summed over tensor parallel ranks."""
         if self.sequence_parallel and scatters(self.snip):

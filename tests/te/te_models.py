@@ -58,10 +58,11 @@ def seeming_cuda() -> Iterator[None]:
         yield
 
 
-def dense(**given: Any) -> GPTModel:
+def dense(*, delay_wgrad: bool = False, **given: Any) -> GPTModel:
     """A decoder of Transformer Engine's layers, FP32 unless ``params_dtype`` is given."""
     torch.manual_seed(0)
     config = TransformerConfig(**(DENSE | given))
+    config.delay_wgrad_compute = delay_wgrad  # Megatron takes it with experts only
     with seeming_cuda():
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,

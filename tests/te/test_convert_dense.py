@@ -109,3 +109,24 @@ def test_a_decoder_trains_under_a_map() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
     assert all(parameter.grad is not None for parameter in chunk.parameters())
+
+
+def test_a_delayed_wgrad_runs_when_it_is_called_for() -> None:
+    """Two microbatches forward, two backward, as in a pipeline; then the calls, in the same order."""
+    gradients = []
+    for delay in (False, True):
+        chunk = dense(delay_wgrad=delay, add_bias_linear=True)
+        registry = under(chunk, Format.FP8)
+        registry.start_step(0)
+        linear = chunk.decoder.layers[0].mlp.linear_fc2
+        generator = torch.Generator().manual_seed(5)
+        xs = [torch.randn(8, 2, 96, generator=generator, requires_grad=True) for _ in range(2)]
+        for y in [linear(x)[0] for x in xs]:
+            y.square().sum().backward()
+        if delay:
+            assert linear.weight.grad is None
+            for _ in range(2):
+                linear.backward_dw()
+        gradients.append([linear.weight.grad, *(x.grad for x in xs)])
+    for now, later in zip(*gradients, strict=True):
+        assert torch.equal(now, later)

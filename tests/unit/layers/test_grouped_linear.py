@@ -46,7 +46,8 @@ class Experts(torch.nn.Module):
             self.register_parameter(f"weight{e}", weight)
         self.handles = [
             LinearHandle(
-                id=LinearId(2, "mlp.experts.linear_fc1"), parallel="column", n=N, k=K, stage=0, tp_rank=0, tp_size=1,
+                id=LinearId("decoder", 2, "mlp.experts.linear_fc1"), parallel="column", n=N, k=K, stage=0, tp_rank=0,
+                tp_size=1,
                 out_features=torch.arange(N), in_features=torch.arange(K), context=self.context, module=self,
                 expert=e, parameter=f"weight{e}", state=LinearState(formats=formats),
             )
