@@ -33,20 +33,20 @@ class Lock:
     Attributes:
         host: the name of the host.
         process: the process id there.
-        born: when that process started, in the units of its host; None if it does not tell. Ids are used again.
+        born: when that process started, in the units of its host. Ids are used again.
         job: the id of the SLURM job or of torchrun's rendezvous; None without one.
     """
 
     host: str
     process: int
-    born: int | None
+    born: int
     job: str | None
 
     @classmethod
     def own(cls) -> Lock:
         """Return the lock of this process."""
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()), None if job in ("", "none") else job)
+        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()) or 0, None if job in ("", "none") else job)
 
     @property
     def here(self) -> bool:
@@ -56,7 +56,7 @@ class Lock:
     @property
     def gone(self) -> bool:
         """Whether the process is one of this host and has ended."""
-        return self.here and (_born(self.process) != self.born if self.born is not None else not _runs(self.process))
+        return self.here and _born(self.process) != self.born
 
     def same_process(self, other: Lock) -> bool:
         """Return whether both are locks of one process."""
@@ -79,8 +79,7 @@ def read_lock(run: Path) -> Lock | None:
     """Return the lock of a run directory; None if there is none, or it cannot be read."""
     try:
         body = json.loads((run / LOCK).read_text(encoding="utf-8"))
-        born, job = body["born"], body["job"]
-        return Lock(str(body["host"]), int(body["process"]), None if born is None else int(born), job and str(job))
+        return Lock(str(body["host"]), int(body["process"]), int(body["born"]), body["job"] and str(body["job"]))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -132,20 +131,17 @@ def release_lock(run: Path) -> None:
             (run / LOCK).unlink()
 
 
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # that of another user
-        return True
-    return True
-
-
 def _born(process: int) -> int | None:
-    """Return the start of a process in clock ticks since the host's; None if it has ended or Linux does not tell."""
+    """Return the start of a process in clock ticks since the host's, 0 without Linux's /proc; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
     except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else int(fields[18])
+        if os.path.exists("/proc/self/stat"):
+            return None
+    with contextlib.suppress(PermissionError):  # the process of another user
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return None
+    return 0

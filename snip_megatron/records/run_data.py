@@ -77,8 +77,8 @@ class Update:
 
     Attributes:
         step: the step of the submission.
-        collect_s, probes_s: times of the reduction of the statistics, and of the probes by kind.
-        solve_s, latency_s, lag_s: time of the solver, and from the submission to the answer and to the adoption.
+        collect_s, probes_s: of the reduction of the statistics, and of the probes by kind.
+        solve_s, latency_s, lag_s: of the solver, from the submission to the answer, and to the adoption.
         wait_s: what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
         status: what the solver said, or why there was no answer.
         achieved: the fp4 share of FLOPs that the solver reached.
@@ -233,9 +233,8 @@ def _adoption(
 def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) -> PrecisionMap | None:
     """Return the map of this version: if several files hold it (the guard restored it), the latest up to ``step``."""
     candidates = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
-    if not candidates:
-        return None
-    return maps[max(candidates, key=lambda s: (s <= step, s if s <= step else -s))]
+    best = max(candidates, key=lambda s: (s <= step, s if s <= step else -s), default=None)
+    return None if best is None else maps[best]
 
 
 def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
@@ -296,6 +295,7 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
 
 
 def _status(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the solver said last, or why there was no answer."""
     for event in reversed(events):
         if event["event"] in ("dropped", "solve_failed"):
             return f"{event['event'].replace('solve_failed', 'failed')}: {event.get('reason', '')}"

@@ -36,20 +36,12 @@ class RunPhase:
 
 
 @dataclass(frozen=True)
-class PhaseRow:
-    """One phase: its state (``over``, ``in force`` or ``to come``), and what it changes."""
-
-    phase: RunPhase
-    when: str
-    changes: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class PhaseView:
     """The phases of a run.
 
     Attributes:
-        rows: the last MAX_ROWS phases in the order of time.
+        rows: the last MAX_ROWS phases in the order of time; of each its state (``over``, ``in force`` or ``to come``)
+            and what it changes.
         timed: whether the average over the run is one of predicted speedups instead of the fp4 share.
         budget: the run's budget as text.
         target: the wanted average; None for a bound of the loss.
@@ -60,7 +52,7 @@ class PhaseView:
         points: (steps, average up to and including each of them), recorded and then planned.
     """
 
-    rows: Sequence[PhaseRow]
+    rows: Sequence[tuple[RunPhase, str, Mapping[str, str]]]
     timed: bool
     budget: str
     target: float | None
@@ -136,7 +128,7 @@ def phase_view(run: RunData) -> PhaseView | None:
     earlier = [a.precision_map for a in run.adoptions if a.step < phases[0].begin]
     before = [earlier[-1] if earlier else None, *(phase.precision_map for phase in phases)]
     rows = [
-        PhaseRow(
+        (
             phase,
             "over" if phase.end <= now else "in force" if phase.begin < now else "to come",
             differences(old, phase.precision_map),
@@ -161,13 +153,13 @@ def phase_figure(view: PhaseView) -> dict[str, Any]:
     title = "predicted speedup of the linears" if view.timed else "fp4 share of FLOPs"
     figure, form = Figure(title, share=not view.timed, zero=True), "%{y:.3f}" if view.timed else "%{y:.2%}"
     for name, ran, dash in (("phases that ran", True, "solid"), ("phases to come", False, "dot")):
-        rows = [row.phase for row in view.rows if (row.when != "to come") == ran]
+        rows = [phase for phase, when, _ in view.rows if (when != "to come") == ran]
         if rows:
             figure.line(name, *_outline(rows, view.timed), LINE, form, width=2, dash=dash)
     steps, averages = view.points
     figure.line("average up to here", steps, averages, STAGE_COLOURS[2], form)
     if view.target is not None:
-        ends = [min([*steps[:1], view.rows[0].phase.begin]), view.last]
+        ends = [min([*steps[:1], view.rows[0][0].begin]), view.last]
         figure.line("budget", ends, [view.target] * 2, FAULT, form, **DASHED)
     return figure.as_dict()
 

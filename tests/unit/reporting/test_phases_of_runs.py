@@ -51,11 +51,11 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
     run = load_run(path)
     view = phase_view(run)
     assert view is not None
-    assert [(row.phase.begin, row.phase.steps, row.when) for row in view.rows] == [
+    assert [(phase.begin, phase.steps, when) for phase, when, _ in view.rows] == [
         (15, 35, "over"), (50, 40, "in force"), (90, 30, "to come"),
     ]  # fmt: skip
-    assert [row.phase.share for row in view.rows] == [0.75, 0.5, 1.0]
-    assert [dict(row.changes) for row in view.rows] == [
+    assert [phase.share for phase, _, _ in view.rows] == [0.75, 0.5, 1.0]
+    assert [dict(changes) for _, _, changes in view.rows] == [
         {"fprop": "24 bf16 → fp4", "dgrad": "24 bf16 → fp4", "wgrad": "24 bf16 → fp4"},
         {"fprop": "24 fp4 → fp8"},
         {"fprop": "24 fp8 → fp4"},
