@@ -68,10 +68,9 @@ def test_a_killed_job_keeps_nobody_out(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-@pytest.mark.parametrize(("age", "own_job"), [(10.0, "8"), (10.0, None)])
-def test_a_job_of_another_host_that_may_live_is_refused(tmp_path, monkeypatch, age, own_job):
-    of_another_host(tmp_path, age)
-    monkeypatch.setenv("SLURM_JOB_ID", own_job or "")
+def test_a_job_of_another_host_that_may_live_is_refused(tmp_path, monkeypatch):
+    of_another_host(tmp_path, 10.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
     with pytest.raises(SnipError, match=r"process 4711 of job 7 on node-9, whose last write is 1\d s old; .*remove "):
         new_run(tmp_path, CONFIG, overwrite=True)
 
@@ -84,7 +83,7 @@ def test_a_silent_job_and_an_earlier_start_of_the_same_one_give_way(tmp_path, mo
     assert not (tmp_path / LOCK).exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', '{"host": "a", "process": "x", "born": 0, "job": 1}'])
+@pytest.mark.parametrize("text", ["{", '{"host": "a", "process": "x", "born": 0, "job": 1}'])
 def test_a_torn_lock_is_none(tmp_path, text):
     recorded_run(tmp_path)
     (tmp_path / LOCK).write_text(text)

@@ -130,15 +130,6 @@ def test_command(pair, tmp_path, capsys):
         write_comparison([tmp_path] * (MAX_RUNS + 1))
 
 
-def test_validation_loss_is_that_of_the_map_and_not_of_the_test_set(tmp_path):
-    paths = [short_run(tmp_path / name, [4.0] * 20, {"fprop": "fp4"}, policy=name) for name in "ab"]
-    with RunDirectory(paths[0], {"policy": "a", "seed": 1}, overwrite=False, resume_step=20) as run:
-        for formats, loss in (("map", 4.25), ("bf16", 4.125), ("map", 7.0), ("bf16", 7.0)):  # --snip-eval both, tested
-            run.event(20, "validation", formats=formats, loss=loss)
-    page = render_comparison([load_run(path) for path in paths])
-    assert "<td>20</td><td>4.0000</td><td>4.2500</td>" in page
-
-
 def test_the_cost_of_updates_is_that_of_the_report(tmp_path):
     """Both pages had a definition of their own, and of one run said 33.7 and 2.1 %."""
     paths = [
