@@ -77,7 +77,7 @@ def _check_phases(config: Any) -> None:
     conflicts = (
         (f"map {config.map}", config.map is not None, "the map is fixed"),
         (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
-        ("update-interval 0", not (config.update_interval or config.trigger), "a plan is made by updates"),
+        ("update-interval 0", config.update_interval == 0, "a plan is made by updates"),
         (f"policy {config.policy}", not config.updates, "its maps are fixed"),
         (
             f"granularity {config.granularity}",
@@ -98,6 +98,5 @@ def _check_fixed_maps(config: Any) -> None:
     fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
     if len(fixed) == 2:
         raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
-    for name, given in (("pin", config.pin), (f"settings trigger={config.trigger}", config.trigger)):
-        if fixed and given:
-            raise SnipError(f"--snip-{name} cannot be combined with --snip-{fixed[0]}: its maps are used as they are")
+    if fixed and config.pin:
+        raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are")

@@ -65,8 +65,11 @@ def defaults(given: Mapping[str, Any], backend: str | None, *, ends: bool) -> di
 
 def _fixed(given: Mapping[str, Any]) -> bool:
     """Whether a run has one map, or one choice for a linear, so that it has no phases."""
-    updates = given.get("update_interval", 1) or given.get("trigger")
-    return not updates or given.get("granularity", "gemm") != "gemm" or any(name in given for name in ("map", "replay"))
+    return (
+        not given.get("update_interval", 1)
+        or given.get("granularity", "gemm") != "gemm"
+        or any(name in given for name in ("map", "replay"))
+    )
 
 
 def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None) -> str | None:

@@ -203,12 +203,6 @@ class SnipConfig:
         "what a choice saves. auto is flops with a budget of fp4=, and time with speedup= and loss=",
         choices=("auto", "time", "flops"),
     )
-    trigger: float = setting(
-        0.0,
-        "start an update early if the coefficient of variation, over linears, of the change of their gradient norms"
-        " exceeds this value; 0: off",
-        least=0,
-    )
     backward_share: float = setting(
         0.08,
         "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
@@ -314,8 +308,7 @@ class SnipConfig:
     @property
     def updates(self) -> bool:
         """Whether the run computes maps itself, rather than using fixed or replayed ones."""
-        wanted = self.update_interval > 0 or self.trigger > 0
-        return wanted and self.map is None and self.replay is None and self.policy not in UNSOLVED
+        return self.update_interval > 0 and self.map is None and self.replay is None and self.policy not in UNSOLVED
 
     def is_update_step(self, step: int) -> bool:
         """Return whether an update starts before the 0-based ``step``."""
@@ -328,7 +321,7 @@ class SnipConfig:
         since = step - self.first_update
         if since <= 0:
             return self.first_update
-        return None if self.update_interval == 0 else step + -since % self.update_interval
+        return step + -since % self.update_interval
 
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.

@@ -302,9 +302,3 @@ class MegatronStep:
     def update_of(self, weight: torch.nn.Parameter) -> Update | None:
         """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`."""
         return compat.update_of(self.call.optimizer, weight, self.step)
-
-
-def held_range(optimizer: Any, weight: torch.nn.Parameter) -> tuple[int, int] | None:
-    """Return the range of a flattened parameter whose optimizer state this rank holds; None for an empty one."""
-    held = compat.held_state(optimizer, weight)
-    return None if held is None else (held.start, held.end)

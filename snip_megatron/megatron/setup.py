@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
-from snip_megatron.megatron.host import MegatronStep, StepCall, held_range, make_host
+from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.own_times import OwnTimes
@@ -41,7 +40,6 @@ from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.probing.gradient_norms import GradientNorms
 from snip_megatron.runtime.probing.probe import ProbeRunner
 from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.runtime.state import ControllerState
@@ -88,7 +86,6 @@ class SnipRun:
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
         self._oracle: Oracle | None = None
-        self._norms: GradientNorms | None = None
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
         self.feedback = ErrorFeedback() if config.gradient_reduction == "fp8-feedback" else None
@@ -300,8 +297,7 @@ class SnipRun:
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
             self._coordinator.progress.show(call.step)
         losses = result[0]
-        norms = None if self._norms is None else self._norms.share
-        controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM], norms)
+        controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
@@ -313,7 +309,7 @@ class SnipRun:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
         self._config = with_shared_schedule(self._config)
         args, config, registry = self._args, self._config, self._registry
-        model, optimizer, step = call.model, call.optimizer, call.step
+        model, step = call.model, call.step
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
         self._host = host = make_host(args, model, registry)
@@ -326,8 +322,6 @@ class SnipRun:
         request = validate.solve_request(config, args, linears)
         say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
-        if config.trigger > 0:
-            self._norms = GradientNorms(registry, host, functools.partial(held_range, optimizer))
         weighs_updates = needs_forward_noise(request)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))

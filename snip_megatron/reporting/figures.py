@@ -124,7 +124,6 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     marks: list[tuple[str, list[tuple[int, str]], str, str]] = [
         ("map adopted", [(a.step, _adoption_text(a)) for a in run.adoptions], MARK, "diamond"),
         ("guard", _reasons(run, "guard", "guard"), FAULT, "x"),
-        ("update triggered", _reasons(run, "trigger", "update triggered"), STAGE_COLOURS[3], "triangle-up"),
     ]
     for name, found, colour, symbol in marks:
         if found:

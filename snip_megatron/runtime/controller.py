@@ -25,7 +25,6 @@ from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.timeline import Timeline
-from snip_megatron.runtime.trigger import Trigger
 from snip_megatron.runtime.updates import Updates, since
 
 
@@ -89,9 +88,8 @@ class Controller:
             self._guard = Guard(config.guard, self.state.guard)
             if self.state.guard is None:
                 self._guard.good = self.state.precision_map
-        self._trigger = Trigger(config.trigger, self.state.trigger) if config.updates and config.trigger > 0 else None
         self._updates = Updates(
-            config, self.state, self._schedule, registry, coordinator, self._trigger, self._event,
+            config, self.state, self._schedule, registry, coordinator, self._event,
             self._has_kernels, clip_grad,
         )  # fmt: skip
 
@@ -131,7 +129,6 @@ class Controller:
         step: int,
         loss: torch.Tensor | None,
         grad_norm: float | None,
-        gradients: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         """Exchange the figures of a step, and record those of the previous step, which have arrived.
 
@@ -139,25 +136,19 @@ class Controller:
             step: the 0-based training step.
             loss: the loss on the ranks that have it; None on others.
             grad_norm: the gradient norm before clipping.
-            gradients: returns this rank's share of the linears' ‖∇W‖². It is called at the steps at which the trigger
-                observes gradients.
         """
         self._next_step = step + 1
         self._registry.end_step()
         self.state.grad_norm = grad_norm
         self._fractions[step] = self._fraction
         self._schedule.ran(self._registry.current, self._fraction)
-        looks = gradients is not None and self._trigger is not None and self._trigger.looks_at(step)
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
-        shares = gradients() if looks and gradients else None
         compiled = self._kernels is None or self._kernels.finish(0.0)
-        figures = self._report.exchange(step, loss, grad_norm, shares, answered=answered, ready=compiled)
+        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=compiled)
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.ready and figures.step >= self._first_step:
             self._take_kernels(step)
-        if figures is not None and figures.gradients is not None and self._trigger is not None:
-            self._trigger.observe(figures.step, figures.gradients)
         if figures is not None and self._guard is not None:
             self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)
@@ -167,7 +158,6 @@ class Controller:
         self.state.in_flight = self._report.in_flight()
         self._metric(self.state.in_flight)  # record them now: they would be lost if the process were killed
         self.state.guard = None if self._guard is None else self._guard.saved()
-        self.state.trigger = None if self._trigger is None else self._trigger.state
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float]) -> None:
@@ -279,7 +269,6 @@ class Controller:
         decision = self._offered(self._schedule.enter(step))
         self._event(step, "phase", **self._schedule.figures(step))
         self._adopt(step, decision, started)
-        self._updates.restart_trigger(step)
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -320,7 +309,6 @@ class Controller:
             self._take_plan(step, decision.plan)
             decision = Decision(Verdict.MAP, self._schedule.enter(step))
         self._adopt(step, decision, started)
-        self._updates.restart_trigger(step)
         if self._guard is not None:
             self._guard.adopted(step)
 
@@ -346,7 +334,6 @@ class Controller:
             limit=alarm.limit,
         )
         self._adopt(step, decision, started)
-        self._updates.restart_trigger(step)
 
     def _guarded(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""

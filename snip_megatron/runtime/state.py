@@ -16,7 +16,6 @@ from snip_megatron.runtime.checks import parse
 from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.runtime.trigger import TriggerState
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -71,7 +70,6 @@ class ControllerState:
         grad_norm: the gradient norm of the last step before clipping.
         guard: the guard's state; None in checkpoints of versions without a guard.
         alarm: an alarm of the guard that the next step acts on.
-        trigger: the trigger's state; None without one.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
         spent: what the run has spent so far; None in checkpoints of versions without one.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
@@ -86,7 +84,6 @@ class ControllerState:
     grad_norm: float | None = None
     guard: GuardState | None = None
     alarm: Alarm | None = None
-    trigger: TriggerState | None = None
     in_flight: StepFigures | None = None
     spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
@@ -113,7 +110,6 @@ class ControllerState:
             "grad_norm": self.grad_norm,
             "guard": _plain(self.guard),
             "alarm": _plain(self.alarm),
-            "trigger": _plain(self.trigger),
             # Without times, which would make the checkpoints of two equal runs differ.
             "in_flight": None if self.in_flight is None else _plain(replace(self.in_flight, account={})),
             "ledger": _plain(self.spent),
@@ -144,7 +140,6 @@ class ControllerState:
             grad_norm=norm,
             guard=_guard(body.get("guard")),
             alarm=_part(Alarm, body, "alarm"),
-            trigger=_part(TriggerState, body, "trigger"),
             in_flight=_part(StepFigures, body, "in_flight"),
             spent=_part(BudgetSpent, body, "ledger"),
             plan=_plan(body.get("plan")),

@@ -31,7 +31,6 @@ class StepFigures:
         loss: mean loss over the ranks that have it; None if no rank has it or it is not finite.
         grad_norm: the gradient norm; None if it is unknown or not finite.
         broken: whether the loss or the gradient norm was NaN or Inf on any rank.
-        gradients: ‖∇W‖² of every linear, at the steps that the trigger observes; None otherwise or if not finite.
         answered: whether rank 0 knew the outcome of the pending update.
         ready: whether all ranks had their kernels.
         account: rank 0's figures about the run's speed, at the steps that it gives them: ``step_s``, and where they are
@@ -42,7 +41,6 @@ class StepFigures:
     loss: float | None
     grad_norm: float | None
     broken: bool = False
-    gradients: tuple[float, ...] | None = None
     answered: bool = False
     ready: bool = True
     account: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +78,6 @@ class StepReport:
         step: int,
         loss: torch.Tensor | None,
         grad_norm: float | None,
-        gradients: torch.Tensor | None = None,
         *,
         answered: bool = False,
         ready: bool = True,
@@ -91,8 +88,6 @@ class StepReport:
             step: the 0-based training step.
             loss: the loss on ranks that have it; None on others.
             grad_norm: the gradient norm, equal on all ranks.
-            gradients: this rank's share of the linears' ‖∇W‖², float64. Either all ranks give it, in the same size, or
-                none.
             answered: on rank 0, whether the outcome of the pending update is known.
             ready: whether this rank has its kernels.
 
@@ -115,8 +110,6 @@ class StepReport:
         if news is not None:
             known = [news.get(name, math.nan) for name in _ACCOUNT]
             values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
-        if gradients is not None:
-            values = torch.cat([values, gradients.to(values.device)])
         handle: Any = dist.all_reduce(values, group=self._group, async_op=True) if dist.is_initialized() else _Alone()
         host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
         self._flight = _Flight(step, values, host, landed, grad_norm)
@@ -151,13 +144,11 @@ class StepReport:
         loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
         norm = flight.grad_norm
         finite = norm is not None and math.isfinite(norm)
-        gradients = tuple(sums[_SUM:]) if all(map(math.isfinite, sums[_SUM:])) else ()
         return StepFigures(
             flight.step,
             loss,
             norm if finite else None,
             broken=sums[_BROKEN] > 0,
-            gradients=gradients or None,
             answered=sums[_ANSWERED] > 0,
             ready=sums[_WAITING] == 0,
             account=_account(sums[_STEP_S:_SUM]),

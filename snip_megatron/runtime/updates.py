@@ -13,7 +13,6 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
-from snip_megatron.runtime.trigger import Trigger
 
 
 class Updates:
@@ -25,7 +24,6 @@ class Updates:
         schedule: what an update of a run with phases plans from.
         registry: this rank's linears.
         coordinator: the work of rank 0; None on other ranks.
-        trigger: starts updates early; None without one.
         event: records an event.
         ready: returns whether all ranks have the kernels of an update.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
@@ -38,7 +36,6 @@ class Updates:
         schedule: ScheduleState,
         registry: LinearRegistry,
         coordinator: RankZeroCoordinator | None,
-        trigger: Trigger | None,
         event: Callable[..., None],
         ready: Callable[[], bool],
         clip_grad: float,
@@ -48,13 +45,12 @@ class Updates:
         self._schedule = schedule
         self._registry = registry
         self._coordinator = coordinator
-        self._trigger = trigger
         self._event = event
         self._ready = ready
         self._clip_grad = clip_grad
 
     def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        """Start an update if one is due, or if the trigger starts one. Without kernels it is postponed by a lag.
+        """Start an update if one is due. Without kernels it is postponed by a lag.
 
         Args:
             steps: the step that is next, after those that training has left out since the last one. An update that was
@@ -63,7 +59,7 @@ class Updates:
         """
         step, state = steps[-1], self._state
         due = any(map(self._config.is_update_step, steps)) or state.postponed in steps
-        if not self._triggered(step) and not due:
+        if not due:
             return
         if self._ready():
             state.postponed = None
@@ -80,29 +76,14 @@ class Updates:
         else:
             found = config.next_update(step) if self._state.postponed is None else self._state.postponed
             if found is None or (self._schedule.last is not None and found + config.lag >= self._schedule.last):
-                return "until the trigger starts an update" if config.trigger > 0 else "until training ends"
+                return "until training ends"
             begins, due = found, found + config.lag
         return f"until step {due}, where that of the update at step {begins} takes over"
-
-    def _triggered(self, step: int) -> bool:
-        """Return whether the trigger starts an update. It never does while one is pending or postponed."""
-        if self._trigger is None or self._state.pending is not None or self._state.postponed is not None:
-            return False
-        reason = self._trigger.reason()
-        if reason is not None:
-            self._event(step, "trigger", **reason)
-        return reason is not None
-
-    def restart_trigger(self, step: int) -> None:
-        """Restart the trigger at the begin of an update, and under another map, whose gradients differ in noise."""
-        if self._trigger is not None:
-            self._trigger.restart(step)
 
     def _start(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         if self._state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
-        self.restart_trigger(step)
         due = step + self._config.lag
         phases = self._schedule.request(step, due, self._registry.current)
         if phases is None and self._schedule.solves:

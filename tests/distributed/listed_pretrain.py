@@ -68,7 +68,7 @@ def install() -> None:
     from snip_megatron.quantization import packed, swiglu, wire
     from snip_megatron.quantization.kernels import quantize
     from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
-    from snip_megatron.runtime.probing import gradient_norms, update_errors
+    from snip_megatron.runtime.probing import update_errors
     from snip_megatron.statistics import boundaries, errors, recorder, squares
     from snip_megatron.statistics.kernels import sums as kernel_sums
 
@@ -89,7 +89,7 @@ def install() -> None:
     recorder._implementation = lambda x: summed
     squares.has_kernels = update_error.has_kernels = lambda x: kernels
     listed_squares = both(squares.sum_squares, squares.sum_squares)
-    for module in (recorder, warmup, boundaries, updates, update_error, update_errors, gradient_norms):
+    for module in (recorder, warmup, boundaries, updates, update_error, update_errors):
         module.sum_squares = listed_squares
     for module in (update_errors, warmup):
         for name in ("linear_update_error", "sink_update_error"):

@@ -35,12 +35,11 @@ _TWO_LAYERS = "--num-layers 2"
 _NOISE = (
     "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-settings probe_tokens=32"
 )
-# Steps 16 to 18 spike: the guard takes the map of 14 back before 20. Then gradient norms are looked at every tenth
-# step, from 50 on there is something to compare with, and the least drift starts an update before 52.
+# Steps 16 to 18 spike: the guard takes the map of 14 back before 20. The second update starts before 52.
 _EVERYTHING = (
     "--snip --snip-formats fp4 --snip-first-update 10"
-    " --snip-update-interval 0 --snip-lag 4 --snip-wait 240 --snip-settings probe_tokens=32 --snip-guard-steps 6"
-    " --snip-settings guard_window=10 --snip-settings guard_bar=1 --snip-settings trigger=1e-6"
+    " --snip-update-interval 42 --snip-lag 4 --snip-wait 240 --snip-settings probe_tokens=32 --snip-guard-steps 6"
+    " --snip-settings guard_window=10 --snip-settings guard_bar=1"
 )
 
 
@@ -277,7 +276,7 @@ def _choices(run: Path, point: int) -> dict[int, Mapping[str, Any]]:
     return {step: precision_map.choices for step, precision_map in maps.items() if step > point}
 
 
-_DECISIONS = ("submit", "adopt", "guard", "trigger", "postpone", "skipped", "dropped", "solve_failed")
+_DECISIONS = ("submit", "adopt", "guard", "postpone", "skipped", "dropped", "solve_failed")
 _TOLD = ("step", "event", "version", "action", "alarm_step", "loss", "limit", "drift", "since", "changed", "until")
 
 

@@ -24,7 +24,6 @@ STARVED = shlex.split(
 )
 SNIP = shlex.split(
     "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-budget fp4=0.9"
-    " --snip-settings trigger=0.5"
 )
 
 

@@ -345,16 +345,6 @@ def test_any_pin_is_a_pair_or_a_snip_error(text: str) -> None:
         assert f"{glob}={fmt}" == text
 
 
-def test_a_trigger_needs_no_interval() -> None:
-    alone = SnipConfig(enabled=True, update_interval=0, trigger=0.3, first_update=7)
-    assert alone.updates
-    assert [step for step in range(40) if alone.is_update_step(step)] == [7]
-    assert [alone.next_update(step) for step in (0, 7, 8)] == [7, 7, None]
-    assert not parse("--snip", "--snip-update-interval", "0").updates
-    with pytest.raises(SnipError, match=r"--snip-settings trigger=0.3 cannot be combined with --snip-replay"):
-        SnipConfig(enabled=True, trigger=0.3, replay="run")
-
-
 def test_the_request_has_what_the_configuration_says() -> None:
     config = SnipConfig(
         enabled=True, budget="speedup=1.2", pin=("*=bf16",), solver_time=3.0, probe_tokens=7, seed=5, policy="fisher"

@@ -45,7 +45,6 @@ from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import ControllerState, Pending
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.runtime.trigger import TriggerState
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver.problem import Problem
@@ -207,11 +206,12 @@ def state() -> bytes:
         grad_norm=0.5,
         guard=GuardState((3.0,), bar=1.0, good=MAP.to_json()),
         alarm=Alarm(7, "spike", 9.0, 4.0),
-        trigger=TriggerState(3, 4, (1.0,), (1.0,)),
-        in_flight=StepFigures(6, 3.0, 0.5, gradients=(1.0,), answered=True),
+        in_flight=StepFigures(6, 3.0, 0.5, answered=True),
         spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
         plan=PLAN,
         goal=Goal("fp4=0.9", SCHEDULE.to_json()),
+        sequences=2,
+        postponed=9,
     ).to_bytes()
 
 

@@ -10,7 +10,6 @@ import synthetic_run
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.records.run_data import load_run
-from snip_megatron.reporting.figures import loss_figure
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.stage_view import stage_view
 
@@ -55,13 +54,6 @@ def test_the_times_that_the_run_solved_with_come_first(path):
     assert view.model == "card"
     assert view.times["1"].saved == pytest.approx(0.375)
     assert stage_view(run, "h200", []).model == "NVIDIA H200"
-
-
-def test_a_trigger_is_marked_on_the_loss(path):
-    with (path / "events.jsonl").open("a") as events:
-        events.write(json.dumps({"step": 30, "event": "trigger", "reason": "norms moved", "drift": 0.5}) + "\n")
-    (marks,) = [t for t in loss_figure(load_run(path))["data"] if t["name"] == "update triggered"]
-    assert (list(marks["x"]), list(marks["text"])) == ([30], ["update triggered: norms moved"])
 
 
 def test_what_is_missing_is_left_out(path):

@@ -189,7 +189,6 @@ class Run:
         end: int,
         grad_norm: float | None = 0.5,
         loss: Callable[[int], float] = lambda step: 10.0 - step,
-        gradients: Callable[[int], list[float]] | None = None,
     ) -> None:
         for step in range(start, end):
 
@@ -199,9 +198,4 @@ class Run:
 
             self.controller.before_step(step, probe)
             self.formats[step] = self.handle.formats[0]
-
-            def share(step: int = step) -> torch.Tensor:
-                assert gradients is not None
-                return torch.tensor(gradients(step), dtype=torch.float64)
-
-            self.controller.after_step(step, torch.tensor(loss(step)), grad_norm, gradients and share)
+            self.controller.after_step(step, torch.tensor(loss(step)), grad_norm)

@@ -40,10 +40,9 @@ PHASED: dict[str, Any] = {"timeline": Timeline(40, AUTO), "schedule": "auto"}
         (PHASED, PHASED | {"budget": "fp4=0.5"}, "with --snip-budget fp4=0.75: its plan goes on until step 14, where"),
         (PHASED, {"timeline": Timeline(40)}, "with another --snip-schedule: its map goes on until step 14, where"),
         ({}, PHASED | {"budget": "fp4=0.5"}, "with --snip-budget fp4=0.75 and another --snip-schedule: its map goes"),
-        ({}, {"budget": "fp4=0.5", "update_interval": 0, "trigger": 1.0}, "goes on until the trigger starts an update"),
         ({}, {"budget": "fp4=0.5", "timeline": Timeline(14)}, "its map goes on until training ends"),
     ],
-    ids=["budget", "no phases", "both", "trigger", "no update left"],
+    ids=["budget", "no phases", "both", "no update left"],
 )
 def test_what_the_checkpoint_had_asked_for_goes_on(
     before: dict[str, Any], after: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]

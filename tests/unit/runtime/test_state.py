@@ -13,14 +13,12 @@ from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.runtime.trigger import SETTLE, TriggerState
 
 FULL = ControllerState(
     grad_norm=1.5,
     guard=GuardState((3.0, 2.5), 18, strikes=1, bar=0.5, good='{"schema": "snip.map/1", "choices": {}}'),
     alarm=Alarm(7, "a spike", 6.0, 5.0),
-    trigger=TriggerState(40, SETTLE + 1, (1.0, 2.0), (1.0, 1.0)),
-    in_flight=StepFigures(6, 3.0, 0.5, broken=True, gradients=(1.0, 2.0), answered=True),
+    in_flight=StepFigures(6, 3.0, 0.5, broken=True, answered=True),
     spent=BudgetSpent(0, 7, 3.5, 6.0, 20),
     goal=Goal("fp4=0.5", "static"),
 )
@@ -38,8 +36,6 @@ def test_every_part_is_the_same_afterwards() -> None:
         ("guard", {"probation": -1}, r"guard.probation: must be an integer in \[0, 2\^31\)"),
         ("guard", {"bar": float("inf")}, "guard.bar: must be a finite number"),
         ("guard", {"good": 3}, "guard.good: must be a text"),
-        ("trigger", {"average": [1.0, "x"]}, "trigger.average"),
-        ("trigger", {"reference": [1.0]}, "trigger.reference: must be as long as trigger.average"),
         ("in_flight", {"broken": 1}, "in_flight.broken: must be true or false"),
         ("alarm", {"reason": 1}, "alarm.reason: must be a text"),
         ("ledger", {"shares": -1.0}, "ledger.shares: must be 0 or more"),
@@ -55,6 +51,6 @@ def test_damage_is_one_line(part: str, change: dict[str, Any], words: str) -> No
 
 
 def test_a_part_that_is_no_object_is_refused() -> None:
-    body = json.loads(FULL.to_bytes()) | {"trigger": [3]}
-    with pytest.raises(SnipError, match="trigger: must be an object"):
+    body = json.loads(FULL.to_bytes()) | {"alarm": [3]}
+    with pytest.raises(SnipError, match="alarm: must be an object"):
         ControllerState.from_bytes(json.dumps(body).encode())

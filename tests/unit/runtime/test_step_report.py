@@ -48,17 +48,6 @@ def test_a_checkpoint_keeps_what_is_on_its_way_and_the_next_run_begins_with_it()
     assert resumed.drain() == StepFigures(5, 1.0, 1.0)
 
 
-def test_gradients_travel_with_the_loss() -> None:
-    report = StepReport(torch.device("cpu"))
-    norms = torch.tensor([1.0, 4.0], dtype=torch.float64)
-    report.exchange(10, torch.tensor(2.0), 1.0, norms)
-    norms.fill_(9.0)
-    kept = report.in_flight()
-    assert kept == StepFigures(10, 2.0, 1.0, gradients=(1.0, 4.0))
-    assert report.exchange(11, torch.tensor(1.0), 1.0, norms * float("nan")) == kept
-    assert report.exchange(12, None, None) == StepFigures(11, 1.0, 1.0)
-
-
 def test_rank_zeros_figures_travel_with_the_loss_at_the_steps_that_have_some() -> None:
     news = [None, {"step_s": 0.5, "speedup": 1.25, "saved_h": -2.0}, {"step_s": 0.25}, None]
     report = StepReport(torch.device("cpu"), news=lambda: news.pop(0))
