@@ -51,15 +51,13 @@ class Difference:
     """The difference of recovered gap between two policies, over the blocks that both have.
 
     Attributes:
-        ours: the label of the first policy.
-        theirs: the label of the policy that is subtracted.
+        ours, theirs: the labels of the first policy, and of the one that is subtracted.
         budget: the wanted fp4 share.
         validation: formats of the validation.
         blocks: the number of blocks.
-        mean: the mean difference.
-        low, high: its 95 % confidence interval (Student's t); None with fewer than two blocks.
-        p: two-sided p-value; None with fewer than two blocks.
-        adjusted: the p-value adjusted by Holm's procedure over all differences of the table.
+        mean, low, high: the mean difference, and its 95 % confidence interval (Student's t).
+        p, adjusted: two-sided p-value, and the same by Holm's procedure over all differences of the table. These and
+            the interval are None with fewer than two blocks.
     """
 
     ours: str
