@@ -127,13 +127,24 @@ def test_models_by_name(tmp_path: Path) -> None:
     assert load_cost_model("flops").name == "flops"
     assert load_cost_model("h200").name == load_cost_model("NVIDIA H200").name == "NVIDIA H200"
     assert load_cost_model(path, "Formula 1").name == "Formula 1"
+    assert load_cost_model("h100").name == load_cost_model("NVIDIA H100 80GB HBM3").name == "NVIDIA H100 80GB HBM3"
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA GH200 480GB"])
-def test_a_relative_without_a_table_takes_the_nearest(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("device", "table", "measured"),
+    [
+        ("NVIDIA H200 NVL", "h200", "NVIDIA H200"),
+        ("NVIDIA GH200 480GB", "h200", "NVIDIA H200"),
+        ("NVIDIA H100 NVL", "h100", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 PCIe", "h100", "NVIDIA H100 80GB HBM3"),
+    ],
+)
+def test_a_relative_without_a_table_takes_the_nearest(
+    device: str, table: str, measured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
-        assert load_cost_model(device, device).name == load_cost_model("h200", device).name == "NVIDIA H200"
-    warned = f"snip: warning: the times are those of NVIDIA H200, the nearest relative of {device}; snip calibrate"
+        assert load_cost_model(device, device).name == load_cost_model(table, device).name == measured
+    warned = f"snip: warning: the times are those of {measured}, the nearest relative of {device}; snip calibrate"
     assert capsys.readouterr().err.count(warned) == 1
 
 
