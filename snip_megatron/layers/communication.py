@@ -227,13 +227,6 @@ def as_rows(parts: Tensor) -> Tensor:
     return parts.view(-1, math.gcd(parts.shape[1], longest))
 
 
-def warm_up_sums(x: Tensor, ranks: int) -> None:
-    """Quantise and add partial sums like ``x`` [T, cols] without an exchange, so that kernels are compiled."""
-    arithmetic = _arithmetic(x)
-    elements, scales = (t.view(ranks, -1, t.shape[1]) for t in arithmetic.pack_partial(x))
-    arithmetic.add_partials(elements, scales, x.view(ranks, -1, x.shape[1])[0], 0)
-
-
 def _arithmetic(x: Tensor) -> ModuleType:
     """Return the functions of ``wire`` for the device of ``x``."""
     if not x.is_cuda or importlib.util.find_spec("triton") is None:

@@ -1,6 +1,6 @@
-"""Runs every kind of GEMM on tensors of its own before training.
+"""Runs every kind of GEMM on tensors of its own, so that its kernels can be listed.
 
-Kernels are compiled and GEMM plans are made at first use. This is the first use, so that no training step waits for it.
+The few small kernels of ``--snip-communication`` are not among them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
-from snip_megatron.layers.communication import warm_up_sums
+from snip_megatron.gemm.operands import OperandSpec
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product
@@ -95,31 +94,9 @@ def warm_up_gemms(linear: WarmUpLinear, formats: Iterable[Formats]) -> None:
         if linear.whole_x:
             rotation = handle.rotation("x", linear.x, chosen[2], on_device=True)
             backend.quantize(linear.x, OperandSpec(None, chosen[2], rotation=rotation))
-        _warm_up_gathers(linear)
         if handle.state.beside_swiglu:
             _warm_up_swiglu(linear, LinearCall(handle))
-        _warm_up_sums(linear)
     handle.state.formats = ALL_BF16
-
-
-def _warm_up_gathers(linear: WarmUpLinear) -> None:
-    """Quantise, pack and open shards of the operands that the linear gathers (``--snip-communication gather``)."""
-    handle, backend = linear.handle, linear.handle.context.backend
-    fprop, dgrad, wgrad = handle.formats
-    if not handle.context.packs or handle.expert is not None:
-        return
-    if linear.whole_x:
-        shard, spec = linear.x[: len(linear.x) // handle.tp_size], OperandSpec(fprop, wgrad)
-    elif handle.parallel == "row" and packs_gradient(handle, linear.x):
-        shard = linear.g[: len(linear.g) // handle.tp_size]
-        cols = handle.columns(shard.device)
-        spec = OperandSpec(dgrad, wgrad, keys=GradientKeys(0, 0, cols, first_row=len(shard)))
-    else:
-        return
-    for operand, fmt, axis in zip(backend.quantize(shard, spec), spec[:2], (1, 0), strict=True):
-        assert fmt is not None
-        packed = backend.pack(operand, fmt, axis)
-        packed.opened(tuple(torch.stack([t] * handle.tp_size) for t in packed.tensors))
 
 
 def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
@@ -133,16 +110,6 @@ def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
     y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
     for kept in (wgrad, None):  # in training; in validation and recomputation
         quantized_swiglu(y, handle, (fprop, kept))
-
-
-def _warm_up_sums(linear: WarmUpLinear) -> None:
-    """Quantise and add partial sums of Y or ∂L/∂X (``--snip-communication all``)."""
-    handle = linear.handle
-    fprop, dgrad, _ = handle.formats
-    fmt, partial = (fprop, linear.g) if handle.parallel == "row" else (dgrad, linear.x)
-    sums = handle.context.reduces and fmt is not Format.BF16 and handle.tp_size > 1 and handle.expert is None
-    if sums and len(partial) % handle.tp_size == 0:
-        warm_up_sums(partial, handle.tp_size)
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

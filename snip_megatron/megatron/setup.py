@@ -33,7 +33,7 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
-from snip_megatron.megatron.warmup import WarmUp, WarmUpSizes
+from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
 from snip_megatron.runtime.adoption import MapChannel
@@ -345,7 +345,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(linears.left_flops.values()),
-            kernels=WarmUp(registry, config, request, _warm_up_sizes(host, args, drift=weighs_updates), groups),
+            kernels=WarmUp(registry, config, request, host, drift=weighs_updates and args.optimizer == "adam"),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
         return self._controller
@@ -382,15 +382,3 @@ class SnipRun:
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
             times=None if own is None or request.times is not None else own.measure,
         )  # fmt: skip
-
-
-def _warm_up_sizes(host: Host, args: argparse.Namespace, *, drift: bool) -> WarmUpSizes:
-    """Return what updates and steps of this rank run."""
-    assert host.tokens is not None
-    return WarmUpSizes(
-        tokens=host.tokens,
-        gathers=host.gathers,
-        sharded=host.sharded and host.groups.dp_size > 1,
-        drift=drift and args.optimizer == "adam",
-        sinks=[sink.weight for sink in host.local_sinks],
-    )

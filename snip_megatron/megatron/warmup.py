@@ -11,8 +11,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,37 +28,18 @@ from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.records.readers import replayed_maps
+from snip_megatron.runtime.host import Host
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.reduction import ProbeGroups
 from snip_megatron.statistics.squares import has_kernels
 
 if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import Variant
 
-_MOST_PROCESSES = 16
+_MOST_PROCESSES = 8
 _ROWS = 1024
 """Most rows with which kernels are listed: more than a probe samples. Kernels depend on multiples of 16 alone."""
-
-
-@dataclass(frozen=True)
-class WarmUpSizes:
-    """The sizes and kinds of work that a run may require of this rank.
-
-    Attributes:
-        tokens: rows of an activation in a microbatch.
-        gathers: whether inputs of column-parallel linears are token shards (sequence parallelism).
-        sharded: whether ranks hold shards of the optimizer's state.
-        drift: whether updates evaluate AdamW's drift.
-        sinks: the parameters besides the linears' weights whose drift counts.
-    """
-
-    tokens: int
-    gathers: bool
-    sharded: bool
-    drift: bool
-    sinks: Sequence[torch.Tensor]
 
 
 class WarmUp:
@@ -69,8 +49,8 @@ class WarmUp:
         registry: the linears of this rank.
         config: the configuration of the run.
         request: the solve request of every update.
-        asked: the sizes and kinds of work.
-        groups: the process groups of the run.
+        host: the training loop.
+        drift: whether updates evaluate AdamW's drift.
     """
 
     def __init__(
@@ -78,14 +58,16 @@ class WarmUp:
         registry: LinearRegistry,
         config: SnipConfig,
         request: SolveRequest,
-        asked: WarmUpSizes,
-        groups: ProbeGroups,
+        host: Host,
+        *,
+        drift: bool,
     ) -> None:
         self._registry = registry
         self._config = config
         self._request = request
-        self._asked = asked
-        self._groups = groups
+        self._host = host
+        self._world = host.groups.world
+        self._drift = drift
         self._compilation: Compilation | None = None
         # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
         self._replays = registry.context.backend.name == "hopper" and registry.device is None
@@ -97,15 +79,15 @@ class WarmUp:
             return True
         listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self._groups.world)
-        dist.all_gather_object(gathered, listed, group=self._groups.world)
+        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self._world)
+        dist.all_gather_object(gathered, listed, group=self._world)
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
         self._compilation = self._compiling(now | later)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
-        dist.all_reduce(running, group=self._groups.world)
+        dist.all_reduce(running, group=self._world)
         if float(running):
             _say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
         return not float(running)
@@ -125,6 +107,8 @@ class WarmUp:
                 f" {dist.get_rank()} are compiled at their first launch",
                 flush=True,
             )
+        if found.seconds:
+            _say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
         if self._replays:
             _say(launch_from_cpp(self._registry.context.backend, self._checked))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
@@ -142,7 +126,7 @@ class WarmUp:
         if compilation.processes:
             _say(f"compiling {compilation.kernels} kernels of the map in force ...")
         compilation.running(math.inf)
-        dist.barrier(self._groups.world)
+        dist.barrier(self._world)
         if compilation.processes:
             _say(f"compiled in {time.perf_counter() - started:.1f} s")
 
@@ -153,7 +137,7 @@ class WarmUp:
         from snip_megatron.quantization.kernels.compiler import Compilation
 
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
+        processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
         share = sorted(variants, key=repr)[rank::ranks]
         replays = self._replays and rank == 0
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
@@ -178,23 +162,24 @@ class WarmUp:
         Args:
             in_force: run the steps under the map in force alone.
         """
-        asked, updates = self._asked, self._config.updates and not in_force
+        updates, sharded = self._config.updates and not in_force, self._host.sharded and self._host.groups.dp_size > 1
         for handle, formats in self._kinds(in_force=in_force):
             for tokens in self._tokens(handle):
-                gathered = asked.gathers and handle.parallel == "column"
+                gathered = self._host.gathers and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
                 if updates:
                     recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
-                    if asked.drift:
-                        warm_up_update_error(recorder, sharded=asked.sharded)
-        if updates and asked.drift:
-            for weight in {(w.dim(), w.shape[-1]): w for w in asked.sinks}.values():
-                warm_up_sinks(weight, sharded=asked.sharded)
+                    if self._drift:
+                        warm_up_update_error(recorder, sharded=sharded)
+        if updates and self._drift:
+            for weight in {(s.weight.dim(), s.weight.shape[-1]): s.weight for s in self._host.local_sinks}.values():
+                warm_up_sinks(weight, sharded=sharded)
 
     def _tokens(self, handle: LinearHandle) -> list[int]:
         """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""
-        tokens, shards = self._asked.tokens, 16 * handle.tp_size
+        tokens, shards = self._host.tokens, 16 * handle.tp_size
+        assert tokens is not None
         if tokens > _ROWS * handle.tp_size:
             tokens = _ROWS * handle.tp_size + tokens % shards
         return [tokens] if handle.expert is None else [tokens, tokens + 1]

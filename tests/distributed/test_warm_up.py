@@ -14,8 +14,6 @@ from snip_megatron.records.readers import read_events
 
 SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
 
-GATHER = "--snip-communication gather --seq-length 256 --max-position-embeddings 256"  # shards of whole tiles
-
 FUSED = "--hidden-size 128 --ffn-hidden-size 256"  # widths that SwiGLU's kernels take
 
 
@@ -24,7 +22,7 @@ FUSED = "--hidden-size 128 --ffn-hidden-size 256"  # widths that SwiGLU's kernel
     [
         (2, "--snip-budget fp4=0.5 --use-distributed-optimizer --eval-iters 1 --eval-interval 4"),
         (1, f"--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16 {FUSED}"),
-        (2, f"--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel {GATHER}"),
+        (2, "--snip-budget fp4=0.5 --tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
 def test_nothing_is_launched_that_was_not_warmed_up(
