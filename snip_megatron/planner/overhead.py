@@ -1,4 +1,4 @@
-"""The overhead of SNIP: bytes that an update communicates, passes that it runs, and its share of training time."""
+"""The overhead of SNIP: passes that an update runs, its seconds, and its share of training time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import calls, measures, microbatches_by_kind, weighs_updates
+from snip_megatron.planner.probes import calls, microbatches_by_kind, weighs_updates
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.step_time import StepTime
-from snip_megatron.precision import DENSE_LAYER
-from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID
 
 ASSUMPTIONS = (
     "probes: each pass is a bf16 forward and backward of a microbatch, each call fills the pipeline once; what"
@@ -24,9 +22,7 @@ STATED_RECAPTURE = 0.03
 The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine captures one microbatch, took 0.50 and
 0.76 s (``job_1b-fp4_h200_2026-11-23.json``)."""
 
-_FLOAT64, _FLOAT32 = 8, 4
-_FIGURES_BYTES = 400  # the map's figures as JSON, about
-_STEP_FIGURES = 2  # one small collective a step carries the loss and the number of ranks that have it
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,6 @@ class Overhead:
     """The overhead of one update.
 
     Attributes:
-        gathered: bytes that each rank contributes to all-reduces of the statistics table over all ranks.
-        column_bytes: bytes of column norms that are reduced over data parallel ranks, on the rank with most.
-        gradient_bytes: bytes of probe gradients that are reduced over data parallel ranks, on the rank with most.
-        broadcast: bytes of the map's broadcast.
-        per_step: bytes of the collective of every training step.
         passes: calls of the pipeline schedule.
         microbatches: microbatches that a rank runs in these calls.
         by_kind: kind of ``probe`` event → microbatches that a rank runs for it.
@@ -51,11 +42,6 @@ class Overhead:
         share: the share of the update and of ``recapture_seconds`` in the training time from one update to the next.
     """
 
-    gathered: int
-    column_bytes: int
-    gradient_bytes: int
-    broadcast: int
-    per_step: int
     passes: int
     microbatches: int
     by_kind: Mapping[str, int]
@@ -85,25 +71,16 @@ def overhead(
         links: bandwidths of the network; None for the default.
         recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
     """
-    made, formats = calls(layout, config), config.measured_formats
-    linears = layout.model.blocks * len(DENSE_LAYER)
+    made = calls(layout, config)
     ends = (layout.pp - 1) / layout.vpp
     passing = sum(call.microbatches + ends for call in made) / layout.microbatches * bf16.slowest
-    shapes = layout.linear_shapes().values()
-    columns = max(len(blocks) for blocks in layout.stages) * sum(s.n + s.k for s in shapes) * (1 + len(formats))
     parameters = max(layout.probed_parameters(stage) for stage in range(layout.pp))
-    several = layout.dp > 1 and measures(config)
-    reduced = _FLOAT32 * parameters if several and weighs_updates(config) else 0
+    reduced = _FLOAT32 * parameters if layout.dp > 1 and weighs_updates(config) else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
     seconds = passing + reducing
     least, most = recapture if made else (0.0, 0.0)
     lost = seconds + most
     return Overhead(
-        gathered=_gathered(config, linears) * _FLOAT64,
-        column_bytes=columns * _FLOAT64 if several else 0,
-        gradient_bytes=reduced,
-        broadcast=3 * linears + _FIGURES_BYTES,
-        per_step=_STEP_FIGURES * _FLOAT64,
         passes=len(made),
         microbatches=sum(call.microbatches for call in made),
         by_kind=microbatches_by_kind(made),
@@ -133,22 +110,3 @@ def recapture(layout: Layout, measured: float | None) -> tuple[float, float]:
     if layout.cuda_graph_impl == "transformer_engine" and layout.pp == 1:
         return layer, layer * layers
     return (layer * layers * layout.microbatches,) * 2
-
-
-def _gathered(config: SnipConfig, linears: int) -> int:
-    """Return the count of numbers that each rank contributes to all-reduces over all ranks."""
-    if not measures(config):
-        return 0
-    return (3 if weighs_updates(config) else 2) * table_entries(linears, len(config.measured_formats))
-
-
-def table_entries(linears: int, formats: int) -> int:
-    """Return the count of numbers in the statistics table that an all-reduce carries."""
-    boundaries = 2 * (linears // len(DENSE_LAYER)) + 1
-    each = len(LINEAR_COLUMNS) + len(FORMAT_COLUMNS) * formats + len(RHO_GRID)
-    return linears * each + boundaries * len(BOUNDARY_COLUMNS) + _sinks(linears) * (len(RHO_GRID) + 1)
-
-
-def _sinks(linears: int) -> int:
-    """Return the number of parameters that are not weights of linears: norms and the word embedding."""
-    return 2 * (linears // len(DENSE_LAYER)) + 2

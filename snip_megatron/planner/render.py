@@ -199,9 +199,7 @@ def _overhead(plan: Body) -> str:
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
         f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training\n"
         f"{_recapture(costs)}"
-        f"  moved: table {_size(costs['gathered'])}, column norms {_size(costs['column_bytes'])}, probe gradients"
-        f" {_size(costs['gradient_bytes'])} a GPU; map {_size(costs['broadcast'])}; {costs['per_step']} bytes each step"
-    )
+    ).rstrip()
 
 
 def _recapture(costs: Body) -> str:
@@ -215,14 +213,6 @@ def _recapture(costs: Body) -> str:
         f"  CUDA graphs: the first map captures all layers, {most:.2f} s; a later one those that it changes,"
         f" {least:.2f} s (one) to {most:.2f} s (all)\n"
     )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.4g} {unit}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
