@@ -68,7 +68,7 @@ class HopperGroups(GroupLoop):
         """See the base class. One read serves both products. All experts have the keys of ``spec``: rows are counted
         over all of them.
         """
-        rows = group_rows(tuple(splits), x.device)
+        x, rows = x.contiguous(), group_rows(tuple(splits), x.device)
         made = self._tiles(x, rows, spec)
 
         def operand(fmt: Format | None, tiled: Operand | None) -> RowsOperand | None:

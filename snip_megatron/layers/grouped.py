@@ -51,8 +51,7 @@ def grouped_product(
         splits: number of rows of each expert.
     """
     first = min(handles, key=lambda handle: handle.expert or 0)
-    n, k = weights[0].shape
-    products = first.context.backend.grouped(n, k, weights[0].dtype)
+    products = grouped_products(first)
     rows = None
     if any(count % products.row_multiple for count in splits):
         rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)
@@ -60,6 +59,14 @@ def grouped_product(
     call = GroupedCall(LinearCall(first, has_backward=torch.is_grad_enabled()), handles, tuple(splits), products)
     y: Tensor = GroupedLinear.apply(x, call, *weights)  # type: ignore[no-untyped-call]
     return y if rows is None else rows.unpad(y)
+
+
+def grouped_products(handle: LinearHandle) -> GroupLoop:
+    """Return what multiplies in the next forward. A probe records the rows of each expert, without padding."""
+    backend, (n, k) = handle.context.backend, handle.weight.shape
+    if handle.context.probing:
+        return GroupLoop(backend.quantize, backend.multiply)
+    return backend.grouped(n, k, handle.weight.dtype)
 
 
 class GroupedLinear(torch.autograd.Function):

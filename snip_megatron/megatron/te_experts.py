@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
 
 
@@ -77,10 +77,7 @@ def pad_rows(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 def _row_multiple(handle: LinearHandle) -> int:
     """Return the number of which the rows of every expert must be a multiple in the next forward."""
-    if handle.is_stock:
-        return 1
-    n, k = handle.weight.shape
-    return handle.context.backend.grouped(n, k, handle.weight.dtype).row_multiple
+    return 1 if handle.is_stock else grouped_products(handle).row_multiple
 
 
 CLASSES: dict[type, tuple[type, str]] = {
