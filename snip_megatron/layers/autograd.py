@@ -248,7 +248,8 @@ def _backward_in_parts(
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
-            whole = expert_gradient(handle, d) if handle.expert is not None else d
+            reduced = call.sequence_parallel or call.allreduce_dgrad
+            whole = d if reduced else unreduced_gradient(handle, d)
             recorded = [x_columnwise.tensor, matrix(g).contiguous(), d_local, matrix(whole)]
             if handle.shares_tokens:  # the recorder sees all of them, as those of other linears do
                 recorded = [gather_tokens(tensor, handle.tp_group) for tensor in recorded]
@@ -335,12 +336,13 @@ def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:
     return saves and not left and has_whole_tiles(tokens)
 
 
-def expert_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
-    """Return the input gradient of an expert, summed over the tensor parallel ranks that share the expert.
+def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
+    """Return an input gradient that the linear itself does not reduce, summed over tensor parallel ranks.
 
-    Only recorders need the sum here: in training Megatron's token dispatcher computes it.
+    Only recorders need the sum here: in training Megatron's token dispatcher computes it for experts, and for shared
+    experts that overlap with it.
     """
-    if handle.tp_group is None or handle.parallel == "row":
+    if handle.tp_group is None or handle.parallel != "column":
         return d
     total = d.clone()
     dist.all_reduce(total, group=handle.tp_group)

@@ -15,7 +15,7 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
-from snip_megatron.layers.autograd import LinearCall, expert_gradient, gradient_keys, passed_on
+from snip_megatron.layers.autograd import LinearCall, gradient_keys, passed_on, unreduced_gradient
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
@@ -144,7 +144,7 @@ def _record(
 ) -> None:
     """Pass the tensors of each expert to its recorder. All GEMMs of a probe run in bf16."""
     with torch.no_grad():
-        whole = expert_gradient(call.linear.handle, d)
+        whole = unreduced_gradient(call.linear.handle, d)
         rows = (torch.split(tensor, list(call.splits)) for tensor in (x, g, d, whole))
         for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, weights, *rows, strict=True):
             if recorder is not None:

@@ -81,7 +81,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         _more_than_one,
     ),
     Conflict("--mlp-chunks-for-training", "statistics would count each chunk as a microbatch; use 1", _more_than_one),
-    Conflict("--moe-latent-size", "experts of another width than the decoder are not supported; leave it out"),
     Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
     Conflict("--mtp-num-layers", _DENSE),
     Conflict("--multi-latent-attention", _DENSE),

@@ -27,7 +27,6 @@ from snip_megatron.megatron.model_linears import (
     BuiltLinear,
     ModelLinears,
     built_linears,
-    is_covered,
     model_linears,
     of_all_stages,
 )
@@ -52,7 +51,7 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks.
 
-    Parameters, their names and checkpoints do not change. Frozen linears, shared experts and linears of other classes
+    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes
     stay as they are, in bf16. Rank 0 prints which.
 
     Args:
@@ -150,8 +149,6 @@ def _why_stock(linear: BuiltLinear) -> str | None:
     kind = type(linear.module)
     if kind not in _SNIP_CLASS:
         return f"no quantised form of {kind.__qualname__}"
-    if not is_covered(linear.row):
-        return "shared expert"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
     return None if all(weight.requires_grad for weight in weights) else FROZEN
 

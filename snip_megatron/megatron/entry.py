@@ -15,13 +15,13 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from snip_megatron.config import add_arguments as add_snip_arguments
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.data.batch import get_batch
 from snip_megatron.megatron.data.datasets import check_data, provide_datasets
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.megatron.validate import check_layers_of_experts
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
 SPIKY_LOSS_FACTOR = 10
@@ -38,7 +38,7 @@ def run(startup: Startup) -> None:
     shown: list[str] = []
     args = pretraining.parse_arguments(functools.partial(_provide_arguments, startup, shown))
     check_data(args)
-    ExpertLayers.of(args)  # refuses a pattern of another number of layers, which Megatron meets after its start
+    check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
     with under_snip(args, model_config):

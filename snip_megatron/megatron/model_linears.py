@@ -147,11 +147,6 @@ def of_all_stages[Key, Value](own: Mapping[Key, Value]) -> dict[Key, Value]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def is_covered(row: LinearRow) -> bool:
-    """Whether a precision map covers a linear. Shared experts stay in bf16."""
-    return "shared_experts" not in row.id.path.split(".")
-
-
 def _place(row: LinearRow) -> tuple[str, int]:
     return row.id.stack, row.id.layer
 

@@ -19,7 +19,6 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
-from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import ModelShape
@@ -112,7 +111,7 @@ def step_model(
         args.decoder_last_pipeline_num_layers,
     )
     vocabulary = getattr(args, "padded_vocab_size", None)  # set after Megatron has built its tokenizer
-    if not args.swiglu or not vocabulary or ExpertLayers.of(args) or args.context_parallel_size > 1:
+    if not args.swiglu or not vocabulary or getattr(args, "num_experts", None) or args.context_parallel_size > 1:
         return None
     gated = getattr(args, "attention_output_gate", False)
     if recompute is None or gated or any(value is not None for value in uneven):

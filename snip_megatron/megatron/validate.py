@@ -11,7 +11,6 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.layers.experts import ExpertLayers
 from snip_megatron.layers.registry import check_map_fits
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.conflicts import CONFLICTS
@@ -98,9 +97,23 @@ def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> Non
         )
 
 
+def check_layers_of_experts(args: argparse.Namespace) -> None:
+    """Raise SnipError if ``--moe-layer-freq`` is no pattern of the layers. Megatron finds out after its start.
+
+    The value is a number n, for every n-th layer, or a list with a flag for each layer.
+    """
+    pattern = args.moe_layer_freq
+    if not getattr(args, "num_experts", None) or (isinstance(pattern, int) and pattern >= 1):
+        return
+    if isinstance(pattern, int):
+        raise SnipError(f"--moe-layer-freq {pattern}: give 1 or more, or a list with a 0 or a 1 for each layer")
+    if len(pattern) != args.num_layers:
+        raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {args.num_layers}")
+
+
 def _check_experts(args: argparse.Namespace) -> None:
     """Raise SnipError if a mixture of experts is combined with what does not work or is not supported."""
-    if ExpertLayers.of(args) is None:
+    if not getattr(args, "num_experts", None):
         return
     here = f"--num-experts {args.num_experts} cannot be combined with"
     routing = args.moe_router_load_balancing_type
@@ -120,7 +133,7 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     here = f"--cuda-graph-impl {implementation} cannot be combined with"
     if not torch.cuda.is_available():
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
-    if ExpertLayers.of(args) is not None:
+    if getattr(args, "num_experts", None):
         raise SnipError(f"{here} --num-experts {args.num_experts} under --snip: not supported so far; leave one out")
     stages = args.pipeline_model_parallel_size
     if stages > 1 and implementation in GRAPHS_WITHOUT_PIPELINE:

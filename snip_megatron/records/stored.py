@@ -218,7 +218,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
         raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")
     if request.timed and request.unquantised_stage_flops:
         raise SnipError(
-            f"{stored.run}: times of its shared experts are not predicted; a budget of this run is a share"
+            f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"
             " of FLOPs (fp4=)"
         )
     if request.timed and (change.cost is not None or request.times is None):

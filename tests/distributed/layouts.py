@@ -89,9 +89,9 @@ MODELS: dict[str, Model] = {
     "experts-dropless": Model(
         "experts-dropless-world-1", _EXPERTS, "--snip-settings probe_tokens=4096", probed=4, at=AT + 1, ragged=True
     ),
-    # The same with a shared expert, which stays in bf16. Local layers do not group GEMMs, whatever is asked.
-    "experts-bf16": Model(
-        "experts-bf16-world-1",
+    # The same with a shared expert. Local layers do not group GEMMs, whatever is asked.
+    "experts-shared": Model(
+        "experts-shared-world-1",
         f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid",
         "--snip-budget fp4=0.4",
@@ -157,7 +157,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 _EP2 = "--expert-model-parallel-size 2"
-for _model in ("experts", "experts-dropless", "experts-bf16"):
+for _model in ("experts", "experts-dropless", "experts-shared"):
     LAYOUTS |= {
         f"{_model}-{name}": replace(layout, model=_model)
         # Megatron's capacity is of a rank's tokens: under sequence parallelism other ones are dropped.

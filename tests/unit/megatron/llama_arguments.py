@@ -63,7 +63,7 @@ def linears(args: argparse.Namespace) -> ModelLinears:
         for path, shape in (shapes | mlp).items():
             mixture = (args.num_experts, args.moe_router_topk) if ".experts." in path else (1, 1)
             rows.append(LinearRow(f"decoder.layers.{layer}.{path}", stage, *shape, *mixture))
-    return ModelLinears.split(rows, {row.name: "shared expert" for row in rows if ".shared_experts." in row.name})
+    return ModelLinears.split(rows, {})
 
 
 def megatron_parser() -> argparse.ArgumentParser:

@@ -138,8 +138,8 @@ def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GP
         ("decoder.layers.1.mlp.experts.linear_fc1", 3),
         ("decoder.layers.1.mlp.experts.linear_fc2", 3),
     ]
-    assert len(registry.names) == 8
-    assert len(registry) == 6 + 2 * 4
+    assert len(registry.names) == 10
+    assert len(registry) == 8 + 2 * 4
     for kind, cls, shape in (
         ("linear_fc1", SnipColumnParallelLinear, (64, 64)),
         ("linear_fc2", SnipRowParallelLinear, (64, 32)),
@@ -151,7 +151,7 @@ def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GP
             assert type(module) is cls
             assert handle.weight is module.weight
             assert (handle.n, handle.k) == shape == tuple(module.weight.shape)
-    assert type(mlp.shared_experts.linear_fc1) is ColumnParallelLinear
+    assert mlp.shared_experts.linear_fc1.snip is registry["decoder.layers.1.mlp.shared_experts.linear_fc1"]
     assert list(chunk.state_dict()) == keys
 
 

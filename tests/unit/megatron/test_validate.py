@@ -11,6 +11,7 @@ from llama_arguments import EXPERTS, arguments, linears
 from refusals import check, refused
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
 from snip_megatron.precision import (
     Format,
@@ -247,19 +248,20 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
 # -- mixtures of experts ---------------------------------------------------------------------------------------
 
 
-def test_shared_experts_count_in_the_share_and_are_no_candidates() -> None:
-    """A dense layer has 30,720 weights, of them 18,432 in its MLP; so have the experts that a token meets, and the
-    shared one."""
+def test_shared_experts_are_candidates() -> None:
     args = arguments(**EXPERTS, pipeline_model_parallel_size=2)
-    assert linears(args).left_flops == {0: 6.0 * 18432, 1: 6.0 * 18432}
-    assert linears(arguments()).left_flops == {}
-    request = validate.solve_request(config(), args, linears(args))
-    assert request.unquantised_stage_flops == dict.fromkeys((0, 1), 6.0 * 18432 * 32 * 8)
-    assert validate.solve_request(config(), arguments(), linears(arguments())).unquantised_stage_flops is None
-    message = refused(config(budget="fp4=0.8"), args)
-    assert message.startswith("--snip-budget fp4=0.8 is out of reach with decoder.layers.1.mlp.shared_experts")
-    assert "at most fp4=0.7692" in message
-    check(config(budget="fp4=0.769"), args)
+    assert linears(args).left_flops == {}
+    assert validate.solve_request(config(), args, linears(args)).unquantised_stage_flops is None
+    check(config(budget="fp4=0.95"), args)
+
+
+def test_a_pattern_of_layers_of_experts_fits_the_decoder() -> None:
+    args = arguments(**EXPERTS)
+    validate.check_layers_of_experts(args)
+    for pattern, words in ((0, "--moe-layer-freq 0: give 1 or more"), ([0, 1], "names 2 layers, the decoder has 4")):
+        args.moe_layer_freq = pattern
+        with pytest.raises(SnipError, match=words):
+            validate.check_layers_of_experts(args)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -157,7 +157,7 @@ def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
 def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "experts", SolveRequest(target=0.3, unquantised_stage_flops={0: 1e12, 1: 1e12}))
     change = Change({"formats": ("bf16", "fp8", "fp8_tensor")}, cost="h200")
-    with pytest.raises(SnipError, match="times of its shared experts are not predicted"):
+    with pytest.raises(SnipError, match="times of its linears that stay bf16 are not predicted"):
         rebuild(stored(run), change, Budget("speedup", 1.4))
     assert rebuild(stored(run), Change(), Budget("fp4", 0.2)).budget.value == 0.2
 
