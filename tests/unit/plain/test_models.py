@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_plain_loop import Training, example
+from test_plain_loop import Training, example, load
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -17,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from snip_megatron.plain import PlainSnip, convert
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.reporting.report import write_report
 
 TOKENS = torch.randint(0, 64, (6, 4, 16), generator=torch.Generator().manual_seed(5))
 
@@ -205,3 +208,14 @@ def test_frozen_linears_with_adapters_are_quantised_without_wgrad() -> None:
     assert [row.name for row in snip.table.sinks].count("decoder.layers.0.self_attn.q_proj.base.adapter_1") == 1
     assert snip.table.sink_drift2.any()
     assert all(torch.equal(model.get_parameter(name), before) for name, before in frozen.items())
+
+
+def test_the_example_shows_which_linears_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf_nvfp4.py", "--steps", "5", "--dir", str(tmp_path / "run")])
+    load("hf_nvfp4").main()
+    shown = capsys.readouterr().out
+    assert "step 4: map 2, 75% of the FLOPs in NVFP4" in shown
+    assert len([line for line in shown.splitlines() if line.endswith("/4")]) == 3 * 7
+    assert "mlp.down_proj" in write_report(tmp_path / "run").read_text()

@@ -17,11 +17,19 @@ from snip_megatron.plain import PlainSnip, convert
 from snip_megatron.precision import Format, Gemm
 
 ROOT = Path(__file__).resolve().parents[3]
-_spec = importlib.util.spec_from_file_location("plain_loop_example", ROOT / "examples" / "plain_loop.py")
-assert _spec is not None
-assert _spec.loader is not None
-example = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(example)
+
+
+def load(name: str) -> Any:
+    """Return a script of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_example", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load("plain_loop")
 
 
 class Training:
