@@ -17,7 +17,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.communication import ErrorFeedback
-from snip_megatron.layers.registry import check_map_fits
+from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
@@ -359,7 +359,7 @@ class SnipRun:
         step: int,
     ) -> RankZeroCoordinator:
         config, backend = self._config, registry.context.backend.name
-        static_map = validate.load_map(config.map, registry.names) if config.map is not None else None
+        static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend)
         own: OwnTimes | None = None
         if config.timed and config.updates and request.times is None:

@@ -11,14 +11,13 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.layers.registry import check_map_fits
+from snip_megatron.layers.registry import load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.conflicts import CONFLICTS
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import check_measurable, option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
-from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.records.readers import replayed_maps, step_path
 from snip_megatron.sensitivity.fixed import fixed_map, late_shares
@@ -216,17 +215,6 @@ def _check_globs(schedule: Schedule, names: list[str]) -> None:
             if not matching_options(glob, names, "gemm"):
                 hint = no_match_hint("a phase", glob, names, "gemm")
                 raise SnipError(f"--snip-schedule: phases[{i}].change: {cut(glob)} matches no option; {hint}")
-
-
-def load_map(path: str, names: list[str], *, argument: str = "--snip-map") -> PrecisionMap:
-    """Read the file that ``argument`` names and check that it is a map of this model. Raises SnipError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SnipError(f"{argument} {path}: cannot be read ({error})") from None
-    precision_map = PrecisionMap.from_json(text, where=f"{argument} {path}")
-    check_map_fits(precision_map, names, f"{argument} {path}")
-    return precision_map
 
 
 def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str], ...]:

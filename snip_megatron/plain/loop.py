@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.registry import LinearRegistry, check_map_fits
+from snip_megatron.layers.registry import LinearRegistry, check_map_fits, load_map
 from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
 from snip_megatron.plain.linear import convert_linears
 from snip_megatron.plain.structure import Structure, find_places, find_structure
@@ -99,7 +98,7 @@ class PlainSnip:
         self._request, self._steps = config.request(), 0
         rows = structure.rows
         names = [row.name for row in rows]
-        self._fixed = None if config.map is None else _read_map(config.map, names)
+        self._fixed = None if config.map is None else load_map(config.map, names, argument="map")
         if config.updates:
             check_reachable(rows, self._request)
         if config.updates and needs_forward_noise(self._request):
@@ -243,13 +242,3 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
 
 def _tuple(value: Any) -> tuple[str, ...]:
     return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-
-
-def _read_map(path: str, names: Sequence[str]) -> PrecisionMap:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SnipError(f"map={path}: cannot be read ({error})") from None
-    found = PrecisionMap.from_json(text, where=path)
-    check_map_fits(found, names, path)
-    return found

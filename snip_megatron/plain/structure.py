@@ -53,7 +53,7 @@ class Places:
 
     Attributes:
         blocks: the blocks.
-        begins: the modules that begin sub-blocks: each block, and its norm between attention and MLP.
+        begins: the modules that begin sub-blocks: each block, and the norms of its further branches.
         hidden: width of the residual stream.
         rows: the linears with their places.
         sinks: parameters beside the linears that gradient errors reach.
@@ -152,10 +152,13 @@ def _base_of(path: str, linears: dict[str, nn.Module]) -> str | None:
 # -- while the model runs ------------------------------------------------------------------------------------------
 @dataclass
 class _Branch:
-    """A branch of the residual stream: the norm that reads it, the stream's address, and the linears in their order."""
+    """A branch of the residual stream: the stream's address, the norms that read it, and the linears in their order.
 
-    norm: nn.Module
+    Attention and MLP side by side are one branch.
+    """
+
     stream: int
+    norms: list[nn.Module] = field(default_factory=list)
     roles: dict[str, Role] = field(default_factory=dict)
 
 
@@ -199,12 +202,16 @@ class _Trace:
             if isinstance(module.weight, DTensor):
                 raise SnipError(f"{name} is sharded while it runs: tensor parallelism needs Megatron")
             branches, fed = self.branches[layer], self._outputs.get(args[0].data_ptr())
-            if fed is not None and not any(branch.norm is fed[0] for branch in branches):
-                branches.append(_Branch(fed[0], fed[1]))
+            if fed is not None and (not branches or branches[-1].stream != fed[1]):
+                branches.append(_Branch(fed[1]))
             if not branches:
-                raise SnipError(f"{name} runs before any norm: SNIP measures blocks that begin with a norm")
-            reads = fed is not None and branches[-1].norm is fed[0]
-            branches[-1].roles[name] = Role.READS if reads else Role.BETWEEN
+                raise SnipError(
+                    f"{name} runs before any norm: SNIP measures blocks that begin with a norm; policy= and map= need"
+                    " none"
+                )
+            if fed is not None and fed[0] not in branches[-1].norms:
+                branches[-1].norms.append(fed[0])
+            branches[-1].roles[name] = Role.BETWEEN if fed is None else Role.READS
 
         return hook
 
@@ -213,34 +220,27 @@ def find_places(structure: Structure, forward: Callable[[], object]) -> Places:
     """Run a forward pass without gradients, and return what every linear does in its block.
 
     Raises:
-        SnipError: a block is none of attention and MLP, each a branch that begins with a norm.
+        SnipError: a block does not begin with a norm, or a linear does not run.
     """
     trace = _Trace(structure)
     # While the model runs, fully_shard has other parameters in the place of those that are trained.
     weights = {id(m): getattr(m, "weight", None) for m in structure.model.modules()}
     trace.run(forward)
-    rows = {row.name: row for row in structure.rows}
-    for layer, branches in enumerate(trace.branches):
-        if len(branches) != 2 or branches[0].stream == branches[1].stream:
-            raise SnipError(
-                f"block {layer} has {len(branches)} branches of the residual stream in a row (norms that feed linears):"
-                " SNIP measures blocks of attention and MLP, one after the other; policy= and map= need no measurement"
-            )
-        for i, branch in enumerate(branches):
-            last = next(reversed(branch.roles))
+    rows, placed = {row.name: row for row in structure.rows}, dict[str, LinearRow]()
+    begins: list[Place] = []
+    for block, branches in zip(structure.blocks, trace.branches, strict=True):
+        for branch in branches:
+            last, boundary = next(reversed(branch.roles)), len(begins)
+            begins.append(Place(block if branch is branches[0] else branch.norms[0], boundary))
             for name, role in branch.roles.items():
                 ends = name == last and role is Role.BETWEEN
-                rows[name] = replace(rows[name], sub_block=2 * layer + i, role=Role.WRITES if ends else role)
-    if unused := [
-        name for name, row in rows.items() if not any(name in b.roles for b in itertools.chain(*trace.branches))
-    ]:
-        raise SnipError(f"{unused[0]} does not run in a forward pass: SNIP measures linears that all tokens go through")
-    pairs = zip(structure.blocks, trace.branches, strict=True)
-    readers = [reader for block, branches in pairs for reader in (block, branches[1].norm)]
-    begins = tuple(Place(reader, boundary) for boundary, reader in enumerate(readers))
-    return Places(
-        structure.blocks, begins, trace.hidden, tuple(rows.values()), tuple(_sinks(structure, trace, rows, weights))
-    )
+                placed[name] = replace(rows[name], sub_block=boundary, role=Role.WRITES if ends else role)
+    if missing := rows.keys() - placed.keys():
+        raise SnipError(
+            f"{min(missing)} does not run in a forward pass: SNIP measures linears that all tokens go through"
+        )
+    sinks = tuple(_sinks(structure, trace, placed, weights))
+    return Places(structure.blocks, tuple(begins), trace.hidden, tuple(placed[name] for name in rows), sinks)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -257,9 +257,9 @@ def _sinks(
         if id(module) not in inside and isinstance(module, nn.Embedding):
             found.append((f"embedding.{name}", 0, module))
         elif id(module) not in inside and _is_norm(module):
-            found.append((f"decoder.{name}", 2 * len(structure.blocks), module))
-    for layer, branches in enumerate(trace.branches):
-        found += [(f"decoder.layers.{layer}.norm_{i}", 2 * layer + i, b.norm) for i, b in enumerate(branches)]
+            found.append((f"decoder.{name}", sum(map(len, trace.branches)), module))
+    for boundary, branch in enumerate(itertools.chain(*trace.branches)):
+        found += [(f"decoder.norm_{boundary}.{i}", boundary, norm) for i, norm in enumerate(branch.norms)]
     for base, modules in structure.adapters.items():
         found += [(f"{base}.adapter_{i}", rows[base].sub_block, module) for i, module in enumerate(modules)]
     for name, boundary, module in found:
