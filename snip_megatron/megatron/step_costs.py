@@ -25,11 +25,11 @@ from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.tensor_parallel import TensorParallel
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearRow
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearRow, Side
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import TimingTable
 
 
@@ -175,15 +175,17 @@ def _linear_shape(args: argparse.Namespace, row: LinearRow) -> LinearShape:
         tokens = max(1, tokens * row.active * expert_parallel * own // (tensor_parallel * row.experts))
         microbatches *= row.experts // expert_parallel
         tensor_parallel, sequence_parallel = own, False
-    return local_shape(
-        row.id.path,
-        row.n,
-        row.k,
-        tokens=tokens,
-        tensor_parallel=tensor_parallel,
+    n, k = row.n, row.k
+    split = {Side.OUTPUT: n, Side.INPUT: k, Side.NEITHER: 0}[row.sharded]
+    if split % tensor_parallel:
+        raise SnipError(f"{row.name} [{n}, {k}]: {split} features cannot be split over {tensor_parallel} ranks")
+    return LinearShape(
+        tokens=tokens // tensor_parallel if row.sharded is Side.NEITHER and sequence_parallel else tokens,
+        n=n // tensor_parallel if row.sharded is Side.OUTPUT else n,
+        k=k // tensor_parallel if row.sharded is Side.INPUT else k,
         microbatches=microbatches,
-        sequence_parallel=sequence_parallel,
-        recompute=_recomputed(args, row),
+        gathered=row.sharded is Side.OUTPUT and sequence_parallel and tensor_parallel > 1,
+        forwards=2 if _recomputed(args, row) else 1,
         fused_accumulation=args.gradient_accumulation_fusion,
     )
 

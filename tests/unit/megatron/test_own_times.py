@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from llama_arguments import linears
 from run_arguments import WANTED, arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.megatron.model_linears import model_linears
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.precision import Gemm
@@ -56,7 +56,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def own(run: Path | None, clock: FakeClock | None = None, config: SnipConfig = CONFIG, **given: Any) -> OwnTimes:
     args = arguments(**{**SMALL, **given})
-    return OwnTimes(config, args, model_linears(args), REFERENCE, run, CPU, clock)
+    return OwnTimes(config, args, linears(args).covered, REFERENCE, run, CPU, clock)
 
 
 def test_the_first_start_measures_and_later_ones_find_the_same(

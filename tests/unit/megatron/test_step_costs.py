@@ -16,7 +16,7 @@ from snip_megatron.megatron.step_costs import linear_shapes, option_times, step_
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import ModelShape
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Gemm, LinearRow, Side
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
@@ -38,6 +38,26 @@ def test_shapes_are_those_of_one_rank() -> None:
     }
     assert not any(shape.gathered for shape in shapes(sequence_parallel=False).values())
     assert not any(shape.fused_accumulation for shape in shapes(gradient_accumulation_fusion=False).values())
+
+
+def test_a_row_says_what_ranks_share_of_it() -> None:
+    """Latent attention and mixers, on 2 ranks: a projection that each has whole runs on its own share of the tokens."""
+    rows = [
+        LinearRow(
+            "decoder.layers.0.self_attention.linear_q_down_proj", 0, 384, 1024, sub_block=0, sharded=Side.NEITHER
+        ),
+        LinearRow("decoder.layers.0.self_attention.linear_q_up_proj", 0, 2048, 384, sub_block=0, sharded=Side.OUTPUT),
+        LinearRow("decoder.layers.1.mixer.in_proj", 0, 4160, 1024, sub_block=1, sharded=Side.OUTPUT),
+        LinearRow("decoder.layers.1.mixer.out_proj", 0, 1024, 2048, sub_block=1, sharded=Side.INPUT),
+    ]
+    assert list(linear_shapes(arguments(), rows).values()) == [
+        LinearShape(2048, 384, 1024, microbatches=4),
+        LinearShape(4096, 1024, 384, microbatches=4, gathered=True),
+        LinearShape(4096, 2080, 1024, microbatches=4, gathered=True),
+        LinearShape(4096, 1024, 1024, microbatches=4),
+    ]
+    with pytest.raises(SnipError, match=r"mixer.in_proj \[4161, 1024\]: 4161 features cannot be split over 2 ranks"):
+        linear_shapes(arguments(), [replace(rows[2], n=4161)])
 
 
 def test_context_parallel_ranks_share_the_tokens() -> None:
