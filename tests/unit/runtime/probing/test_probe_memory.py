@@ -61,7 +61,7 @@ def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
 
 def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
     flights = functools.partial(microbatches_in_flight, stage=stage, pp=stages)
-    whole = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "layers": 2, "hidden": 64}
+    whole = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "hidden": 64}
     return Host(**whole, shard=TokenShard(0, 1, True), sinks=(), local_sinks=[], in_flight=flights, **fields)
 
 
