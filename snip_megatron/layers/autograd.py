@@ -244,7 +244,7 @@ def _backward_in_parts(
     later = handle.delays and ctx.recorder is None
     grad_weight = None if later else grad_weight_of()
     if handle.delays:
-        handle.state.delayed.append(partial(_accumulate, weight, main_grad, grad_weight_of) if later else _nothing)
+        handle.state.delayed.append(partial(_accumulate, weight, main_grad, grad_weight_of) if later else nothing)
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
@@ -265,7 +265,8 @@ def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callab
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
-def _nothing() -> None: ...
+def nothing() -> None:
+    """Stand for a delayed wgrad that has run already."""
 
 
 def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:

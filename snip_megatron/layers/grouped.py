@@ -15,7 +15,7 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
-from snip_megatron.layers.autograd import LinearCall, gradient_keys, passed_on, unreduced_gradient
+from snip_megatron.layers.autograd import LinearCall, gradient_keys, nothing, passed_on, unreduced_gradient
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
@@ -117,6 +117,8 @@ class GroupedLinear(torch.autograd.Function):
         x_columnwise = assemble((tuple(saved), ctx.rest))
         found = products.accumulate(columnwise, x_columnwise, out if len(out) == len(weights) else None)
         handle.state.backwards += 1
+        if handle.delays:  # wgrad has run; what Megatron calls later tells DDP so
+            handle.state.delayed.append(nothing)
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
         return d, None, *map(passed_on, weights, found, main_grads)

@@ -81,6 +81,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         _more_than_one,
     ),
     Conflict("--mlp-chunks-for-training", "statistics would count each chunk as a microbatch; use 1", _more_than_one),
+    Conflict(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "quantised wgrad of experts runs in the backward of its linear; leave it out",
+    ),
     Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
     Conflict("--mtp-num-layers", _DENSE),
     Conflict("--multi-latent-attention", _DENSE),

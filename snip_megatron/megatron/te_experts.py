@@ -40,6 +40,15 @@ class _GroupedForward:
             y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, m_splits, strict=True)])
         return y, biases if self.te_return_bias else None
 
+    def backward_dw(self: Any) -> None:
+        """Tell DDP that the wgrads of the earliest backward have run (``--delay-wgrad-compute``)."""
+        delayed = self.snip_experts[0].state.delayed
+        if not delayed:  # the backward was Transformer Engine's own
+            super().backward_dw()  # type: ignore[misc]
+            return
+        delayed.popleft()()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
 
 class SnipTEColumnParallelGroupedLinear(_GroupedForward, TEColumnParallelGroupedLinear):  # type: ignore[misc]
     """The first linear of all experts, whose GEMMs follow the precision map."""

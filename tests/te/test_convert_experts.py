@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,3 +159,16 @@ def test_a_decoder_of_experts_trains_under_a_map(monkeypatch: pytest.MonkeyPatch
         registry.end_step()
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_delayed_wgrad_is_told_to_ddp_when_megatron_calls_for_it() -> None:
+    chunk, _ = converted(Format.FP8)
+    linear, told = chunk.decoder.layers[0].mlp.experts.linear_fc1, []
+    linear.snip_experts = [replace(handle, delays=True) for handle in linear.snip_experts]
+    linear.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append(True))
+    y, _ = linear(torch.randn(9, 128, requires_grad=True), [4, 0, 5, 0])
+    y.sum().backward()
+    assert not told
+    linear.backward_dw()
+    assert told == [True]
+    assert linear.weight0.grad is not None
