@@ -121,6 +121,15 @@ def test_figures_in_brackets_are_those_without_fusions():
     assert [float(figure) for figure in re.findall(r"\((\d\.\d+)×", figures)] == unfused
 
 
+def test_what_the_default_gives_is_what_its_training_measured():
+    gain = README.partition("| gain | ")[2].partition(" |\n")[0]
+    ms = json.loads((ROOT / re.search(r"\]\(([^)]+)\)", gain)[1]).read_text())["ms"]
+    default = ms["snip_default_graphs"]
+    others = [ms[name] for name in ("bf16_graphs", "te_fp8_tensor_graphs", "te_fp8_block_graphs")]
+    assert [int(x) for x in re.findall(r"(\d+) ms", gain)] == [round(each + 1e-9) for each in (default, *others)]
+    assert re.findall(r"(\d\.\d+)×", gain) == [f"{each / default:.2f}" for each in others]
+
+
 def cells(path: Path, *starts: str) -> list[list[str]]:
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in path.read_text().splitlines() if "|" in line]
     return [row for row in rows if row[: len(starts)] == list(starts)]
