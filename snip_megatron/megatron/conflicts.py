@@ -37,7 +37,6 @@ def _more_than_one(value: Any) -> bool:
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
 _SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
-_DENSE = "not supported so far"
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--fp8-format", _OWN_PRECISION, dest="fp8"),
@@ -62,7 +61,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--overlap-moe-expert-parallel-comm",
         "it splits a layer's backward, which quantised linears do in one piece; leave it out",
     ),
-    Conflict("--delay-wgrad-compute", "quantised wgrad runs in the backward of its linear; leave it out"),
     Conflict("--use-transformer-engine-op-fuser", "it replaces the linears by fused operations; leave it out"),
     Conflict(
         "--defer-embedding-wgrad-compute",
@@ -86,10 +84,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "quantised wgrad of experts runs in the backward of its linear; leave it out",
     ),
     Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
-    Conflict("--mtp-num-layers", _DENSE),
-    Conflict("--multi-latent-attention", _DENSE),
-    Conflict("--experimental-attention-variant", _DENSE),
-    Conflict("--heterogeneous-layers-config-path", _DENSE),
+    Conflict("--mtp-use-repeated-layer", "probes take every layer to run once; leave it out"),
     Conflict("--fp16", "loss scaling would scale the statistics; use --bf16"),
     Conflict(
         "--loss-scale",

@@ -23,7 +23,6 @@ from snip_megatron.megatron.compat.meta_model import stages_on_meta
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.megatron.model_linears import (
-    FROZEN,
     BuiltLinear,
     ModelLinears,
     built_linears,
@@ -51,8 +50,8 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks.
 
-    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes
-    stay as they are, in bf16. Rank 0 prints which.
+    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes stay as they
+    are, in bf16. Rank 0 prints which.
 
     Args:
         model_chunks: The chunks as built, before or after Float16Module and DDP.
@@ -150,7 +149,7 @@ def _why_stock(linear: BuiltLinear) -> str | None:
     if kind not in _SNIP_CLASS:
         return f"no quantised form of {kind.__qualname__}"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
-    return None if all(weight.requires_grad for weight in weights) else FROZEN
+    return None if all(weight.requires_grad for weight in weights) else "frozen"
 
 
 def _say_what_stays(stock: Mapping[str, str]) -> None:

@@ -28,8 +28,6 @@ _SHARDED = {
     "TERowParallelGroupedLinear": Side.INPUT,
     "TELinear": Side.NEITHER,
 }
-FROZEN = "frozen"
-"""Why a linear whose weight has no gradient is not converted."""
 _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
 # Sub-block → norm before it; "norm" before any other.
 _NORMS = {
@@ -90,14 +88,10 @@ class ModelLinears:
 
     @classmethod
     def split(cls, rows: Iterable[LinearRow], stock: Mapping[str, str]) -> ModelLinears:
-        """Split the linears of a model, of which those named in ``stock`` are not converted.
-
-        A map covers frozen linears: their weight has no gradient, and they stay in bf16.
-        """
+        """Split the linears of a model, of which those named in ``stock`` are not converted."""
         ordered = sorted(dict.fromkeys(rows), key=_place)
-        left = {name for name, why in stock.items() if why != FROZEN}
-        covered = _numbered([row for row in ordered if row.name not in left])
-        return cls(tuple(covered), tuple(row for row in ordered if row.name in left))
+        covered = _numbered([row for row in ordered if row.name not in stock])
+        return cls(tuple(covered), tuple(row for row in ordered if row.name in stock))
 
     @property
     def names(self) -> list[str]:
@@ -245,9 +239,7 @@ def _role(n: int, k: int, sharded: Side, hidden: int) -> Role:
     """Return what a linear does in its sub-block, by its width and by what is sharded: its input in linears that end a
     branch, else its output.
     """
-    if (
-        sharded is not Side.INPUT and k % hidden == 0
-    ):  # MTP's eh_proj reads twice the width: the stream and the embedding
+    if sharded is not Side.INPUT and k % hidden == 0:  # MTP's eh_proj reads the stream and the embedding
         return Role.READS
     return Role.WRITES if sharded is not Side.OUTPUT and n == hidden else Role.BETWEEN
 

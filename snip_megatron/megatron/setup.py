@@ -13,7 +13,6 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.communication import ErrorFeedback
@@ -106,12 +105,6 @@ class SnipRun:
         self._linears = ModelLinears(self._registry.rows, self._registry.left)
         validate.check_model(self._config, self._args, self._linears)
         check_measurable(self._config, self._registry.context.backend.name)
-        frozen = [name for name, why in self._registry.stock.items() if why == "frozen"]
-        if frozen and self._config.updates:
-            raise SnipError(
-                f"{frozen[0]} is frozen: --snip measures linears through their gradients; give a fixed map (--snip-map)"
-                " or train without --snip"
-            )
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)

@@ -114,7 +114,10 @@ def cpu_environment() -> dict[str, str]:
     """Variables for a quiet run on the CPU, with the repository and these helpers importable."""
     return {
         "PYTHONPATH": os.pathsep.join(
-            filter(None, (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+            filter(
+                None,
+                (str(REPOSITORY), str(Path(__file__).parent), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")),
+            )
         ),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

@@ -10,6 +10,7 @@ from launch import error_lines, losses, run_alone, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.startup import COMPAT_SETS
+from snip_megatron.precision import PrecisionMap
 
 # Of a model with one layer more.
 MAP = """{"schema": "snip.map/1", "choices": {"decoder.layers.4.mlp.linear_fc1": "fp4"}}"""
@@ -67,11 +68,17 @@ def test_what_is_refused_beside_megatron_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 
-@pytest.mark.parametrize("frozen", ["decoder.layers.1.mlp.linear_fc1"])
-def test_a_frozen_parameter_whose_gradient_is_measured_is_refused(frozen: str, warm: WarmRanks, tmp_path: Path) -> None:
-    args = tiny_llama_args("--snip", "--snip-first-update", "1", iters=4)
-    process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": frozen})
-    check_refusal(process, f"[rank 0] {frozen} is frozen: --snip measures ")
+def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks, tmp_path: Path) -> None:
+    """The embedding, the first layer and another linear and norm: nothing below the second layer has a gradient."""
+    args = tiny_llama_args("--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-dir", "run", iters=4)
+    parts = "word_embeddings,decoder.layers.0.,decoder.layers.2.mlp.linear_fc1,decoder.layers.3.input_layernorm"
+    process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": parts})
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "snip: decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)" in process.stdout
+    (path,) = (tmp_path / "run" / "maps").glob("step_*.json")
+    found = {str(linear) for linear in PrecisionMap.from_json(path.read_text()).linears()}
+    assert "decoder.layers.2.mlp.linear_fc1" not in found
+    assert len(found) == 11
 
 
 def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step(

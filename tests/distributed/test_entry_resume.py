@@ -56,7 +56,12 @@ def test_resume_is_bitwise_in_both_formats(warm: WarmRanks, tmp_path: Path) -> N
 _BY_POSITION = "--use-distributed-optimizer"
 _BY_NAME = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 _PIPELINE = "--pipeline-model-parallel-size 2"
+_LATENT = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16"
+    " --v-head-dim 16 --rope-type rope --mtp-num-layers 1"
+)
 SWITCHED: dict[str, tuple[int, str]] = {
+    "latent-by-position": (2, f"{_BY_POSITION} {_LATENT} --tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2-virtual-by-position": (2, f"{_BY_POSITION} {_PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
     "dp2-by-position": (2, f"{_BY_POSITION} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"),
     "dp2-by-name": (2, _BY_NAME),
@@ -66,7 +71,7 @@ SWITCHED: dict[str, tuple[int, str]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if i == 0 else pytest.param(name, marks=pytest.mark.matrix) for i, name in enumerate(SWITCHED)],
+    [name if i < 2 else pytest.param(name, marks=pytest.mark.matrix) for i, name in enumerate(SWITCHED)],
 )
 def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     warm: WarmRanks, tmp_path: Path, name: str
@@ -79,7 +84,8 @@ def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
 
     def part(of: str, *extra: str) -> list[dict[str, Any]]:
         args = tiny_llama_args("--bf16", *DROPOUT, *layout.split(), "--save-interval", "3", *extra, iters=9)
-        done = warm.run(ranks, args, module="traced_pretrain", tmp=tmp_path / of, env={"TRACE": str(tmp_path / of)})
+        env = {"TRACE": str(tmp_path / of)} | ({"TORCH_ATTENTION": "1"} if name.startswith("latent") else {})
+        done = warm.run(ranks, args, module="traced_pretrain", tmp=tmp_path / of, env=env)
         assert done.returncode == 0, done.stderr[-4000:]
         assert "holds no SNIP state" not in done.stdout  # nothing is missing under a fixed map
         return read_traces(tmp_path / of)

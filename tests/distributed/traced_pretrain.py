@@ -3,6 +3,7 @@
 Each rank writes ``rank<k>.json``: ``losses`` and ``grad_norms`` (step from 1 -> float.hex(); losses only on the last
 pipeline stage) and ``weights`` (SHA-256 of all parameters at the end).
 
+``TORCH_ATTENTION=1``: torch's attention in local layers, which Megatron's cannot be in latent attention.
 ``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
 
@@ -110,6 +111,12 @@ def main() -> None:
     from snip_megatron.megatron import compat
     from snip_megatron.megatron.entry import run
 
+    if "TORCH_ATTENTION" in os.environ:
+        from megatron.core.models import backends
+        from megatron.core.models.gpt import gpt_layer_specs
+        from torch_attention import TorchAttention
+
+        backends.DotProductAttention = gpt_layer_specs.DotProductAttention = TorchAttention
     recorder = Recorder()
     compat.wrap_train_step(recorder.wrap)
     folder = Path(os.environ["TRACE"])

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch_attention import TorchAttention
 
 DENSE: dict[str, Any] = {
     "num_layers": 2,
@@ -33,18 +34,6 @@ DENSE: dict[str, Any] = {
     "attention_dropout": 0.0,
     "bias_dropout_fusion": False,
 }
-
-
-class TorchAttention(torch.nn.Module):
-    """Causal attention by torch: Megatron's own allocates on a CUDA device."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, heads, d] -> [b, heads, s, d]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 @contextlib.contextmanager

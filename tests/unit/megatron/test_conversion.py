@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch_attention import TorchAttention
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -209,7 +210,7 @@ def mla_and_mtp() -> GPTModel:
         rope_type="rope",
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
-    spec.submodules.self_attention.submodules.core_attention = torch.nn.Identity  # Megatron's own has one size of heads
+    spec.submodules.self_attention.submodules.core_attention = TorchAttention
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(config, spec, 128, 32, position_embedding_type="rope", mtp_block_spec=mtp)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch_attention import TorchAttention
 
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron.host import chunk_of
@@ -23,18 +23,6 @@ pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
 LAYERS, SEQUENCE, BATCH, HIDDEN = 2, 24, 2, 32
 WHOLE = TokenShard(rank=0, size=1, reports=True)
-
-
-class TorchAttention(torch.nn.Module):
-    """Causal attention by torch: Megatron's own allocates on a CUDA device."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [s, b, heads, d] -> [b, heads, s, d]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 @pytest.fixture(scope="module")
