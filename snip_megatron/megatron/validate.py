@@ -73,10 +73,10 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
     """
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")
-    if config.timed and config.updates and linears.left:
+    if config.wanted.kind == "speedup" and config.updates and linears.left:
         raise SnipError(
             f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
-            f" {linears.left[0].name} does; use fp4="
+            f" {linears.left[0].name} does; use loss= or fp4="
         )
     _check_fixed_map(config, args, linears)
     if config.phases is not None:

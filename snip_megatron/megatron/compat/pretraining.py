@@ -61,7 +61,7 @@ def _refusals() -> Iterator[None]:
 
 
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
-    """Return the configuration of the GPT model. The caller may change it and passes it to :func:`pretrain`.
+    """Return the configuration of the GPT or hybrid model. The caller may change it and passes it to :func:`pretrain`.
 
     Its ``pre_wrap_hooks`` take the list of this rank's model chunks and return the list to use, before the chunks are
     moved to the GPU, cast to 16 bits and wrapped by DDP.
@@ -70,7 +70,9 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
         SnipError: If Megatron refuses the arguments.
     """
     with _refusals():
-        model = argument_utils.gpt_config_from_args(args)
+        hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+        make = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
+        model = make(args)
     if on_cpu:
         # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
         # later: under an interleaved pipeline the next stage received what was written there in the meantime.

@@ -21,7 +21,6 @@ VALUES: dict[str, Any] = {
     "gtp_weight_remat_size": 2,
     "num_distributed_optimizer_instances": 2,
     "mlp_chunks_for_training": 2,
-    "mtp_num_layers": 1,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
     "loss_scale": 1024.0,

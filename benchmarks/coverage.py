@@ -1,0 +1,260 @@
+"""Which of Megatron-LM's own pretraining configurations SNIP accepts, and how much of their linears a map reaches.
+
+    python -m benchmarks.coverage CHECKOUT [--out docs/coverage.md]
+
+CHECKOUT is a folder with ``tests/functional_tests/test_cases`` of Megatron-LM's repository. Each configuration passes
+Megatron's validation and SNIP's in a process of its own, as on a Hopper GPU with all optional packages; its model is
+then built on the meta device and its linears are looked up as conversion does. No GPU is needed. Transformer Engine
+must be importable. The page that is written has a table of the folders and a line for each configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import yaml
+
+from snip_megatron.errors import SnipError
+
+FOLDERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
+SNIP = ("--snip", "--snip-budget", "fp4=0.5", "--snip-formats", "fp8,fp4")
+_RANKS = 8
+_TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "32000")  # no download, no file
+_FILES = ("--load", "--save", "--data-path", "--pretrained-checkpoint", "--vocab-file", "--merge-file")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one configuration.
+
+    Attributes:
+        case: folder and name.
+        by: who refuses it: "Megatron" (its own validation), "SNIP" or "build"; empty if it is accepted.
+        why: the line of the refusal.
+        reached: share of the FLOPs of all linears that a map covers.
+        stock: paths of linears that stay in bf16.
+    """
+
+    case: str
+    by: str = ""
+    why: str = ""
+    reached: float = 0.0
+    stock: tuple[str, ...] = ()
+
+
+def cases(checkout: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield folder and name, and the arguments, of each configuration that trains."""
+    root = checkout / "tests" / "functional_tests" / "test_cases"
+    for folder in FOLDERS:
+        for path in sorted((root / folder).glob("*/model_config.yaml")):
+            body = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if body.get("MODE", "pretraining") == "pretraining" and body.get("MODEL_ARGS"):
+                yield f"{folder}/{path.parent.name}", body["MODEL_ARGS"]
+
+
+def command_line(arguments: dict[str, Any], several: Collection[str]) -> list[str]:
+    """Return the words of a command line. Files that are not here are left out: nothing is loaded.
+
+    Args:
+        arguments: name of an argument → its value.
+        several: arguments that take several words.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is False or name in (
+            "--load",
+            "--save",
+            "--data-path",
+            "--tokenizer-model",
+            "--pretrained-checkpoint",
+        ):
+            continue
+        words.append(name)
+        if value is not True:
+            parts = [str(part) for part in value] if isinstance(value, list) else shlex.split(str(value))
+            words += parts if name in several else [str(value) if isinstance(value, list) else " ".join(parts)]
+    return [*words, *_TOKENIZER]
+
+
+def ranks_of(words: list[str]) -> int:
+    """Return a number of ranks that the parallel sizes divide: 8 or the next one."""
+
+    def size(name: str) -> int:
+        return int(words[words.index(name) + 1]) if name in words else 1
+
+    tensor, stages = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
+    expert_tensor = size("--expert-tensor-parallel-size") if "--expert-tensor-parallel-size" in words else tensor
+    inner = math.lcm(tensor * size("--context-parallel-size"), expert_tensor * size("--expert-model-parallel-size"))
+    least = inner * stages
+    return least * max(1, _RANKS // least)
+
+
+def judged(case: str, arguments: dict[str, Any]) -> Verdict:
+    """Judge one configuration in this process, whose state it spoils."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from snip_megatron.config import SnipConfig
+    from snip_megatron.megatron import compat, validate
+    from snip_megatron.megatron.compat import pretraining
+    from snip_megatron.megatron.compat.meta_model import CannotBuildError
+    from snip_megatron.megatron.conversion import linears_on_meta
+
+    actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+    several = {flag for action in actions if action.nargs not in (None, 0, "?") for flag in action.option_strings}
+    words = [*command_line(arguments, several), *SNIP]
+    os.environ |= {"WORLD_SIZE": str(ranks_of(words)), "RANK": "1", "LOCAL_RANK": "0"}
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if "--use-megatron-fsdp" in words else "1"
+    sys.argv = ["pretrain_gpt", *words]
+    with ExitStack() as machine:
+        for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", (9, 0))):
+            machine.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        machine.enter_context(mock.patch.object(compat, "has_package", return_value=True))
+        machine.enter_context(mock.patch.object(validate, "check_measurable"))
+        try:
+            args = pretraining.parse_arguments(_provide)
+            model = pretraining.model_config(args, on_cpu=False)
+        except SnipError as error:
+            return Verdict(case, "Megatron", str(error))
+        config = SnipConfig.from_args(args)
+        try:
+            validate.check(config, args)
+        except SnipError as error:
+            return Verdict(case, "SNIP", str(error))
+        try:
+            linears = linears_on_meta(args, model)
+            validate.check_model(config, args, linears)
+        except CannotBuildError as error:
+            return Verdict(case, "build", str(error))
+        except SnipError as error:
+            return Verdict(case, "SNIP", str(error))
+    covered = math.fsum(row.flops for row in linears.covered)
+    left = math.fsum(row.flops for row in linears.left)
+    paths = tuple(dict.fromkeys(f"{row.id.stack} {row.id.path}" for row in linears.left))
+    return Verdict(case, reached=covered / (covered + left), stock=paths)
+
+
+def _provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from snip_megatron.config import add_arguments
+
+    parser.error = _refuse  # type: ignore[method-assign]
+    parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's entries have it
+    return add_arguments(parser)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise SnipError(message)
+
+
+def in_a_child(case: str, arguments: dict[str, Any]) -> Verdict:
+    """Judge one configuration in a copy of this process, since Megatron keeps global state."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        try:
+            found = judged(case, arguments)
+        except BaseException as error:  # what no one line says is a fault of ours
+            found = Verdict(case, "fault", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        with os.fdopen(write, "w") as pipe:
+            json.dump(asdict(found), pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    if not text:
+        return Verdict(case, "fault", "the process of the check died")
+    body = json.loads(text)
+    return Verdict(**body | {"stock": tuple(body["stock"])})
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """Return the page of all verdicts."""
+    lines = [
+        "# Coverage of Megatron-LM's configurations",
+        "",
+        "Written by `python -m benchmarks.coverage CHECKOUT --out docs/coverage.md` from the configurations for",
+        "pretraining in `tests/functional_tests/test_cases` of a checkout of Megatron-LM. *Accepted*: the arguments",
+        "pass Megatron's validation and SNIP's, the model is built on the meta device, and its linears are looked up",
+        "as conversion does. *In reach*: the share of the FLOPs of all linears of decoder and MTP that a precision map",
+        "covers. Configurations that Megatron-Core's installed release refuses itself are not counted.",
+        "",
+        "| folder | configurations | accepted | every FLOP in reach |",
+        "|---|---:|---:|---:|",
+    ]
+    counted = [each for each in verdicts if each.by != "Megatron"]
+    for folder in (*FOLDERS, "all"):
+        own = [each for each in counted if folder in ("all", each.case.partition("/")[0])]
+        accepted = [each for each in own if not each.by]
+        whole = sum(not each.stock for each in accepted)
+        lines.append(f"| {folder} | {len(own)} | {len(accepted)} | {whole} |")
+    for by, title in (
+        ("SNIP", "Refused by SNIP"),
+        ("build", "Not built on the meta device"),
+        ("fault", "Faults"),
+        ("Megatron", "Refused by Megatron itself, not counted"),
+    ):
+        reasons = Counter(_reason(each.why) for each in verdicts if each.by == by)
+        if reasons:
+            lines += ["", f"## {title}", "", "| configurations | why |", "|---:|---|"]
+            lines += [f"| {count} | {why} |" for why, count in reasons.most_common()]
+    parts = Counter(path for each in counted if not each.by for path in each.stock)
+    if parts:
+        lines += ["", "## Linears that stay in bf16 in accepted configurations", "", "| configurations | linear |"]
+        lines += ["|---:|---|", *(f"| {count} | {path} |" for path, count in parts.most_common())]
+    lines += ["", "## Configurations", "", "| configuration | verdict | in reach |", "|---|---|---:|"]
+    for each in verdicts:
+        verdict = f"{each.by}: {_reason(each.why)}" if each.by else "accepted"
+        lines.append(f"| {each.case} | {verdict} | {'' if each.by else f'{100 * each.reached:.4g} %'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _reason(why: str) -> str:
+    """Return a refusal as a cell of a table."""
+    return re.sub(r"\s+", " ", why).replace("|", "\\|")[:220]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="folder of a checkout of Megatron-LM")
+    parser.add_argument("--out", type=Path, help="page to write; default: standard output")
+    parser.add_argument("--only", default="", metavar="A,B,…", help="judge only configurations whose names begin so")
+    asked = parser.parse_args()
+    from snip_megatron.megatron.startup import prepare
+
+    prepare([], [])  # before Megatron is imported; children share what is imported here
+    import snip_megatron.megatron.conversion
+    import snip_megatron.megatron.validate  # noqa: F401
+
+    found = []
+    for case, arguments in cases(asked.checkout):
+        if case.startswith(tuple(asked.only.split(","))):
+            found.append(in_a_child(case, arguments))
+            print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
+    text = page(found)
+    if asked.out is None:
+        print(text)
+    else:
+        asked.out.write_text(text, encoding="utf-8")
+    print(Counter(each.by or "accepted" for each in found), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
