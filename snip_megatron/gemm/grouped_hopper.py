@@ -1,7 +1,9 @@
 """Grouped products of all experts on a Hopper GPU: one launch of DeepGEMM for each product.
 
-DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds wgrad in FP32 to the gradients of all experts,
-which follow each other in Megatron's buffers. Other formats run expert by expert.
+DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds a wgrad of bf16 in FP32 to the gradients of all
+experts, which follow each other in Megatron's buffers. Other formats run expert by expert, and so does wgrad in fp8 and
+fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM 0.1.4 gave other sums in every run on an H100 where some experts
+had no or few rows (tests/gpu/test_grouped_gpu.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.grouped import GroupRows, group_rows
 from snip_megatron.quantization.packed import STORED, Operand, Operands
 
-_NATIVE = frozenset((Format.BF16, *STORED))
+_ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the weights
 
 
 class GroupQuantizers(Protocol):
@@ -34,7 +36,7 @@ class RowsOperand(NamedTuple):
     """X or G of all experts as an operand of one product.
 
     Attributes:
-        matrix: the quantised matrix; in bf16 the matrix itself.
+        matrix: the quantised matrix; in bf16, and for wgrad, the matrix itself.
         rows: where the rows of each expert are.
     """
 
@@ -65,35 +67,30 @@ class HopperGroups(GroupLoop):
         self._library = library
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
-        """See the base class. One read serves both products. All experts have the keys of ``spec``: rows are counted
-        over all of them.
-        """
+        """See the base class. All experts have the key of dgrad: rows are counted over all of them."""
         x, rows = x.contiguous(), group_rows(tuple(splits), x.device)
-        made = self._tiles(x, rows, spec)
-
-        def operand(fmt: Format | None, tiled: Operand | None) -> RowsOperand | None:
-            matrix = x if fmt is Format.BF16 else tiled
-            return None if matrix is None else RowsOperand(matrix, rows)
-
-        found = operand(spec.rowwise, made.row), operand(spec.columnwise, made.col)
-        left = self._left(spec)
+        matrix = x if spec.rowwise is Format.BF16 else self._tiles(x, rows, spec)
+        found = (
+            None if matrix is None else RowsOperand(matrix, rows),
+            RowsOperand(x, rows) if spec.columnwise is Format.BF16 else None,
+        )
+        left = _left(spec, columnwise=frozenset({Format.BF16}))
         return found if left is None else _either(found, super().quantize_rows(x, splits, left))
 
-    def _tiles(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> Operands:
-        row, col = (fmt if fmt in STORED else None for fmt in (spec.rowwise, spec.columnwise))
-        if row is None and col is None:
-            return Operands(None, None)
+    def _tiles(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> Operand | None:
+        if spec.rowwise not in STORED:
+            return None
         seeds: dict[str, Any] = {}
         if spec.keys is not None:
-            seeds = {"row_seed": spec.keys.dgrad, "col_seed": spec.keys.wgrad, "cols": spec.keys.cols}
-        made: Operands = self._quantizers.quantize_group_tiles(x, rows, row, col, **seeds)
-        return made
+            seeds = {"row_seed": spec.keys.dgrad, "cols": spec.keys.cols}
+        made: Operands = self._quantizers.quantize_group_tiles(x, rows, spec.rowwise, None, **seeds)
+        return made.row
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """See the base class."""
         formats = spec.rowwise, spec.columnwise
         found: OperandPair = None, None
-        if not _NATIVE.isdisjoint(formats):
+        if not _ROWWISE.isdisjoint(formats):
             whole = stacked(weights)
             whole = torch.stack(list(weights)) if whole is None else whole
             row, col = (fmt if fmt in STORED else None for fmt in formats)
@@ -103,13 +100,8 @@ class HopperGroups(GroupLoop):
             sides = zip(formats, (blocks.row, blocks.col), strict=True)
             rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
             found = rowwise, columnwise
-        left = self._left(spec)
+        left = _left(spec, columnwise=_ROWWISE)
         return found if left is None else _either(found, super().quantize_weights(weights, left))
-
-    def _left(self, spec: OperandSpec) -> OperandSpec | None:
-        """Return how the loop over experts quantises; None if it has nothing to do."""
-        formats = [None if fmt in _NATIVE else fmt for fmt in (spec.rowwise, spec.columnwise)]
-        return None if formats == [None, None] else spec._replace(rowwise=formats[0], columnwise=formats[1])
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """See the base class."""
@@ -139,13 +131,10 @@ class HopperGroups(GroupLoop):
             whole = stacked(out)
         found = whole
         if found is None:
-            shape = (len(rows.splits), _width(g.matrix), _width(x.matrix))
+            shape = (len(rows.splits), _width(g), _width(x))
             found = torch.zeros(shape, dtype=torch.float32, device=rows.ends.device)
         counts = list(rows.splits), rows.counts
-        if isinstance(g.matrix, Operand):
-            self._library.k_grouped_fp8_gemm_nt_contiguous(g.matrix[:2], x.matrix[:2], found, *counts, found)
-        else:
-            self._library.k_grouped_bf16_gemm_tn_contiguous(g.matrix, x.matrix, found, *counts, found)
+        self._library.k_grouped_bf16_gemm_tn_contiguous(g.matrix, x.matrix, found, *counts, found)
         if out is None:
             return found.unbind(0)
         if whole is None:
@@ -169,6 +158,17 @@ def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
     return loop[0] if found[0] is None else found[0], loop[1] if found[1] is None else found[1]
 
 
-def _width(matrix: Operand | Tensor) -> int:
-    """Return the columns of X or G, which are the rows of their transposed operand."""
-    return matrix.scale.shape[0] if isinstance(matrix, Operand) else matrix.shape[1]
+def _left(spec: OperandSpec, columnwise: frozenset[Format]) -> OperandSpec | None:
+    """Return how the loop over experts quantises; None if it has nothing to do.
+
+    ``columnwise`` has the formats of the columnwise operand that need no loop.
+    """
+    first = None if spec.rowwise in _ROWWISE else spec.rowwise
+    second = None if spec.columnwise in columnwise else spec.columnwise
+    return None if first is second is None else spec._replace(rowwise=first, columnwise=second)
+
+
+def _width(operand: RowsOperand) -> int:
+    """Return the columns of X or G in bf16."""
+    assert isinstance(operand.matrix, Tensor)
+    return operand.matrix.shape[1]

@@ -68,11 +68,10 @@ def test_what_is_refused_beside_megatron_is_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 
-@pytest.mark.matrix
 def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks, tmp_path: Path) -> None:
     """The embedding, the first layer and another linear and norm: nothing below the second layer has a gradient."""
-    snip = ("--snip", "--snip-budget", "fp4=0.4", "--snip-first-update", "1", "--snip-lag", "1", "--snip-dir", "run")
-    args = tiny_llama_args(*snip, iters=4)
+    snip = ("--snip", "--snip-budget", "fp4=0.4", "--snip-first-update", "1", "--snip-lag", "1", "--snip-wait", "120")
+    args = tiny_llama_args(*snip, "--snip-dir", "run", iters=4)
     parts = "word_embeddings,decoder.layers.0.,decoder.layers.2.mlp.linear_fc1,decoder.layers.3.input_layernorm"
     process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": parts})
     assert process.returncode == 0, process.stderr[-4000:]

@@ -36,9 +36,16 @@ LATENT = """
 --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64
 --rope-type rope --no-rope-fusion
 """
+EXPERTS = """
+--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+"""
+SHARED = "--moe-shared-expert-intermediate-size 256 --moe-layer-freq [0]*1+[1]*3"
 FAMILIES = {
     "dense": "--group-query-attention --num-query-groups 4 --qk-layernorm",
     "latent": f"{LATENT} --mtp-num-layers 1",
+    "experts": f"--group-query-attention --num-query-groups 4 --qk-layernorm {EXPERTS}",
+    "latent_experts": f"{LATENT} --mtp-num-layers 1 {EXPERTS} {SHARED}",
 }
 """Megatron's arguments."""
 BF16 = "--snip --snip-policy bf16"

@@ -47,22 +47,6 @@ def _by_rows(a: Tensor, b: Tensor, d: Tensor, experts: Tensor, transposed: bool)
         d[first : first + TILE] = a[first : first + TILE] @ weight
 
 
-def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: Tensor, ks: list[int], counts: Tensor, c: Tensor) -> None:
-    _checked(d, ks, counts, c)
-    first = 0
-    for e, rows in enumerate(ks):
-        sides = []
-        for (values, scale), width in ((a, d.shape[1]), (b, d.shape[2])):
-            assert values.is_contiguous()
-            assert values.numel() == width * sum(ks)
-            assert scale.shape == (width, sum(ks) // TILE)
-            assert scale.stride() == (1, width)
-            own = values.view(-1)[first * width : (first + rows) * width].view(width, rows)
-            sides.append(own.double() * _wide(scale[:, first // TILE : (first + rows) // TILE]))
-        d[e] += (sides[0] @ sides[1].t()).float()
-        first += rows
-
-
 def k_grouped_bf16_gemm_tn_contiguous(
     a: Tensor, b: Tensor, d: Tensor, ks: list[int], counts: Tensor, c: Tensor
 ) -> None:

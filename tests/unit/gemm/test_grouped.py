@@ -67,14 +67,10 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     means = []
     for seed in range(64):
         keys = GradientKeys(2 * seed, 2 * seed + 1, torch.arange(N))
-        row, col = products.quantize_rows(g, (128, 128), OperandSpec(FP4, FP4, keys=keys))
-        of_groups = [each.view(N, 128) for each in col.matrix.values.float().split(N * 128)]
-        scales = col.matrix.scale.split(1, dim=1)
-        transposed = torch.cat([v * s for v, s in zip(of_groups, scales, strict=True)], dim=1)
-        means.append((row.matrix.dequantize(), transposed.t()))
-    for side in zip(*means, strict=True):
-        error = torch.stack(side).mean(0) - g.float()
-        assert error.norm() / g.float().norm() < 0.03
+        row, _ = products.quantize_rows(g, (128, 128), OperandSpec(FP4, BF16, keys=keys))
+        means.append(row.matrix.dequantize())
+    error = torch.stack(means).mean(0) - g.float()
+    assert error.norm() / g.float().norm() < 0.03
 
 
 def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
