@@ -145,6 +145,7 @@ def run(
     from snip_megatron.layers.context import Override, StepContext
     from snip_megatron.layers.registry import LinearRegistry
     from snip_megatron.megatron.conversion import _convert_linear
+    from snip_megatron.megatron.model_linears import BuiltLinear
     from snip_megatron.statistics.recorder import LinearRecorder
 
     size = group.size()
@@ -174,7 +175,8 @@ def run(
 
     linear = LinearId("decoder", 3, case.kind)
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(4)], StepContext(step=6, seed=5))
-    _convert_linear(module, linear, registry, None)
+    row = LinearRow(str(linear), 0, case.n, case.k)
+    _convert_linear(BuiltLinear(linear, module, module, module, None, row), registry)
     registry[str(linear)].state.formats = case.formats
     registry.start_step(6)
     registry.context.packs, registry.context.reduces = packs, reduces
