@@ -73,7 +73,7 @@ def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Gathers, name: 
     saved = 0.0
     for linear, (fprop, dgrad, wgrad) in formats_of(name).items():
         elements = MICROBATCHES * TOKENS // 2 * HIDDEN
-        if linear.kind in COLUMN:
+        if linear.path in COLUMN:
             saved += elements * sum(2 - bytes_per_element(fmt) for fmt in (fprop, wgrad))
         elif BF16 not in (dgrad, wgrad):
             saved += elements * max(0.0, 2 - bytes_per_element(dgrad) - bytes_per_element(wgrad))
@@ -125,7 +125,7 @@ def test_recomputation_sums_again_with_the_same_bits(trainings: Gathers) -> None
 def test_bytes_of_a_step_fall_by_those_of_the_sums(trainings: Gathers) -> None:
     """Of two ranks each sends half of its partial Y or ∂L/∂X, where fprop or dgrad is quantised."""
     before, after = trainings.static("mixed", "gather").sent, trainings.static("mixed", "all").sent
-    sums = [dgrad if linear.kind in COLUMN else fprop for linear, (fprop, dgrad, _) in formats_of("mixed").items()]
+    sums = [dgrad if linear.path in COLUMN else fprop for linear, (fprop, dgrad, _) in formats_of("mixed").items()]
     elements = MICROBATCHES * TOKENS // 2 * HIDDEN * sum(fmt is not BF16 for fmt in sums)
     for one, other in zip(before, after, strict=True):
         assert one["all_gather"] == other["all_gather"]
