@@ -34,6 +34,8 @@ class Brute:
         self.forward_step, self.iterator, (self.model,), self.optimizer, _, self.config, self.schedule = step_arguments
         self.step = step
         handles = [module.snip for module in self.model.modules() if hasattr(module, "snip")]
+        # Positions enter the keys of stochastic rounding. Modules come in the order of construction, which is another.
+        handles.sort(key=lambda handle: handle.state.position)
         self.registry = LinearRegistry(
             [LinearRow(handle.name, 0, handle.n, handle.k) for handle in handles], handles[0].context
         )
@@ -46,9 +48,7 @@ class Brute:
         from megatron.training import get_args
 
         from snip_megatron.megatron import compat
-        from snip_megatron.precision import (
-            PrecisionMap,
-        )
+        from snip_megatron.precision import PrecisionMap
 
         args, count = get_args(), len(self.microbatches)
         self.registry.adopt(PrecisionMap(choices=choices))
