@@ -23,6 +23,7 @@ from snip_megatron.megatron import te_experts
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.quantization import grouped, packed
 from tests.unit.gemm import emulated_grouped
+from tests.unit.gemm.emulated_scaled_mm import scaled_mm
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -120,7 +121,7 @@ def test_rows_are_padded_once_an_mlp(backwards: bool) -> None:
     """Grouped kernels need multiples of 128 rows. Weights in memory from the last expert on get rows in that order."""
     chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16)
     experts = chunk.decoder.layers[0].mlp.experts
-    registry.context.backend = HopperBackend(packed, ScaledProducts(), groups=(grouped, emulated_grouped))
+    registry.context.backend = HopperBackend(packed, ScaledProducts(scaled_mm), groups=(grouped, emulated_grouped))
     for linear in (experts.linear_fc1, experts.linear_fc2):
         weights = list(linear.parameters())
         ordered = weights[::-1] if backwards else weights
