@@ -48,7 +48,6 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
         )
     _check_context_parallel(config, args)
-    _check_experts(args)
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_main_grad(args)
@@ -108,20 +107,6 @@ def check_layers_of_experts(args: argparse.Namespace) -> None:
         raise SnipError(f"--moe-layer-freq {pattern}: give 1 or more, or a list with a 0 or a 1 for each layer")
     if len(pattern) != args.num_layers:
         raise SnipError(f"--moe-layer-freq names {len(pattern)} layers, the decoder has {args.num_layers}")
-
-
-def _check_experts(args: argparse.Namespace) -> None:
-    """Raise SnipError if a mixture of experts is combined with what does not work or is not supported."""
-    if not getattr(args, "num_experts", None):
-        return
-    here = f"--num-experts {args.num_experts} cannot be combined with"
-    routing = args.moe_router_load_balancing_type
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in ([routing] if isinstance(routing, str) else routing):
-            raise SnipError(
-                f"{here} --moe-router-load-balancing-type {kind} under --snip: probes route a batch as they did at"
-                " first, which it cannot; use aux_loss, seq_aux_loss, global_aux_loss or none"
-            )
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:

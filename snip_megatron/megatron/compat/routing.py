@@ -29,6 +29,12 @@ if not hasattr(MoEAuxLossAutoScaler, _SCALE):
 if _DROP not in TopKRouter.routing.__code__.co_names:
     raise SnipError(f"Megatron's router no longer looks {_DROP} up by its global name: probes cannot repeat a routing")
 
+_BALANCED = {"sinkhorn": TopKRouter.sinkhorn_load_balancing, "qb_dual_update": TopKRouter.quantile_balancing}
+"""Functions that choose experts by all tokens of a forward → the methods that look them up by their global names."""
+for _name, _method in _BALANCED.items():
+    if not hasattr(router_module, _name):
+        raise SnipError(f"Megatron's {_method.__name__} no longer calls {_name}: probes cannot repeat a routing")
+
 if "router_replay" not in TopKRouter.routing.__code__.co_names:
     raise SnipError("Megatron's router no longer replays a routing: probes cannot repeat one")
 
@@ -149,14 +155,28 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
         again = route.repeated("kept", lambda: final)
         return (kept, final) if torch.equal(again, final) else (probs * again, again)
 
+    balanced = {name: getattr(router_module, name) for name in _BALANCED}
+    together = routing.add()  # these functions do not say which router calls, and all are called in the same order
+
+    def sinkhorn_alike(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the assignment of the first pass, of which the router takes the largest."""
+        return together.repeated("sinkhorn", lambda: balanced["sinkhorn"](*args, **kwargs))
+
+    def quantiles_alike(*args: Any, **kwargs: Any) -> TopK:
+        """Return the experts of the first pass, and this pass's own update of the quantiles."""
+        indices, update = balanced["qb_dual_update"](*args, **kwargs)
+        return together.repeated("quantiles", lambda: indices), update
+
+    replaced = {_DROP: drop_alike, "sinkhorn": sinkhorn_alike, "qb_dual_update": quantiles_alike}
     try:
         for router in routers:
             router.router_replay, router.config.moe_router_fusion = routing.add(), False
-        if routers:
-            setattr(router_module, _DROP, drop_alike)
+        for name, function in replaced.items() if routers else ():
+            setattr(router_module, name, function)
         yield routing
     finally:
-        setattr(router_module, _DROP, drop)
+        for name, function in (balanced | {_DROP: drop}).items():
+            setattr(router_module, name, function)
         for router, replay in before:
             router.router_replay = replay
         for config, fusion in reversed(fused):

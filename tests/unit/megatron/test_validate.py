@@ -280,9 +280,7 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
 
 @pytest.mark.parametrize(
     ("given", "fields", "words"),
-    [
-        ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "--moe-router-load-balancing-type sinkhorn under --snip"),
-    ],
+    [],
 )
 def test_what_experts_do_not_work_with(given: dict[str, Any], fields: dict[str, Any], words: str) -> None:
     message = refused(config(**fields), arguments(**{**EXPERTS, **given}))
