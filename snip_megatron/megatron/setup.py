@@ -13,6 +13,7 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.communication import ErrorFeedback
@@ -103,7 +104,11 @@ class SnipRun:
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
         self._linears = ModelLinears(self._registry.rows, self._registry.left)
-        validate.check_model(self._config, self._args, self._linears)
+        try:
+            validate.check_model(self._config, self._args, self._linears)
+        except SnipError as error:  # the linears of all stages were gathered
+            error.on_all_ranks = True
+            raise
         check_measurable(self._config, self._registry.context.backend.name)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._graphs.check_backend(self._registry.context.backend)

@@ -65,11 +65,11 @@ def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 
     Before the process group exists all ranks find the same error in the arguments, and rank 0 prints it. Later errors
-    may occur on one rank only, which prints them itself.
+    may occur on one rank only, which prints them itself, unless they are of all ranks.
     """
     note_exit_code(error.exit_code)
     torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
+    if torch is not None and torch.distributed.is_initialized() and not error.on_all_ranks:
         print(f"{program}: [rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
     elif is_rank_zero():
         print(f"{program}: {error}", file=sys.stderr, flush=True)
