@@ -39,7 +39,6 @@ _GROUPED = (
     "m_grouped_fp8_fp4_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nn_contiguous",
-    "k_grouped_fp8_gemm_nt_contiguous",
     "k_grouped_bf16_gemm_tn_contiguous",
 )
 Gemm = Callable[..., None]

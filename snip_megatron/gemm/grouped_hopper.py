@@ -26,9 +26,8 @@ _ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the w
 
 
 class GroupQuantizers(Protocol):
-    """The functions of ``quantization.grouped``, which ``quantization.kernels.grouped`` has as Triton kernels."""
+    """The function of ``quantization.grouped``, which ``quantization.kernels.grouped`` has as a Triton kernel."""
 
-    quantize_group_tiles: Callable[..., Operands]
     quantize_group_blocks: Callable[..., Operands]
 
 
@@ -49,7 +48,7 @@ class HopperGroups(GroupLoop):
 
     Args:
         quantize, multiply: see :class:`GroupLoop`.
-        quantizers: the module that quantises.
+        quantizers: the module that quantises weights.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation.
     """
 
@@ -67,24 +66,17 @@ class HopperGroups(GroupLoop):
         self._library = library
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
-        """See the base class. All experts have the key of dgrad: rows are counted over all of them."""
+        """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
         x, rows = x.contiguous(), group_rows(tuple(splits), x.device)
-        matrix = x if spec.rowwise is Format.BF16 else self._tiles(x, rows, spec)
+        matrix = x if spec.rowwise is Format.BF16 else None
+        if spec.rowwise in STORED:
+            matrix, _ = self._quantize(x, spec._replace(columnwise=None, rotation=None))
         found = (
             None if matrix is None else RowsOperand(matrix, rows),
             RowsOperand(x, rows) if spec.columnwise is Format.BF16 else None,
         )
         left = _left(spec, columnwise=frozenset({Format.BF16}))
         return found if left is None else _either(found, super().quantize_rows(x, splits, left))
-
-    def _tiles(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> Operand | None:
-        if spec.rowwise not in STORED:
-            return None
-        seeds: dict[str, Any] = {}
-        if spec.keys is not None:
-            seeds = {"row_seed": spec.keys.dgrad, "cols": spec.keys.cols}
-        made: Operands = self._quantizers.quantize_group_tiles(x, rows, spec.rowwise, None, **seeds)
-        return made.row
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """See the base class."""
@@ -132,7 +124,7 @@ class HopperGroups(GroupLoop):
         found = whole
         if found is None:
             shape = (len(rows.splits), _width(g), _width(x))
-            found = torch.zeros(shape, dtype=torch.float32, device=rows.ends.device)
+            found = torch.zeros(shape, dtype=torch.float32, device=rows.counts.device)
         counts = list(rows.splits), rows.counts
         self._library.k_grouped_bf16_gemm_tn_contiguous(g.matrix, x.matrix, found, *counts, found)
         if out is None:

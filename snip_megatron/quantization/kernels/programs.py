@@ -137,46 +137,6 @@ def tile_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", *_RANDOM_ARGUMENTS[1:]])
-def grouped_tile_kernel(
-    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, tiles_ptr,
-    K, width, M, row_word_0, row_word_1, col_word_0, col_word_1,
-    x_stride: tl.constexpr, row_stride: tl.constexpr,
-    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr,
-    PAIRED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Quantise as ``tile_kernel`` does, with the transposed rows of each group in memory of its own.
-
-    ``tiles_ptr`` holds, for every 128 rows, the first 128 rows of their group and how many of these it has. ``M`` is
-    another number in every microbatch.
-    """
-    k, m = tl.program_id(0), tl.program_id(1)
-    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
-    row_mask, lo_mask, hi_mask = rows < M, cols < K, cols + 1 < K
-    lo_ids, hi_ids = cols, cols
-    if ROW_RANDOM or COL_RANDOM:
-        lo_ids, hi_ids = global_ids(cols_ptr, cols, lo_mask, hi_mask, PAIRED)
-    if ROW:
-        words = load_pairs(x_ptr, x_stride, M, width, m, k, False)
-        lo_amax, hi_amax = amax_pairs(words, False, DTYPE, HARDWARE)
-        amax = tl.maximum(lo_amax, hi_amax)
-        quantize_side(
-            words, amax, amax, rows, lo_ids, hi_ids, row_word_0, row_word_1, row_ptr, row_stride,
-            row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k, row_mask, lo_mask, hi_mask,
-            1, ROW, ROW_RANDOM, PAIRED, DTYPE, HARDWARE,
-        )  # fmt: skip
-    if COL:
-        first, count = tl.load(tiles_ptr + 2 * m), tl.load(tiles_ptr + 2 * m + 1)
-        words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
-        lo_amax, hi_amax = amax_pairs(words, True, DTYPE, HARDWARE)
-        quantize_side(
-            words, lo_amax, hi_amax, rows, lo_ids, hi_ids, col_word_0, col_word_1,
-            col_ptr + first.to(tl.int64) * EDGE * K, count * EDGE,
-            col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m - first, k, row_mask, lo_mask, hi_mask,
-            0, COL, COL_RANDOM, PAIRED, DTYPE, HARDWARE,
-        )  # fmt: skip
-
-
 @triton.jit
 def _uniform_side(
     words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr,

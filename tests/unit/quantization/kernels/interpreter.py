@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from snip_megatron.quantization.exact import CachedExactPair, ExactOperand
-from snip_megatron.quantization.grouped import GroupRows
 from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
 
 
@@ -107,8 +106,6 @@ def _map(value: Any, function: Any) -> Any:
         return Operands(_map(value.row, function), _map(value.col, function))
     if isinstance(value, Operand):
         return Operand(function(value.values), function(value.scale), value.scaling, value.depth)
-    if isinstance(value, GroupRows):
-        return GroupRows(value.splits, *(function(each) for each in value[1:]))
     if isinstance(value, tuple):
         return tuple(_map(part, function) for part in value)
     if isinstance(value, dict):

@@ -9,7 +9,6 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.quantization import grouped, packed
-from snip_megatron.quantization.grouped import group_rows
 from snip_megatron.quantization.packed import Operand
 
 from .interpreter import Quantizers, matrix
@@ -169,19 +168,6 @@ def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
     ):
         with pytest.raises(SnipError, match=message):
             quantizers.call(*arguments)
-
-
-@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", None), (None, "fp4")])
-@pytest.mark.parametrize("splits", [(256, 0, 128), (128,), (0, 0)])
-def test_rows_of_experts(
-    quantizers: Quantizers, formats: tuple[str | None, str | None], splits: tuple[int, ...]
-) -> None:
-    x, rows = matrix(max(sum(splits), 1), 384)[: sum(splits)], group_rows(splits, torch.device("cpu"))
-    for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
-        found = quantizers.call("quantize_group_tiles", x, rows, *formats, **seeds)
-        expected = grouped.quantize_group_tiles(x, rows, *formats, **seeds)
-        assert_same(found.row, expected.row, drawn=bool(seeds))
-        assert_same(found.col, expected.col, drawn=bool(seeds))
 
 
 def test_weights_of_experts(quantizers: Quantizers) -> None:
