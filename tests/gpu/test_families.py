@@ -74,11 +74,11 @@ class Family:
         if snip:
             arguments += ["--snip-dir", str(run / "snip")]
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "TRACE": str(run / "trace.json")}
+        environment = {**os.environ, "PYTHONPATH": path, "TRACE": str(run)}
         environment |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         done = subprocess.run(
-            [*launcher, "-m", "family_pretrain", *arguments],
+            [*launcher, "-m", "graphed_pretrain", *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -88,7 +88,7 @@ class Family:
         )
         assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         (run / "stdout").write_text(done.stdout)
-        self.found[name] = json.loads((run / "trace.json").read_text())
+        self.found[name] = json.loads((run / "rank0.json").read_text())
 
     def run(self) -> None:
         """Run what needs nothing first, then what loads it."""

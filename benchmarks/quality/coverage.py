@@ -1,6 +1,6 @@
 """Which of Megatron-LM's own pretraining configurations SNIP accepts, and how much of their linears a map reaches.
 
-    python -m benchmarks.coverage CHECKOUT [--out docs/coverage.md]
+    python -m benchmarks.quality.coverage CHECKOUT [--out docs/coverage.md]
 
 CHECKOUT is a folder with ``tests/functional_tests/test_cases`` of Megatron-LM's repository. Each configuration passes
 Megatron's validation and SNIP's in a process of its own, as on a Hopper GPU with all optional packages; its model is
@@ -189,11 +189,11 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         "# Coverage of Megatron-LM's configurations",
         "",
-        "Written by `python -m benchmarks.coverage CHECKOUT --out docs/coverage.md` from the configurations for",
-        "pretraining in `tests/functional_tests/test_cases` of a checkout of Megatron-LM. *Accepted*: the arguments",
-        "pass Megatron's validation and SNIP's, the model is built on the meta device, and its linears are looked up",
-        "as conversion does. *In reach*: the share of the FLOPs of all linears of decoder and MTP that a precision map",
-        "covers. Configurations that Megatron-Core's installed release refuses itself are not counted.",
+        "Written by `python -m benchmarks.quality.coverage CHECKOUT --out docs/coverage.md` from the configurations",
+        "for pretraining in `tests/functional_tests/test_cases` of a checkout of Megatron-LM. *Accepted*: the",
+        "arguments pass Megatron's validation and SNIP's, the model is built on the meta device, and its linears are",
+        "looked up as conversion does. *In reach*: the share of the FLOPs of all linears of decoder and MTP that",
+        "a precision map covers. Configurations that Megatron-Core's installed release refuses itself are not counted.",
         "",
         "| folder | configurations | accepted | every FLOP in reach |",
         "|---|---:|---:|---:|",
