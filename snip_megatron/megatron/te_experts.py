@@ -17,6 +17,7 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.megatron.te_linear import ran_delayed_wgrad
 
 
 class _GroupedForward:
@@ -42,12 +43,8 @@ class _GroupedForward:
 
     def backward_dw(self: Any) -> None:
         """Tell DDP that the wgrads of the earliest backward have run (``--delay-wgrad-compute``)."""
-        delayed = self.snip_experts[0].state.delayed
-        if not delayed:  # the backward was Transformer Engine's own
+        if not ran_delayed_wgrad(self, self.snip_experts[0]):
             super().backward_dw()  # type: ignore[misc]
-            return
-        delayed.popleft()()
-        self._trigger_wgrad_accumulation_and_reduce_hooks()
 
 
 class SnipTEColumnParallelGroupedLinear(_GroupedForward, TEColumnParallelGroupedLinear):  # type: ignore[misc]

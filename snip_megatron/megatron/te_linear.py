@@ -25,6 +25,18 @@ from snip_megatron.megatron.compat.te_norm import normalized
 from snip_megatron.megatron.linear import product, scatters
 
 
+def ran_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
+    """Run what the earliest backward of a linear has left to do, and tell DDP that its wgrad is there.
+
+    Returns False, and does nothing, if that backward was Transformer Engine's own.
+    """
+    if not handle.state.delayed:
+        return False
+    handle.state.delayed.popleft()()
+    module._trigger_wgrad_accumulation_and_reduce_hooks()
+    return True
+
+
 class _QuantizedForward:
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
@@ -63,11 +75,8 @@ class _QuantizedForward:
 
     def backward_dw(self: Any) -> None:
         """Run the wgrad of the earliest backward that left it to this call (``--delay-wgrad-compute``)."""
-        if not self.snip.state.delayed:  # the backward was Transformer Engine's own
+        if not ran_delayed_wgrad(self, self.snip):
             super().backward_dw()  # type: ignore[misc]
-            return
-        self.snip.state.delayed.popleft()()
-        self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def _reduced_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Return X·Wᵀ summed over tensor parallel ranks."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import small_decoder
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,16 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch_attention import TorchAttention
 
 DENSE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 96,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "use_cpu_initialization": True,
+    **small_decoder.DENSE,
     "gradient_accumulation_fusion": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from small_decoder import DENSE
 from torch_attention import TorchAttention
 
 from snip_megatron.config import SnipConfig
@@ -33,20 +34,6 @@ SHAPES = {
     "self_attention.linear_proj": (64, 64),
     "mlp.linear_fc1": (192, 64),
     "mlp.linear_fc2": (64, 96),
-}
-
-
-DENSE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 96,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "use_cpu_initialization": True,
 }
 
 
