@@ -27,9 +27,7 @@ BF16 = {"DTYPE": "bf16", "HARDWARE": True}
 SIDES = STRIDES | {"ROW": 8, "COL": 4, "GUARDED": False} | BF16
 BOTH = {"ROW": True, "COL": True}
 CAPTURED_TILES = TILES | {"ROW": 4, "COL": 4, "ROW_RANDOM": True, "LOADED": True}
-GROUPED_TILES = {name: value for name, value in TILES.items() if name != "LOADED"}
 POINTERS = {
-    "tiles_ptr": "*i32",
     "x_ptr": "*i32", "row_ptr": "*i16", "col_ptr": "*u8", "row_scale_ptr": "*fp32", "col_scale_ptr": "*fp32",
     "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "maxima_ptr": "*i32",
@@ -62,7 +60,6 @@ KERNELS: list[tuple[Any, str, dict[str, object], str]] = [
     (triton_kernels, "tile_kernel", TILES, "stochastic"),
     (triton_kernels, "tile_kernel", TILES | {"DTYPE": "fp16", "COL_RANDOM": False}, "fp8 rows"),
     (triton_kernels, "tile_kernel", CAPTURED_TILES, "stochastic"),
-    (triton_kernels, "grouped_tile_kernel", GROUPED_TILES, "stochastic"),
     (triton_kernels, "block_kernel", SIDES | {"GROUP": 0, "GUARDED": True}, "blocks"),
     (triton_kernels, "block_kernel", SIDES | {"GROUP": 12}, "blocks"),
     (triton_kernels, "amax_kernel", {"x_stride": 2048, "GUARDED": True} | BF16, "amax"),
