@@ -84,7 +84,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         te_experts.pad_rows(model_chunks)
     if int(os.environ.get("RANK", "0")) == 0:
         _announce(selection, registry)
-        _say_what_stays(registry.stock)
+        for stays in what_stays(registry.stock):
+            print(f"snip: {stays}; it counts in the fp4 share", flush=True)
     if config.fusions == "auto":
         _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
     return registry
@@ -152,14 +153,13 @@ def _why_stock(linear: BuiltLinear) -> str | None:
     return None if all(weight.requires_grad for weight in weights) else "frozen"
 
 
-def _say_what_stays(stock: Mapping[str, str]) -> None:
-    """Print the linears that stay in bf16, those of all layers of one kind together."""
+def what_stays(stock: Mapping[str, str]) -> list[str]:
+    """Return what stays in bf16 and why, a line for the linears of all layers of one kind."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name, why in stock.items():
         linear = LinearId.parse(name)
         kinds.setdefault((f"{linear.stack}.layers.*.{linear.path}", why), []).append(linear.layer)
-    for (kind, why), layers in kinds.items():
-        print(f"snip: {kind} of {len(layers)} layers stays bf16 ({why}); it counts in the fp4 share", flush=True)
+    return [f"{kind} of {len(layers)} layers stays bf16 ({why})" for (kind, why), layers in kinds.items()]
 
 
 def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:

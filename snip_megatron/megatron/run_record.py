@@ -34,10 +34,12 @@ def open_run_directory(
     request: SolveRequest,
     linears: ModelLinears,
     backend: str,
+    stays: Sequence[str],
 ) -> RunDirectory | None:
     """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
 
-    ``backend`` is the name of the GEMM backend. Raises SnipError if the directory cannot be used.
+    ``backend`` is the name of the GEMM backend, and ``stays`` what stays in bf16. Raises SnipError if the directory
+    cannot be used.
     """
     if config.dir is None and not args.save:
         print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
@@ -77,6 +79,7 @@ def open_run_directory(
         "request": request.as_dict(),  # what `snip solve RUN` starts from
         "predicted_times": _predicted_times(config, args, linears.covered, backend),
         "linear_stages": {row.name: row.stage for row in linears.covered},
+        "stays_bf16": list(stays),
         "unquantised_flops": {str(stage): flops for stage, flops in linears.left_flops.items()},
         "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears.covered).items()},
     }

@@ -21,6 +21,7 @@ from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
+from snip_megatron.megatron.conversion import what_stays
 from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
@@ -358,7 +359,7 @@ class SnipRun:
     ) -> RankZeroCoordinator:
         config, backend = self._config, registry.context.backend.name
         static_map = load_map(config.map, registry.names) if config.map is not None else None
-        run = open_run_directory(config, args, step, request, linears, backend)
+        run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None
         if config.timed and config.updates and request.times is None:
             assert self._host is not None

@@ -192,6 +192,7 @@ class PlainSnip:
             "gemm_backend": self._backend.backend.name,
             "world_size": self.registry.context.dp_size,
             "request": self._request.as_dict(),
+            "stays_bf16": self._structure.others,
         }
         identity = dataclasses.replace(self._config, dir=None, overwrite=False).as_dict()
         resumed = None if self._restored is None else self._steps

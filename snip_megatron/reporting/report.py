@@ -79,7 +79,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
-            "lines": [*sentences(summary), *filter(None, [sent])],
+            "lines": [*sentences(summary), *filter(None, [sent]), *_stays_bf16(run)],
             "warnings": summary.warnings,
         },
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
@@ -106,6 +106,12 @@ def pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
 def shown_facts(run: RunData) -> dict[str, Any]:
     """Return the facts that a page shows: those that a reader can use."""
     return {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
+
+
+def _stays_bf16(run: RunData) -> list[str]:
+    """Return a sentence about the linears that no map covers; none if there are none."""
+    stays = run.facts.get("stays_bf16")
+    return [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
 
 
 def policy_line(config: Mapping[str, Any]) -> str:

@@ -47,7 +47,9 @@ class LossCost:
 
     Attributes:
         version: the map.
-        nats: predicted rise of the loss over bf16 at equal weights.
+        nats: predicted rise of the loss over bf16 at equal weights, while the map is in force.
+        at_end: with phases, the rise that the plan is predicted to leave when training ends; None without phases.
+        bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without; None under another one.
         low, high: range of the true rise, from the ratios that were measured on small models.
         backward: whether the formats of dgrad and wgrad are included.
         measured: validation loss in the map's formats minus that in bf16, if the run validated in both.
@@ -61,6 +63,8 @@ class LossCost:
     backward: bool
     measured: float | None
     steps: float | None
+    at_end: float | None = None
+    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,11 @@ def _loss_cost(run: RunData) -> LossCost | None:
     low, high = (factor * nats for factor in TRUE_OVER_PREDICTED)
     slope = _slope(run)
     steps = None if slope is None else nats / slope
-    return LossCost(last.version, nats, low, high, backward, _validated(run, last.step), steps)
+    plans = [plan for step, plan in run.plans.items() if step <= last.step and plan.version == last.version]
+    at_end = plans[-1].objective if plans and backward else None
+    budget = run.budget
+    bound = budget.value if budget is not None and budget.kind == "loss" else None
+    return LossCost(last.version, nats, low, high, backward, _validated(run, last.step), steps, at_end, bound)
 
 
 def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float:

@@ -78,11 +78,16 @@ def _costs(summary: RunSummary) -> str:
 def _loss(summary: RunSummary, loss: LossCost | None) -> str:
     if loss is None:
         return ""
+    during = "" if loss.at_end is None else " while it is in force,"
     parts = [
-        f"Map {loss.version} is predicted to raise the loss by {loss.nats:.2g} nats over bf16 at equal weights"
+        f"Map {loss.version} is predicted to raise the loss by {loss.nats:.2g} nats{during} over bf16 at equal weights"
         f" ({loss.low:.2g} to {loss.high:.2g} as far as small models tell: the error at real sizes, and what training"
         " makes of the rise, were not measured)"
     ]
+    if loss.at_end is not None:
+        bounds = "" if loss.bound is None else f": --snip-budget loss={loss.bound:g} bounds this figure, not the first"
+        left = f"of all phases of its plan, {loss.at_end:.2g} nats are predicted to be left at the end of training"
+        parts.append(left + bounds)
     if not loss.backward:
         parts.append("without the formats of dgrad and wgrad, whose cost these scores do not give in nats")
     if loss.measured is not None:

@@ -24,7 +24,7 @@ def test_a_replay_is_not_written_over_what_it_replays(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     config = SnipConfig(enabled=True, replay=str(tmp_path / "snip"), overwrite=True)
     with pytest.raises(SnipError, match="would write its record over the one it replays; choose another --snip-dir"):
-        open_run_directory(config, Namespace(save=str(tmp_path)), 0, SolveRequest(), (), "reference")
+        open_run_directory(config, Namespace(save=str(tmp_path)), 0, SolveRequest(), (), "reference", ())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import synthetic_run
 
 from snip_megatron.precision import Gemm, option_id
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.report import render
@@ -69,6 +71,25 @@ def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
     text = "\n".join(lines(worth))
     assert f"Map 1 is predicted to raise the loss by {worth.loss.nats:.2g} nats over bf16" in text
     assert "without the formats of dgrad" not in text
+
+
+def test_with_phases_the_rise_now_and_the_rise_that_the_budget_bounds_are_told_apart(tmp_path: Path) -> None:
+    """A map of a phase may raise the loss by more than the budget, which bounds what is left when training ends."""
+    a_run(tmp_path, config={"q": "split", "budget": "loss=0.002"})
+    run = load_run(tmp_path / "run")
+    last = run.adoptions[-1]
+    assert last.precision_map is not None
+    plan = PrecisionPlan((PlanPhase(last.step, last.precision_map),), 1000, last.version or 0, objective=0.0019)
+    text = "\n".join(lines(summarise(dataclasses.replace(run, plans={last.step: plan}))))
+    assert "nats while it is in force, over bf16 at equal weights" in text
+    assert "0.0019 nats are predicted to be left at the end of training: --snip-budget loss=0.002 bounds this" in text
+    assert "at the end of training" not in "\n".join(lines(summarise(run)))
+
+
+def test_the_page_says_what_stays_in_bf16(tmp_path: Path) -> None:
+    stays = ["decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)"]
+    a_run(tmp_path, facts={"stays_bf16": stays})
+    assert f"Not converted: {stays[0]}." in render(load_run(tmp_path / "run"))
 
 
 def test_scores_that_are_no_losses_count_with_their_fprops_alone(tmp_path: Path) -> None:
