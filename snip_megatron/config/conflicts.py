@@ -29,6 +29,11 @@ def check(config: Any) -> None:
             " update is adopted before the next begins"
         )
     _check_fixed_maps(config)
+    if config.gemm == "transformer_engine" and config.communication != "bf16":
+        raise SnipError(
+            f"--snip-communication {config.communication} cannot be combined with --snip-gemm transformer_engine, whose"
+            " linears communicate themselves; leave one out"
+        )
 
 
 def in_nats(policy: str, q: str) -> bool:

@@ -1,7 +1,8 @@
 """Scaled GEMM backends."""
 
-BACKENDS = ("auto", "reference", "emulated", "hopper", "blackwell")
-"""Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map."""
+BACKENDS = ("auto", "reference", "emulated", "hopper", "blackwell", "transformer_engine")
+"""Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map.
+``transformer_engine`` is no backend: its linears run their own GEMMs, and probes use what ``auto`` selects."""
 
 EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
 from snip_megatron.gemm.blackwell_support import availability, is_blackwell
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
+from snip_megatron.gemm.transformer_engine import why_not_transformer_engine
 from snip_megatron.precision import Format
 
 _AMPERE = (8, 0)
@@ -79,9 +80,9 @@ def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
     """Return the backend that multiplies formats natively on this machine under ``--snip-gemm``; None if they are
     emulated. Nothing is compiled or checked.
     """
-    if name in ("auto", "blackwell") and is_blackwell():
+    if name in ("auto", "blackwell", "transformer_engine") and is_blackwell():
         return "blackwell" if availability(sharded=tensor_parallel) is None else None
-    return "hopper" if name in ("auto", "hopper") and why_not_hopper() is None else None
+    return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
 
 
 def _select(
@@ -89,6 +90,12 @@ def _select(
 ) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
+    if name == "transformer_engine":
+        missing = why_not_transformer_engine(formats)
+        if missing is not None:
+            raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm auto")
+        selection = _select("auto", formats, tensor_parallel, library, replays)
+        return replace(selection, reason=f"probes; training by Transformer Engine's linears; {selection.reason}")
     if name == "emulated":
         missing = _why_not_emulated() or _fault(formats)
         if missing is not None:

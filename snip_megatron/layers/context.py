@@ -83,6 +83,8 @@ class StepContext:
         packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
         reduces: whether partial results of quantised GEMMs are quantised before they are summed over tensor parallel
             ranks (``--snip-communication all``).
+        recipes: whether linears of Transformer Engine run their own GEMMs in the formats of the map (``--snip-gemm
+            transformer_engine``). Probes and measuring passes do not.
     """
 
     step: int = 0
@@ -97,6 +99,7 @@ class StepContext:
     bf16_eval: bool = False
     packs: bool = False
     reduces: bool = False
+    recipes: bool = False
 
 
 @dataclass
@@ -250,6 +253,11 @@ class LinearHandle:
         if context.bf16_eval and not torch.is_grad_enabled() and not self.module.training:
             return True
         return self.state.formats == ALL_BF16
+
+    @property
+    def runs_recipe(self) -> bool:
+        """Whether the next forward, unless it is stock, is Transformer Engine's own in the formats of the map."""
+        return self.context.recipes and self.context.override is None and not self.context.probing
 
     # -- how operands are quantised ------------------------------------------------------------------------------
     def spec(

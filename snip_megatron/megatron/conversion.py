@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.selection import Selection, gains, select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
@@ -75,10 +76,16 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats)
-    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces)
+    recipes = config.gemm == "transformer_engine"
+    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces, recipes=recipes)
     registry = LinearRegistry(linears.covered, context, stock, linears.left)
     for linear in built:
         if str(linear.id) not in stock:
+            if recipes and isinstance(linear.module, ColumnParallelLinear | RowParallelLinear):
+                raise SnipError(
+                    f"--snip-gemm transformer_engine: {linear.id} is a {type(linear.module).__name__} of Megatron; use"
+                    " --transformer-impl transformer_engine, or --snip-gemm auto"
+                )
             _convert_linear(linear, registry)
     if HAVE_TE:
         te_experts.pad_rows(model_chunks)
@@ -86,7 +93,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
         _announce(selection, registry)
         for stays in what_stays(registry.stock):
             print(f"snip: {stays}; it counts in the fp4 share", flush=True)
-    if config.fusions == "auto":
+    if config.fusions == "auto" and not recipes:
         _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
     return registry
 

@@ -17,7 +17,10 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.megatron.compat.te_recipe import forward_under
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
+
+_RECIPE_ROWS = 128  # the alignment that every quantizer of Transformer Engine takes
 
 
 class _GroupedForward:
@@ -32,6 +35,9 @@ class _GroupedForward:
     def forward(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
         if self.snip_experts[0].is_stock:
             return super().forward(x, m_splits)  # type: ignore[misc,no-any-return]
+        if self.snip_experts[0].runs_recipe:
+            formats = self.snip_experts[0].formats
+            return forward_under(self, formats, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
         order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
         handles = self.snip_experts[order]
@@ -68,7 +74,8 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         weights = [handle.weight for handle in self.linear_fc1.snip_experts]
         # Transformer Engine's own code takes rows from the first expert on.
-        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not (fc1.is_stock or fc2.is_stock)
+        own = fc1.is_stock or fc2.is_stock or fc1.runs_recipe
+        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not own
         rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
         output, bias = super().forward(rows.pad(hidden), rows, rows.pad(probs), *buffers, **named)
         return rows.unpad(output), bias
@@ -83,7 +90,9 @@ def pad_rows(model_chunks: Sequence[torch.nn.Module]) -> None:
 
 def _row_multiple(handle: LinearHandle) -> int:
     """Return the number of which the rows of every expert must be a multiple in the next forward."""
-    return 1 if handle.is_stock else grouped_products(handle).row_multiple
+    if handle.is_stock:
+        return 1
+    return _RECIPE_ROWS if handle.runs_recipe else grouped_products(handle).row_multiple
 
 
 CLASSES: dict[type, tuple[type, str]] = {

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.te_norm import normalized
+from snip_megatron.megatron.compat.te_recipe import forward_under
 from snip_megatron.megatron.linear import product, scatters
 
 
@@ -52,6 +53,8 @@ class _QuantizedForward:
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.snip.is_stock:
             return super().forward(x)  # type: ignore[misc,no-any-return]
+        if self.snip.runs_recipe:
+            return forward_under(self, self.snip.formats, super().forward, x)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
         returned = self.bias if self.te_return_bias else None
         bias = self.bias if self.apply_bias else None

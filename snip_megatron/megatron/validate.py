@@ -119,6 +119,8 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
     if getattr(args, "num_experts", None):
         raise SnipError(f"{here} --num-experts {args.num_experts} under --snip: not supported so far; leave one out")
+    if config.gemm == "transformer_engine":
+        raise SnipError(f"{here} --snip-gemm transformer_engine: a new map needs new graphs; use --snip-gemm auto")
     stages = args.pipeline_model_parallel_size
     if stages > 1 and implementation in GRAPHS_WITHOUT_PIPELINE:
         raise SnipError(

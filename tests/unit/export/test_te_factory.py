@@ -16,7 +16,8 @@ import torch
 from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
 
 from snip_megatron.cli import main
-from snip_megatron.export.te_factory import MODULE, QUANTIZERS, factory_source, map_formats
+from snip_megatron.export.te_factory import MODULE, factory_source, map_formats
+from snip_megatron.gemm.transformer_engine import QUANTIZERS
 from snip_megatron.precision import (
     DENSE_LAYER,
     Format,

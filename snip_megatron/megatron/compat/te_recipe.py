@@ -1,0 +1,41 @@
+"""Runs Transformer Engine's own linears in the formats of the precision map.
+
+Each combination of three formats has one recipe. Transformer Engine makes new quantizers for a module whose recipe is
+another object than before, but keeps the quantised weight of the earlier one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+from snip_megatron.errors import SnipError
+from snip_megatron.gemm.transformer_engine import te_map
+from snip_megatron.precision import Format
+
+Formats = tuple[Format, Format, Format]
+
+if not hasattr(TransformerEngineBaseModule, "set_meta_tensor"):
+    raise SnipError("this Transformer Engine has no TransformerEngineBaseModule.set_meta_tensor")
+
+
+@functools.cache
+def recipe_of(formats: Formats) -> Any:
+    """Return the recipe of a linear whose fprop, dgrad and wgrad have these formats."""
+    names = tuple(fmt.value for fmt in formats)
+    quantizer = te_map().quantizer
+    return CustomRecipe(qfactory=lambda role: quantizer(names, "" if role is None else role.tensor_type))
+
+
+def forward_under(module: Any, formats: Formats, forward: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``forward(*arguments)`` of a stock linear, in these formats. Its backward has them too."""
+    recipe = recipe_of(formats)
+    if module.fp8_meta.get("recipe") is not recipe:
+        module._fp8_workspaces.clear()
+    with te.autocast(enabled=True, recipe=recipe):
+        return forward(*arguments)
