@@ -131,7 +131,7 @@ class CublasLt:
 
         Args:
             a, b: quantised operands [a.rows, D] and [b.rows, D].
-            out: FP32 [a.rows, b.rows], row-major.
+            out: FP32 or bf16 [a.rows, b.rows], row-major.
             choice: see :meth:`multiply`.
         """
         problem = _product(a, b, _result(out), choice=choice)
@@ -158,7 +158,7 @@ class CublasLt:
 
         Args:
             g, x: bf16 or fp16 [T, N] and [T, K], row-major.
-            out: FP32 [N, K], row-major.
+            out: FP32 or bf16 [N, K], row-major.
         """
         return self._run(_plain((g, x), (True, False), _result(out)), (x, g), None, out) is not None
 
@@ -393,7 +393,8 @@ def cublaslt() -> CublasLt | None:
 
 def _product(a: Operand, b: Operand, result: _Matrix, fast: bool = False, choice: int = 0) -> _Problem:
     # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
-    return _Problem(_operand(b, transposed=True), _operand(a, transposed=False), result, fast, choice)
+    exact = result.dtype is not torch.float32
+    return _Problem(_operand(b, transposed=True), _operand(a, transposed=False), result, fast, choice, exact)
 
 
 def _operand(side: Operand, *, transposed: bool) -> _Matrix:

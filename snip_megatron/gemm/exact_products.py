@@ -52,7 +52,7 @@ class ExactProducts:
             return self.multiply(g, x, (True, False), torch.float32)
         if g.values.numel() == 0 or x.values.numel() == 0:
             return out
-        if not (out.dtype is torch.float32 and out.is_contiguous() and self._added(g, x, out)):
+        if not (out.dtype in _OUTPUTS and out.is_contiguous() and self._added(g, x, out)):
             out.add_(self.multiply(g, x, (True, False), torch.float32))
         return out
 

@@ -113,7 +113,7 @@ def wgrad(
         amax: see :data:`Amaxes`, for (g, x).
         rotation: see :data:`Rotations`, for (g, x).
         quantised: whether ``g`` and ``x`` are Q(G) and Q(X) in FP32 already.
-        out: FP32 [N, K] (``main_grad``) to accumulate into, which is then returned.
+        out: FP32 or bf16 [N, K] (``main_grad``) to accumulate into, which is then returned. The sum is rounded once.
     """
     if fmt == Format.BF16:
         # Products of bf16 numbers are exact in FP32. Accumulating in bf16 would lose most of a small gradient.
@@ -124,7 +124,10 @@ def wgrad(
             left = _operand(g, fmt, 0, rotation[0], amax[0], **gradient_rounding(fmt, seed, offset, rows, cols))
         if not quantised[1]:
             right = _operand(x, fmt, 0, rotation[1], amax[1])
-    return left.t() @ right if out is None else out.addmm_(left.t(), right)
+    if out is not None and out.dtype is torch.float32:
+        return out.addmm_(left.t(), right)
+    product = left.t() @ right
+    return product if out is None else out.add_(product)  # added in FP32
 
 
 def _operand(

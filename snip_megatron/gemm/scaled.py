@@ -104,7 +104,7 @@ class ScaledProducts:
         if out is None:
             return self.multiply(a, b, torch.float32, fast=False)
         fits = a.rows % _ROWS_OF_A == 0 and _runs(b) and _is_gradient(out)
-        if self._faster is not None and fits and self._faster.accumulate(a, b, out):
+        if self._faster is not None and fits and out.dtype is torch.float32 and self._faster.accumulate(a, b, out):
             return out
         if not (self._library is not None and fits and self._library.accumulate(a, b, out)):
             out.add_(self.multiply(a, b, torch.float32, fast=False))
@@ -148,5 +148,6 @@ def _row_major(x: Tensor) -> bool:
 
 
 def _is_gradient(out: Tensor) -> bool:
-    """Return whether the libraries can accumulate into ``out``: FP32, row-major, rows aligned to 16 bytes."""
-    return out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0 and out.shape[1] % 4 == 0
+    """Return whether cuBLASLt can accumulate into ``out``: FP32 or bf16, row-major, rows aligned to 16 bytes."""
+    aligned = out.data_ptr() % 16 == 0 and out.shape[1] * out.itemsize % 16 == 0
+    return out.dtype in _OUTPUTS and out.is_contiguous() and aligned

@@ -55,7 +55,7 @@ def tiled_kernel(
     c = c_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
     mask = row_mask[:, None] & col_mask[None, :]
     if ADD:
-        total += tl.load(c, mask=mask, other=0.0)
+        total += tl.load(c, mask=mask, other=0.0).to(tl.float32)
     tl.store(c, total.to(c_ptr.dtype.element_ty), mask=mask)
 
 

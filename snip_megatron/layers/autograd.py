@@ -353,7 +353,7 @@ def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
 def passed_on(weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
-    Without a ``main_grad`` (FP32, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
+    Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
     ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a dummy tensor,
     because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None.
     """

@@ -68,7 +68,8 @@ def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed:
     """
     like = handle.weight
     weight = torch.nn.Parameter(torch.zeros_like(like))
-    weight.main_grad = torch.zeros(like.shape, dtype=torch.float32, device=like.device)  # type: ignore[attr-defined]
+    dtype = torch.float32 if (main_grad := getattr(like, "main_grad", None)) is None else main_grad.dtype
+    weight.main_grad = torch.zeros(like.shape, dtype=dtype, device=like.device)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     state = LinearState(beside_swiglu=handle.state.beside_swiglu)
     copy = replace(handle, module=_Holder(weight), parameter="weight", tp_group=None, state=state)

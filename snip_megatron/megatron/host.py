@@ -280,8 +280,11 @@ class MegatronStep:
         return 1.0 / max(float(total), 1.0)  # as Megatron
 
     def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return ``main_grad``. That of a norm under sequence parallelism is summed over token shards. Collective."""
-        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        """Return ``main_grad`` in FP32. That of a norm under sequence parallelism is summed over token shards.
+
+        Collective.
+        """
+        gradient: torch.Tensor = weight.main_grad.float()  # type: ignore[attr-defined]
         if getattr(weight, "sequence_parallel", False):
             dist.all_reduce(gradient, group=self._groups.tp)
         return gradient

@@ -50,7 +50,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_context_parallel(config, args)
     _check_graphs(config, args)
     _check_optimizer(config, args)
-    _check_main_grad(args)
+    _check_gradients(config, args)
     if config.communication != "bf16":
         check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
@@ -172,13 +172,18 @@ def _check_sharding(args: argparse.Namespace) -> None:
         )
 
 
-def _check_main_grad(args: argparse.Namespace) -> None:
-    """Raise SnipError if weight gradients do not accumulate in FP32, Megatron's default under ``--bf16``."""
-    if args.bf16 and not args.accumulate_allreduce_grads_in_fp32:
-        argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Raise SnipError if something needs weight gradients in FP32 and they are summed and reduced in bf16."""
+    if not args.bf16 or args.accumulate_allreduce_grads_in_fp32:
+        return
+    argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+    if config.gradient_reduction != "fp32":
         raise SnipError(
-            f"{argument} cannot be combined with --snip: quantised weight gradients accumulate in FP32; leave it out"
+            f"{argument} cannot be combined with --snip-gradient-reduction {config.gradient_reduction}, which sums"
+            " gradients in FP32; leave one of them out"
         )
+    if config.truth:
+        raise SnipError(f"{argument}: the oracle reads small differences of gradients, which need FP32; leave it out")
 
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:

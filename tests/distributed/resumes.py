@@ -82,6 +82,14 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         every=2,
         fast=(4,),
     ),
+    "dp2-bf16-gradients": Interrupted(
+        2,
+        f"{_NOISE} {_DROPOUT} {_TWO_LAYERS} --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer"
+        " --overlap-grad-reduce --global-batch-size 8",
+        9,
+        every=4,
+        fast=(4,),
+    ),
     "expert-parallel": Interrupted(
         2,
         f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"

@@ -63,7 +63,7 @@ _LATENT = (
 SWITCHED: dict[str, tuple[int, str]] = {
     "pp2-virtual-by-position": (2, f"{_BY_POSITION} {_PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
     "dp2-by-position": (2, f"{_BY_POSITION} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"),
-    "dp2-by-name": (2, _BY_NAME),
+    "dp2-by-name": (2, f"{_BY_NAME} --grad-reduce-in-bf16 --global-batch-size 8"),
     "ep2-by-position": (2, f"{_BY_POSITION} {EXPERTS} --expert-model-parallel-size 2"),
     "latent-by-position": (2, f"{_BY_POSITION} {_LATENT} --tensor-model-parallel-size 2 --sequence-parallel"),
 }

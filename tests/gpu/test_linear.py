@@ -106,13 +106,14 @@ def test_gemms_add_nothing_to_what_quantisation_did(
 # -- main_grad -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR, BF16])
 @pytest.mark.parametrize("offset", [0, 4, 1])
-def test_main_grad(backend: GemmBackend, fmt: Format, offset: int) -> None:
+@pytest.mark.parametrize(("dtype", "before"), [(torch.float32, 2.0), (torch.bfloat16, 0.0)], ids=str)
+def test_main_grad(backend: GemmBackend, fmt: Format, offset: int, dtype: torch.dtype, before: float) -> None:
     """Two microbatches add up in FP32, wherever DDP's buffer puts the gradient; the other elements stay."""
     m, n, k = 1024, 512, 384
     formats = (FP8, FP8, fmt)
-    buffer = torch.full((n * k + 64,), 2.0, device="cuda")
+    buffer = torch.full((n * k + 64,), before, device="cuda", dtype=dtype)
     linear = Linear(backend, n, k, formats, main_grad=buffer[offset : offset + n * k].view(n, k))
-    exact = torch.full((n, k), 2.0, device="cuda", dtype=torch.float64)
+    exact = torch.zeros(n, k, device="cuda", dtype=torch.float64)
     for seed in range(2):
         x, g = operands(m, n, k, seed)
         linear(x).backward(g)
@@ -120,9 +121,9 @@ def test_main_grad(backend: GemmBackend, fmt: Format, offset: int) -> None:
         assert linear.weight.grad_added_to_main_grad
         assert linear.weight.grad.shape == linear.weight.shape
         linear.weight.grad = None
-    assert decibel(exact - 2, linear.weight.main_grad - 2) > FLOOR[fmt]
+    assert decibel(exact, linear.weight.main_grad - before) > FLOOR[fmt]
     outside = torch.cat([buffer[:offset], buffer[offset + n * k :]])
-    assert torch.equal(outside, torch.full_like(outside, 2.0))
+    assert torch.equal(outside, torch.full_like(outside, before))
 
 
 # -- stochastic rounding, determinism, streams ---------------------------------------------------------------------

@@ -47,8 +47,8 @@ def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Te
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP8, BF16), (BF16, BF16, FP8), (TENSOR, FP8, BF16)])
 def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...], formats: Any) -> None:
-    gradients = torch.randn(len(splits), N, K)
-    for out in (None, list(gradients.clone().unbind(0)), [each.clone() for each in gradients]):
+    gradients = torch.randn(len(splits), N, K).bfloat16().float()
+    for out in (None, list(gradients.clone().unbind(0)), [each.bfloat16() for each in gradients]):
         products = backend().grouped(N, K, torch.bfloat16)
         assert isinstance(products, HopperGroups)
         found = run(products, splits, formats, out)

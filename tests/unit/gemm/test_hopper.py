@@ -102,14 +102,16 @@ def test_other_dtypes(make: Any, dtype: torch.dtype, formats: Any) -> None:
 @pytest.mark.parametrize("make", [backend, emulated], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("fmt", [BF16, FP8, FP4, TENSOR, NVFP4, Format.MXFP8])
 @pytest.mark.parametrize("tokens", [136, 0])
-def test_wgrad_is_added_to_an_fp32_gradient(make: Any, fmt: Format, tokens: int) -> None:
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8 * 1.001)], ids=str)
+def test_wgrad_is_added_to_a_gradient(make: Any, fmt: Format, tokens: int, dtype: torch.dtype, error: float) -> None:
+    """In FP32. The sum is rounded once, to the nearest number of the gradient's dtype."""
     x, w, g = operands(tokens, 144, 208)
-    main_grad = torch.randn(144, 208)
+    main_grad = torch.randn(144, 208).to(dtype)
     before = main_grad.clone()
     *_, alone = run(make(), x, w, g, (fmt, fmt, fmt))
     *_, added = run(make(), x, w, g, (fmt, fmt, fmt), out=main_grad)
     assert added is main_grad
-    torch.testing.assert_close(main_grad, before + alone, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(main_grad.float(), before.float() + alone, rtol=error, atol=1e-6)
     assert alone.dtype is torch.float32
     assert bool(alone.any()) == (tokens > 0)
 

@@ -119,12 +119,14 @@ def test_gradients_in_fp8_need_a_reduce_scatter_of_megatrons(way: str) -> None:
 
 def test_bf16_gradients() -> None:
     low = {"accumulate_allreduce_grads_in_fp32": False}
-    assert refused(config(), arguments(**low, grad_reduce_in_bf16=True)).startswith(
-        "--grad-reduce-in-bf16 cannot be combined with --snip"
+    check(config(), arguments(**low, grad_reduce_in_bf16=True))
+    snip = config(gradient_reduction="fp8")
+    scatters = {"use_distributed_optimizer": True, "data_parallel_size": 2}
+    assert refused(snip, arguments(**low, **scatters, grad_reduce_in_bf16=True)).startswith(
+        "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8"
     )
-    assert refused(config(), arguments(**low, main_grads_dtype="bf16")).startswith(
-        "--main-grads-dtype bf16 cannot be combined with --snip"
-    )
+    message = refused(config(truth=True), arguments(**low, main_grads_dtype="bf16"))
+    assert message.startswith("--main-grads-dtype bf16: the oracle")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
