@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snip_megatron.sensitivity.request import SolveRequest
 
 COMMUNICATION = ("bf16", "gather", "all")
-GRADIENT_REDUCTION = ("fp32", "fp8", "fp8-feedback")
+GRADIENT_REDUCTION = ("fp32", "fp8")
 DEPLOYED = ("map", "bf16")
 
 
@@ -142,7 +142,7 @@ class SnipConfig:
     gradient_reduction: str = option(
         "fp32",
         "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
-        " FP8 and added in FP32, which adds an error; fp8-feedback: what is lost is added in the next step",
+        " FP8 and added in FP32, which adds an error",
         choices=GRADIENT_REDUCTION,
     )
     fusions: str = option(

@@ -145,73 +145,33 @@ def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) ->
     return Exchange((dist.reduce_scatter_tensor(shard, x, group=group, async_op=True),), lambda: shard)
 
 
-def _start_quantised(x: Tensor, group: Group, lost: Tensor | None = None) -> Exchange[Tensor]:
-    """Start the sum of quantised ``x`` [rows, cols]. ``lost`` gets what quantisation loses of it."""
+def _start_quantised(x: Tensor, group: Group) -> Exchange[Tensor]:
+    """Start the sum of quantised ``x`` [rows, cols]."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     arithmetic = _arithmetic(x)
     sent = arithmetic.pack_partial(x)
     received = tuple(torch.empty_like(t) for t in sent)
     pairs = zip(received, sent, strict=True)
     works = tuple(dist.all_to_all_single(out, t, group=group, async_op=True) for out, t in pairs)
-    if lost is not None:
-        packed = (t.unsqueeze(0) for t in sent)
-        sent_values = arithmetic.add_partials(*packed, x, -1)  # of one rank, which is another one
-        error = torch.sub(x, sent_values, out=sent_values)
-        lost.copy_(error.nan_to_num_(0.0, 0.0, 0.0))
-        lost.view(ranks, -1)[rank] = 0.0  # not sent
     elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
     own = x.view(ranks, -1, x.shape[1])[rank]
     return Exchange(works, partial(arithmetic.add_partials, elements, scales, own, rank))
 
 
-class ErrorFeedback:
-    """What quantisation has lost of a rank's gradients, in bf16. It is added to the gradients of the next step.
-
-    Checkpoints do not hold it. It is reset whenever one is written, so that a resumed run has the bits of the run that
-    wrote the checkpoint and went on.
-    """
-
-    def __init__(self) -> None:
-        self._lost: dict[tuple[int, int], Tensor] = {}
-
-    def reset(self) -> None:
-        """Take nothing into the next step. The memory stays where it is, because a captured CUDA graph reads it."""
-        for lost in self._lost.values():
-            lost.zero_()
-
-    def forget(self) -> None:
-        """Release the memory of a model that is no more. Another model's gradients may get the same addresses."""
-        self._lost.clear()
-
-    def of(self, whole: Tensor, rows: Tensor) -> Tensor:
-        """Return what was lost of the gradients at the address of ``whole``, in the shape of ``rows``."""
-        key = (whole.data_ptr(), rows.numel())
-        if key not in self._lost:
-            self._lost[key] = torch.zeros_like(rows, dtype=torch.bfloat16)
-        return self._lost[key]
-
-
-def start_gradient_reduction(
-    shard: Tensor, whole: Tensor, group: Group, feedback: ErrorFeedback | None = None
-) -> Exchange[Tensor]:
+def start_gradient_reduction(shard: Tensor, whole: Tensor, group: Group) -> Exchange[Tensor]:
     """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
 
     Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part.
 
     Args:
         shard: [n], where the sum is written; it may be this rank's part of ``whole``.
-        whole: [ranks·n], this rank's gradients. With ``feedback`` they are changed.
+        whole: [ranks·n], this rank's gradients.
         group: the data parallel group.
-        feedback: keeps what quantisation loses until the next step; None to lose it.
     """
     ranks, n = dist.get_world_size(group), shard.numel()
     if ranks == 1:
         return Exchange((), lambda: shard.copy_(whole))
-    rows = as_rows(whole.view(ranks, n))
-    lost = None if feedback is None else feedback.of(whole, rows)
-    if lost is not None:
-        rows.add_(lost)
-    reduction = _start_quantised(rows, group, lost)
+    reduction = _start_quantised(as_rows(whole.view(ranks, n)), group)
     return Exchange(reduction.works, lambda: shard.copy_(reduction.finish().view(-1)[:n]))
 
 

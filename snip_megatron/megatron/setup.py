@@ -16,7 +16,6 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.layers.communication import ErrorFeedback
 from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
@@ -70,7 +69,7 @@ def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
     run = SnipRun(config, args)
     run.undo.callback(compat.wrap_train_step(run.wrap))
     if config.gradient_reduction != "fp32":
-        run.undo.callback(compat.reduce_gradients_in_fp8(args, run.feedback))
+        run.undo.callback(compat.reduce_gradients_in_fp8(args))
     return run
 
 
@@ -89,7 +88,6 @@ class SnipRun:
         self._oracle: Oracle | None = None
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
-        self.feedback = ErrorFeedback() if config.gradient_reduction == "fp8-feedback" else None
         self.undo = ExitStack()
         self._undo_evaluation = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
         self._traffic: compat.Traffic | None = None
@@ -133,8 +131,6 @@ class SnipRun:
         Nothing here is collective, because ranks of the previous start may have died.
         """
         self._undo_evaluation.close()
-        if self.feedback is not None:
-            self.feedback.forget()
         if self._controller is not None:
             self._controller.close(together=False)
         self._controller = self._coordinator = self._probes = None
@@ -164,8 +160,6 @@ class SnipRun:
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:
-        if self.feedback is not None:
-            self.feedback.reset()
         return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:

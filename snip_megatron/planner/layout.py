@@ -52,7 +52,7 @@ class Layout:
         loss_as_layer: ``--account-for-loss-in-pipeline-split``.
         cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
-        gradient_reduction: ``--snip-gradient-reduction``: ``fp32``, ``fp8`` or ``fp8-feedback``.
+        gradient_reduction: ``--snip-gradient-reduction``: ``fp32`` or ``fp8``.
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
             missing.
 

@@ -259,7 +259,6 @@ class StepModel:
         if layout.gradient_reduction != "fp32":
             each = packed_bytes(Format.FP8)
             moved = 4.0 + 2 * each + 8.0 / layout.dp  # quantised, and added to a part
-            moved += 0.0 if layout.gradient_reduction == "fp8" else 4.0 + each + 2 * 2.0  # what was lost, in bf16
             gradients = each * parameters * ring + self.rates.memory(moved * parameters)
         weights = 2.0 * parameters * ring if layout.distributed_optimizer else 0.0
         microbatch = slowest / layout.microbatches

@@ -64,7 +64,7 @@ TWO_GPUS = [
     for graphs in IMPLEMENTATIONS
     if layout != "pipeline" or graphs == "transformer_engine"  # the others are refused
 ]
-FP8_SUMS = {"tensor": ("--snip-communication", "all"), "data": ("--snip-gradient-reduction", "fp8-feedback")}
+FP8_SUMS = {"tensor": ("--snip-communication", "all"), "data": ("--snip-gradient-reduction", "fp8")}
 
 
 class Trainings:

@@ -7,7 +7,6 @@ handle of its own that finishes the sum. That argument is set, and its function 
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.communication import ErrorFeedback, Exchange, start_gradient_reduction
+from snip_megatron.layers.communication import Exchange, start_gradient_reduction
 from snip_megatron.megatron.compat.versions import check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
@@ -67,12 +66,11 @@ def _check_replicas(args: argparse.Namespace, here: str) -> None:
         )
 
 
-def reduce_gradients_in_fp8(args: argparse.Namespace, feedback: ErrorFeedback | None = None) -> Callable[[], None]:
+def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
     """Let models that are built from ``args`` reduce gradients in FP8.
 
     Args:
         args: Megatron's validated arguments.
-        feedback: keeps what quantisation loses until the next step; None to lose it.
 
     Returns:
         A function that ends it.
@@ -81,7 +79,7 @@ def reduce_gradients_in_fp8(args: argparse.Namespace, feedback: ErrorFeedback | 
     check_signature(genuine[_FUNCTION], _PARAMETERS, f"Megatron's {_FUNCTION}")
     given = getattr(args, _ARGUMENT)
     setattr(args, _ARGUMENT, True)
-    setattr(buffers, _FUNCTION, functools.partial(_reduce_scatter, feedback))
+    setattr(buffers, _FUNCTION, _reduce_scatter)
 
     def undo() -> None:
         setattr(args, _ARGUMENT, given)
@@ -116,7 +114,6 @@ class _Handle:
 
 
 def _reduce_scatter(
-    feedback: ErrorFeedback | None,
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     op: Any,
@@ -125,7 +122,7 @@ def _reduce_scatter(
 ) -> _Handle | None:
     """Write the sum over ranks of this rank's part of ``input_tensor`` to ``output_tensor``, which is that part."""
     assert op == dist.ReduceOp.SUM
-    handle = _Handle(start_gradient_reduction(output_tensor, input_tensor, group, feedback))
+    handle = _Handle(start_gradient_reduction(output_tensor, input_tensor, group))
     if async_op:
         return handle
     handle.wait()
