@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
     add(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="also measure collectives over N GPUs of this machine (on a CPU: N processes); default: 1, none",
-    )
-    add(
-        "--add-to",
-        metavar="TABLE",
-        help="write this table, a file or one of the package such as h200, with the collectives of --ranks; nothing"
-        " else is measured",
-    )
-    add(
         "--commit",
         metavar="HASH",
         help="commit of the measured code, which the table records; default: $SNIP_COMMIT, or unknown",
@@ -68,27 +54,15 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.time < 1e6:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
     check_folder("--out", args.out)
-    from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels, device_name
-    from snip_megatron.timing.calibration.collectives import check_ranks, measure_collectives
+    from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels
     from snip_megatron.timing.calibration.workload import grid_workload
-    from snip_megatron.timing.loading import load_table
 
     device = _device(args.device)
-    check_ranks(device.type, args.ranks)
-    if args.add_to is not None:
-        table = load_table(args.add_to, device_name(device))
-        if args.ranks == 1:
-            raise SnipError(f"--add-to {cut(args.add_to)}: nothing is left to measure; give --ranks")
-        found = measure_collectives(device.type, args.ranks)
-        deliver("--out", args.out, replace(table, collectives={**table.collectives, **found}).to_json())
-        print(f"snip calibrate: {table.device}, {len(found)} collectives are added", file=sys.stderr)
-        return 0
     workload = grid_workload(device.type)
     measurer = _measurer(device, args.gemm, formats)
-    collectives = measure_collectives(device.type, args.ranks)  # they come first: if they fail, nothing is lost
     compilation = compile_kernels(measurer, workload)
     left = args.time - (time.monotonic() - started)
-    table = replace(calibrate(measurer, workload, _about(args), left, compilation), collectives=collectives)
+    table = calibrate(measurer, workload, _about(args), left, compilation)
     deliver("--out", args.out, table.to_json())
     line = f"snip calibrate: {table.device}, {table.backend}, {len(table.gemms)} shapes in"
     print(

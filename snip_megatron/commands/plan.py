@@ -29,7 +29,7 @@ _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
     _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
-    text = "as in training, where the names begin with --snip-; --budget also takes step=FACTOR, of the whole step"
+    text = "as in training, where the names begin with --snip-"
     add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_SHARED)
     _add_losses(parser.add_argument_group("losses and length of the run").add_argument)
     _add_hardware(parser.add_argument_group("hardware").add_argument)
@@ -92,9 +92,9 @@ def _add_hardware(add: Callable[..., Any]) -> None:
     add(
         "--node-bandwidth",
         type=_BANDWIDTH,
-        default=350.0,
+        default=180.0,
         metavar="GB/s",
-        help="GB that one GPU sends to the others of its node in a second; default: 350",
+        help="GB that one GPU sends to the others of its node in a second; default: 180",
     )
     add(
         "--network-bandwidth",

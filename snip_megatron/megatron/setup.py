@@ -31,7 +31,6 @@ from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.megatron.step_costs import check_measurable
-from snip_megatron.megatron.time_notice import say_how_exchanges_are_estimated
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.quantization.formats import TILE
@@ -313,7 +312,6 @@ class SnipRun:
             registry.context.expert_dp_size = groups.experts.dp_size
         linears = self._linears
         request = validate.solve_request(config, args, linears)
-        say_how_exchanges_are_estimated(request)
         self._graphs.attach(registry, model)
         weighs_updates = needs_forward_noise(request)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)

@@ -65,7 +65,7 @@ def option_times(
                 communication=config.communication,
                 sequence_parallel=args.sequence_parallel,
             )
-            times = OptionTimes.predict(model, shapes, formats, partial(_charge, exchanges), exchanges.estimated())
+            times = OptionTimes.predict(model, shapes, formats, partial(_charge, exchanges))
     except SnipError as error:
         source = "measured times" if table is not None else f"--snip-timings {named}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None

@@ -13,7 +13,7 @@ from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import plan_phases
-from snip_megatron.planner.request import PlanRequest, build_problem, training_budget
+from snip_megatron.planner.request import PlanRequest, build_problem
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
 from snip_megatron.precision import DENSE_LAYER, Format
@@ -43,7 +43,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     problem = build_problem(request, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
-        unit = " (times in seconds a step)" if request.budget.kind in ("speedup", "step") else ""
+        unit = " (times in seconds a step)" if request.budget.kind == "speedup" else ""
         raise SnipError(f"--budget {cut(str(request.budget))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
@@ -175,11 +175,11 @@ def _budget(
 ) -> Body:
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     model = step.layout.model
-    budget, share = training_budget(request, problem), fp4_share(model, formats_of)
+    share = fp4_share(model, formats_of)
     planned = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
     return {
         "asked": str(request.budget),
-        "planned": planned.get(request.budget.kind, steps["bf16"].total / steps["map"].total),
+        "planned": planned[request.budget.kind],
         "counted": solution.speedup,
         "beaten": _beaten(step, problem, solution, steps["map"]),
         "formats": list(request.config.formats),
@@ -192,8 +192,7 @@ def _budget(
         "items": len(solution.choices),
         "gemms": gemm_counts(model, formats_of),
         "fp4_share": share,
-        "snip_budget": budget,
-        "snip_arguments": request.training_arguments(budget),
+        "snip_arguments": request.training_arguments(),
     }
 
 

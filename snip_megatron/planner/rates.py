@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from snip_megatron.timing.collectives import MeasuredCollectives
 from snip_megatron.timing.cost_model import FLOPS_RATE, STATED_COPY, CostModel, accumulation_seconds
 from snip_megatron.timing.log_grid import LogGrid
 
@@ -21,6 +20,8 @@ ATTENTION_BACKWARD = 2.5
 class Links:
     """Achieved bandwidths of the network.
 
+    By default they are those of H200s: two of them gathered 16 MiB at 136 to 197 GB/s each, and 64 MiB at 226 to 264.
+
     Attributes:
         node_size: GPUs of a node.
         within: bytes a second that one GPU sends within a node.
@@ -28,7 +29,7 @@ class Links:
     """
 
     node_size: int = 8
-    within: float = 350e9
+    within: float = 180e9
     between: float = 40e9
 
     def of(self, ranks: int) -> float:
@@ -40,12 +41,11 @@ class Rates:
     """Times of everything except the decoder's linears.
 
     Args:
-        model: the cost model. If it has a table, the rates of attention, memory and collectives are taken from it.
+        model: the cost model. If it has a table, the rates of attention and memory are taken from it.
 
     Attributes:
         gpu_memory: bytes of a GPU's memory; None if no table has them.
         recapture: seconds of capturing a layer and microbatch in CUDA graphs; None if not measured.
-        collectives: the measured collectives; None if there are none.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -53,7 +53,6 @@ class Rates:
         attention = {} if table is None else table.attention
         self.gpu_memory = None if table is None else table.memory
         self.recapture = None if table is None else table.recapture
-        self.collectives = None if table is None or not table.collectives else MeasuredCollectives(table.collectives)
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
         self._grid = LogGrid(attention) if attention else None
@@ -91,14 +90,7 @@ class Rates:
             f" {self._copy / 1e12:.2f} TB/s ({copy})",
             f"links (stated), a GPU: {links.within / 1e9:g} GB/s within a node of {links.node_size},"
             f" {links.between / 1e9:g} GB/s between nodes",
-            *self._collectives_assumption(),
         )
-
-    def _collectives_assumption(self) -> list[str]:
-        if self.collectives is None:
-            return []
-        ranks = " and ".join(map(str, self.collectives.ranks()))
-        return [f"gathers and sums over tensor parallel ranks of one node: as measured with {ranks} ranks"]
 
 
 def _attention_flops(sequence: int, heads: int, head_size: int) -> float:

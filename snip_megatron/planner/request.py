@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +21,6 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel
 
-BUDGETS = ("fp4", "speedup", "step", "loss")
-"""The kinds of budget of a plan. ``step`` is the speedup of the whole step."""
-_DIGITS = 1e5  # of a speedup named for a training, which is rounded down so that it stays within reach
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -33,14 +28,12 @@ class PlanRequest:
 
     Attributes:
         config: the configuration.
-        step: a speedup of the whole step, which replaces the budget of ``config``; None for that budget.
         statistics: a run's ``stats/step_<N>.npz``; None for synthetic losses.
         seed: the seed of synthetic losses.
         train_iters: training steps of a run with phases; None for one map.
     """
 
     config: SnipConfig
-    step: float | None = None
     statistics: Path | None = None
     seed: int = 1
     train_iters: int | None = None
@@ -48,18 +41,16 @@ class PlanRequest:
     @property
     def budget(self) -> Budget:
         """The budget."""
-        return self.config.wanted if self.step is None else Budget("step", self.step)
+        return self.config.wanted
 
     @property
     def formats(self) -> tuple[Format, ...]:
         """The candidate formats."""
         return tuple(map(Format, self.config.formats))
 
-    def training_arguments(self, budget: str | None) -> str | None:
-        """Return the arguments with which a training solves this request under ``budget``; None if it has none."""
-        if budget is None:
-            return None
-        config, arguments = self.config, f"--snip-budget {budget} --snip-formats {','.join(self.config.formats)}"
+    def training_arguments(self) -> str:
+        """Return the arguments with which a training solves this request."""
+        config, arguments = self.config, f"--snip-budget {self.budget} --snip-formats {','.join(self.config.formats)}"
         if config.granularity != SnipConfig.granularity:
             arguments += f" --snip-granularity {config.granularity}"
         if self.budget.kind == "fp4" and config.stage_tolerance != SnipConfig.stage_tolerance:
@@ -78,20 +69,16 @@ def parse_request(
     """Return the request of ``snip plan``, which has the defaults of a training on the device of the cost model.
 
     Args:
-        given: fields of the configuration that were given. The budget may be a ``step=FACTOR``.
+        given: fields of the configuration that were given.
         model: the cost model.
         statistics, seed, train_iters: see :class:`PlanRequest`.
 
     Raises:
         SnipError: a training would refuse the configuration, or the cost model lacks a format.
     """
-    fields, step = dict(given), None
-    if "budget" in fields:
-        asked = Budget.parse(fields["budget"], "--budget", BUDGETS)
-        if asked.kind == "step":
-            step, fields["budget"] = asked.value, f"speedup={asked.value!r}"
     with plain_arguments():
-        config = SnipConfig(enabled=True, **defaults(fields, backend_of(model), ends=train_iters is not None) | fields)
+        found = defaults(given, backend_of(model), ends=train_iters is not None)
+        config = SnipConfig(enabled=True, **found | dict(given))
     missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(
@@ -105,7 +92,7 @@ def parse_request(
         )
     if config.phases is not None and train_iters is None:
         raise SnipError(f"--schedule {cut(config.schedule)}: needs the length of the run: give --train-iters")
-    return PlanRequest(config, step, statistics, seed, train_iters)
+    return PlanRequest(config, statistics, seed, train_iters)
 
 
 def build_problem(request: PlanRequest, step: StepModel) -> Problem:
@@ -115,42 +102,12 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     asked = config.request(times=step.option_times(formats) if config.timed else None)
     with plain_arguments():
         if request.statistics is not None:
-            problem, _ = score_problem(_restaged(request, layout, request.statistics), asked)
-        else:
-            options = list_options(_rows(layout), asked, layout.seq_length * layout.global_batch_size)
-            losses = synthetic_losses(
-                layout.model.blocks, request.formats, request.seed, granularity=config.granularity
-            )
-            scores = {key: {fmt.value: {"q": loss} for fmt, loss in own.items()} for key, own in losses.items()}
-            items = tuple(make_item(option, asked, scores[option.id]) for option in options)
-            problem = Problem(asked.budget, items, asked.tolerance)
-    if request.step is None:
-        return problem
-    fixed = tuple(step.fixed_seconds().items())
-    return replace(problem, budget=Budget("speedup", request.step), fixed_cost=fixed)
-
-
-def training_budget(request: PlanRequest, problem: Problem) -> str | None:
-    """Return the ``--snip-budget`` with which a training gets a step as fast as the planned one.
-
-    A ``speedup=`` bounds the linears of all stages alike. A ``step=`` may leave stages alone that have little work
-    outside of their linears, so that its training may save more on these stages than the plan does.
-
-    Returns:
-        The budget. None if no ``speedup=`` within reach gives such a step.
-    """
-    if request.step is None:
-        return str(request.budget)
-    bf16 = dict.fromkeys((item.stage for item in problem.items), 0.0)
-    least = dict(bf16)
-    for item in problem.items:
-        bf16[item.stage] += item.cost
-        least[item.stage] += item.cost - max(choice.saving for choice in item.choices)
-    fixed = dict(problem.fixed_cost)
-    step = max(fixed[stage] + seconds for stage, seconds in bf16.items()) / request.step
-    most = min((step - fixed[stage] for stage in bf16 if fixed[stage] + bf16[stage] > step), default=math.inf)
-    speedup = math.floor(max(1.0, max(bf16.values()) / most) * _DIGITS) / _DIGITS
-    return str(Budget("speedup", speedup)) if max(least.values()) * speedup <= max(bf16.values()) else None
+            return score_problem(_restaged(request, layout, request.statistics), asked)[0]
+        options = list_options(_rows(layout), asked, layout.seq_length * layout.global_batch_size)
+        losses = synthetic_losses(layout.model.blocks, request.formats, request.seed, granularity=config.granularity)
+        scores = {key: {fmt.value: {"q": loss} for fmt, loss in own.items()} for key, own in losses.items()}
+        items = tuple(make_item(option, asked, scores[option.id]) for option in options)
+        return Problem(asked.budget, items, asked.tolerance)
 
 
 def _rows(layout: Layout) -> list[LinearRow]:

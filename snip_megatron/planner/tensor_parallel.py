@@ -14,10 +14,9 @@ difference between gathering in bf16 and in the smaller of the two formats.
 
 from __future__ import annotations
 
-from snip_megatron.planner.memory import packed_bytes, scale_bytes
+from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.timing.collectives import MeasuredCollectives
 from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
 
 
@@ -30,8 +29,8 @@ class TensorParallel:
 
     Args:
         ranks: the tensor parallel size.
-        rates: the rates of memory and of measured collectives.
-        links: bandwidths, for what was not measured.
+        rates: the rate of memory.
+        links: bandwidths.
         communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
         sequence_parallel: whether sequence parallelism is on. Quantised communication needs it.
     """
@@ -76,24 +75,12 @@ class TensorParallel:
 
     def gathered_output(self, elements: float, forwards: int) -> float:
         """Return the seconds of gathering an output of so many elements in each forward, and summing its gradient."""
-        sent = 2.0 * self._sent(elements)
-        gather, scatter = (self._collective(kind, "bf16", sent) for kind in ("all_gather", "reduce_scatter"))
-        return forwards * gather + scatter
-
-    def estimated(self) -> str:
-        """Return how exchanges are estimated, as half a sentence; empty if they were measured with so many ranks."""
-        measured = self._measured()
-        if measured is None:
-            return f"at {self._links.of(self._ranks) / 1e9:g} GB/s a GPU"
-        sizes = measured.ranks()
-        return "" if self._ranks in sizes else f"by what {' and '.join(map(str, sizes))} ranks take"
+        return (forwards + 1) * self._send(elements, 2.0)
 
     # -- single exchanges ----------------------------------------------------------------------------------------
     def _gather(self, elements: float, fmt: Format) -> float:
         """Return the seconds of gathering a matrix in a format, elements and scales."""
-        if not self._packs or fmt is Format.BF16:
-            return self._collective("all_gather", "bf16", 2.0 * self._sent(elements))
-        return self._packed("all_gather", elements, fmt)
+        return self._send(elements, packed_bytes(fmt) if self._packs else 2.0)
 
     def _gather_gradient(self, elements: float, dgrad: Format, wgrad: Format) -> float:
         """Return the seconds of gathering G before dgrad can start. The operand of wgrad is gathered during dgrad."""
@@ -103,8 +90,8 @@ class TensorParallel:
     def _sum(self, elements: float, fmt: Format) -> float:
         """Return the seconds of summing the partial results of a GEMM in a format."""
         if not self._reduces or fmt is Format.BF16:
-            return self._collective("reduce_scatter", "bf16", 2.0 * self._sent(elements))
-        return self._sum_kernels(elements, fmt) + self._packed("all_to_all", elements, Format.FP8)
+            return self._send(elements, 2.0)
+        return self._sum_kernels(elements, fmt) + self._send(elements, packed_bytes(Format.FP8))
 
     def _sum_kernels(self, elements: float, fmt: Format) -> float:
         """Return the seconds of the kernels that quantise partial results of a GEMM and add them; 0 in bf16."""
@@ -115,23 +102,9 @@ class TensorParallel:
         added = elements * sent + elements / self._ranks * (2.0 + 2.0)
         return self._rates.memory(quantised + added)
 
-    def _packed(self, collective: str, elements: float, fmt: Format) -> float:
-        sent, scales = self._sent(elements), scale_bytes(fmt) * self._sent(elements)
-        values = self._collective(collective, "uint8", fmt.bits / 8 * sent)
-        return values + (self._collective(collective, "uint8", scales) if scales else 0.0)
-
-    def _collective(self, collective: str, dtype: str, sent: float) -> float:
-        measured = self._measured()
-        found = None if measured is None else measured.seconds(collective, dtype, self._ranks, sent)
-        return sent / self._links.of(self._ranks) if found is None else found
-
-    def _measured(self) -> MeasuredCollectives | None:
-        """Return the measured collectives, which are those inside a node."""
-        return self._rates.collectives if self._ranks <= self._links.node_size else None
-
-    def _sent(self, elements: float) -> float:
-        """Return how many of a matrix's elements a rank sends."""
-        return (self._ranks - 1) / self._ranks * elements
+    def _send(self, elements: float, width: float) -> float:
+        """Return the seconds in which a rank sends its share of a matrix, of so many bytes an element."""
+        return (self._ranks - 1) / self._ranks * elements * width / self._links.of(self._ranks)
 
 
 def _exchanged(kind: str, shape: LinearShape) -> float:

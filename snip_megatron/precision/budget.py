@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snip_megatron.errors import SnipError, cut, quoted
@@ -12,11 +11,10 @@ MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100
 BUDGETS = ("fp4", "speedup", "loss")
 
-_WRITTEN = {"fp4": "fp4=SHARE", "speedup": "speedup=FACTOR", "step": "step=FACTOR", "loss": "loss=NATS"}
+_WRITTEN = {"fp4": "fp4=SHARE", "speedup": "speedup=FACTOR", "loss": "loss=NATS"}
 _RANGES = {
     "fp4": (0.0, 1.0, "the share must be a number between 0 and 1"),
     "speedup": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),
-    "step": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),
     "loss": (-MAX_LOSS, MAX_LOSS, f"must be a number of nats of at most {MAX_LOSS:g}"),
 }
 
@@ -26,7 +24,7 @@ class Budget:
     """A budget. Raises SnipError if the kind is unknown or the value out of its range.
 
     Attributes:
-        kind: ``fp4``, ``speedup`` or ``loss``; in a plan before training also ``step``, the speedup of a whole step.
+        kind: ``fp4``, ``speedup`` or ``loss``.
         value: the share of FP4 in [0, 1]; the predicted speedup over bf16, 1 or more; or the rise of the loss in nats,
             negative only where a problem's losses are.
     """
@@ -42,7 +40,7 @@ class Budget:
             raise SnipError(fault)
 
     @classmethod
-    def parse(cls, text: object, where: str, kinds: Sequence[str] = BUDGETS) -> Budget:
+    def parse(cls, text: object, where: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
         """Parse ``KIND=VALUE``.
 
         Args:
@@ -76,6 +74,6 @@ class Budget:
         return f"{self.kind}={repr(float(self.value)).removesuffix('.0')}"
 
 
-def _expected(kinds: Sequence[str]) -> str:
+def _expected(kinds: tuple[str, ...]) -> str:
     *others, last = [_WRITTEN[kind] for kind in kinds]
     return f"{', '.join(others)} or {last}, for example fp4=0.75"

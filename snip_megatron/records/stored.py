@@ -100,7 +100,7 @@ class Stored:
         if body is None:
             return times
         own = OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
-        return dataclasses.replace(times, exchanges=own.exchanges, estimated=own.estimated)
+        return dataclasses.replace(times, exchanges=own.exchanges)
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Return the map with its fp4 share of FLOPs added.

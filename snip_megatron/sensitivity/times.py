@@ -27,14 +27,12 @@ class OptionTimes:
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
             makes, as far as its format decides them. Empty if no format decides any.
-        estimated: how the seconds of exchanges are estimated, as half a sentence; empty if they were measured.
     """
 
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
     exchanges: Seconds = field(default_factory=dict)
-    estimated: str = ""
 
     @classmethod
     def predict(
@@ -43,7 +41,6 @@ class OptionTimes:
         shapes: Mapping[str, LinearShape],
         formats: Iterable[Format],
         exchanged: Callable[[str, LinearShape, Gemm, Format], float] | None = None,
-        estimated: str = "",
     ) -> OptionTimes:
         """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``. Raises SnipError if the model has no figures for
         a format.
@@ -54,7 +51,6 @@ class OptionTimes:
             formats: candidate formats.
             exchanged: name or path, shape, GEMM, format → seconds of exchanges of one microbatch. They are predicted
                 for all formats of the model, for the sake of other requests about the same run.
-            estimated: see the attribute.
         """
 
         def table(of: Callable[[str, LinearShape, Gemm, Format], float], wanted: Iterable[Format]) -> Seconds:
@@ -70,7 +66,7 @@ class OptionTimes:
         exchanges = table(
             lambda name, shape, *to: shape.microbatches * exchanged(name, shape, *to), {*formats, *model.formats}
         )
-        return cls(model.name, seconds, exchanges=exchanges, estimated=estimated)
+        return cls(model.name, seconds, exchanges=exchanges)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
         """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
@@ -109,7 +105,7 @@ class OptionTimes:
         """Return the figures in a form that JSON can store."""
         body = {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
         if self.exchanges:
-            body |= {"exchanges": self.exchanges, "estimated": self.estimated}
+            body["exchanges"] = self.exchanges
         return body
 
     @classmethod
@@ -119,7 +115,7 @@ class OptionTimes:
             seconds = _seconds(body["seconds"], _positive)
             rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
             exchanges = _seconds(body.get("exchanges", {}), _not_negative)
-            return cls(str(body["model"]), seconds, rest, exchanges, str(body.get("estimated", "")))
+            return cls(str(body["model"]), seconds, rest, exchanges)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
 

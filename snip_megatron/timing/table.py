@@ -13,7 +13,6 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format, strict
-from snip_megatron.timing.collectives import COLLECTIVES, DTYPES, Exchange
 
 TIMINGS_SCHEMA = "snip.timings/1"
 MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
@@ -49,7 +48,6 @@ class TimingTable:
         memory: bytes of the GPU's memory; None if not known.
         recapture: seconds of capturing CUDA graphs anew, for each captured layer and captured microbatch; None if not
             measured.
-        collectives: seconds of a collective over GPUs of one node; empty if not measured.
         about: date, commit, command, versions and other facts about the measurement.
     """
 
@@ -63,7 +61,6 @@ class TimingTable:
     copy_rate: float | None = None
     memory: float | None = None
     recapture: float | None = None
-    collectives: Mapping[Exchange, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,8 +102,6 @@ class TimingTable:
             ]
             for name, write in written.items()
         }
-        if self.collectives:
-            lists["collectives"] = [key._asdict() | {"seconds": s} for key, s in sorted(self.collectives.items())]
         body: dict[str, Any] = {
             "schema": TIMINGS_SCHEMA,
             "device": self.device,
@@ -151,14 +146,6 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
 
-    def exchange(row: dict[str, Any], prefix: str) -> Exchange:
-        kind = strict.one_of(row.get("collective"), f"{prefix}collective", COLLECTIVES)
-        dtype = strict.one_of(row.get("dtype"), f"{prefix}dtype", DTYPES)
-        return Exchange(kind, dtype, *_whole(row, ("ranks", "bytes"), prefix))
-
-    def size(name: str) -> Callable[[dict[str, Any], str], tuple[int, ...]]:
-        return lambda row, prefix: _whole(row, _KEYS[name], prefix)
-
     def optional(name: str, least: float, most: float) -> float | None:
         return None if body.get(name) is None else _number(body[name], name, least, most)
 
@@ -167,34 +154,26 @@ def _table(body: dict[str, Any]) -> TimingTable:
         device=_text(body, "device"),
         backend=_text(body, "backend"),
         formats=formats,
-        gemms=_rows(body, "gemms", size("gemms"), gemm, least=1),
-        activations=_rows(body, "activations", size("activations"), activation, least=least),
-        weights=_rows(body, "weights", size("weights"), weight, least=least),
-        attention=_rows(body, "attention", size("attention"), attention),
+        gemms=_rows(body, "gemms", gemm, least=1),
+        activations=_rows(body, "activations", activation, least=least),
+        weights=_rows(body, "weights", weight, least=least),
+        attention=_rows(body, "attention", attention),
         copy_rate=optional("copy_rate", 1, 1e20),
         memory=optional("memory", 1, 1e15),
         recapture=optional("recapture", MIN_SECONDS, MAX_SECONDS),
-        collectives=_rows(
-            body, "collectives", exchange, lambda row, prefix: _seconds(row.get("seconds"), f"{prefix}seconds")
-        ),
         about={key: body[key] for key in _ABOUT if key in body},
     )
 
 
-def _rows[Key: tuple[Any, ...], Value](
-    body: dict[str, Any],
-    name: str,
-    key: Callable[[dict[str, Any], str], Key],
-    read: Callable[[dict[str, Any], str], Value],
-    *,
-    least: int = 0,
-) -> dict[Key, Value]:
-    """Return the rows of a list by their keys. ``key`` and ``read`` take a row and the path of it, with a dot."""
-    rows: dict[Key, Value] = {}
+def _rows[Value](
+    body: dict[str, Any], name: str, read: Callable[[dict[str, Any], str], Value], *, least: int = 0
+) -> dict[tuple[int, ...], Value]:
+    """Return the rows of a list by their sizes. ``read`` takes a row and the path of it, with a dot."""
+    rows: dict[tuple[int, ...], Value] = {}
     for i, raw in enumerate(strict.array(body.get(name, []), name)):
         path = f"{name}[{i}]"
         row = strict.mapping(raw, path)
-        found = key(row, f"{path}.")
+        found = tuple(strict.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
         if found in rows:
             raise SnipError(f"{path}: {' × '.join(map(str, found))} stands twice")
         rows[found] = read(row, f"{path}.")
@@ -216,10 +195,6 @@ def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise SnipError(f"{name}: must be a non-empty string")
     return value
-
-
-def _whole(row: dict[str, Any], names: tuple[str, ...], prefix: str) -> tuple[int, ...]:
-    return tuple(strict.whole(row.get(name), prefix + name, 1, MAX_EDGE + 1) for name in names)
 
 
 def _number(raw: Any, path: str, least: float, most: float) -> float:

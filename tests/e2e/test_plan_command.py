@@ -41,8 +41,8 @@ def test_70b(tmp_path: Path) -> None:
 
 
 def test_a_model_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", "--model", "llama-8b", "--timings", "flops", "--budget", "step=1.2"]) == 0
-    assert "budget step=1.2 over bf16,fp8,fp4" in capsys.readouterr().out
+    assert exit_code(["plan", "--model", "llama-8b", "--timings", "flops", "--budget", "speedup=1.2"]) == 0
+    assert "budget speedup=1.2 over bf16,fp8,fp4" in capsys.readouterr().out
 
 
 def test_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_cuda_graphs_are_captured_anew(tmp_path: Path, capsys: pytest.CaptureFix
     table.write_text(json.dumps(json.loads((TIMINGS / "h200.json").read_text()) | {"recapture": 0.01}))
     sizes = ["--micro-batch-size", "8", "--global-batch-size", "16", "--granularity", "layer"]
     asked = ["plan", "--model", "1b", *sizes, "--timings", str(table), "--cuda-graph-impl", "full_iteration"]
-    assert exit_code([*asked, "--budget", "step=1.05"]) == 0
+    assert exit_code([*asked, "--budget", "speedup=1.05"]) == 0
     assert "CUDA graphs: every map captures all layers, 0.44 s" in capsys.readouterr().out  # 22 layers, 2 microbatches
 
 

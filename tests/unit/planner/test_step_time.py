@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing.timing_tables import formula_table
 
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.memory import packed_bytes
@@ -17,7 +15,6 @@ from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.quantization.wire import bytes_per_element
-from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16
 
@@ -69,20 +66,6 @@ def test_quantised_communication() -> None:
     assert exposed("gather", fp8) == pytest.approx((2 * 1.03125 + 4 + 4) * one)  # two 8-bit operands are not less
     kernels = 8192 * 4096 * (2 + 2 * 1.03125 + 4 / 4) / (ELEMENTWISE * STATED_COPY)
     assert exposed("all", FP4) == pytest.approx((4 * 0.53125 + 2 * 1.03125) * one + 4 * kernels)
-
-
-def test_measured_collectives_replace_stated_links() -> None:
-    """As long as the group is inside a node."""
-    kinds = (("all_gather", "bf16"), ("all_gather", "uint8"), ("reduce_scatter", "bf16"), ("all_to_all", "uint8"))
-    seconds = {Exchange(*kind, 2, 1 << 20): 1e-5 * (i + 1) for i, kind in enumerate(kinds)}
-    model = CostModel(replace(formula_table(), collectives=seconds))
-    sent = 3 / 4 * 8192 * 4096 / (1 << 20) * 1e-5
-    assert exposed("bf16", FP4, model) == pytest.approx(2 * sent * (2 * 1 + 2 * 3 + 2 * 1))
-    packed = 0.5 + 1 / 32
-    expected = sent * (4 * 2 * packed + 2 * 2 * 3)
-    assert exposed("gather", FP4, model) == pytest.approx(expected, rel=1e-2)  # scales take as long as the least bytes
-    beyond = StepModel(layout("8b", **PARALLEL), model, replace(LINKS, node_size=2)).step(lambda block, kind: FP4)
-    assert beyond.stages[0].tensor_parallel == pytest.approx(32 * 8 * 12 * 3 / 4 * 8192 * 4096 / 1e10)
 
 
 def test_gradients_in_fp8_are_a_quarter_of_the_bytes_and_kernels() -> None:

@@ -82,7 +82,7 @@ def test_the_step_in_bf16_is_the_same_in_every_mode_and_its_fixed_part_is_not() 
     fixed = {mode: step.fixed_seconds()[0] for mode, step in steps.items()}
     assert fixed["bf16"] > fixed["gather"] > fixed["all"]
     for mode, step in steps.items():
-        costs = math.fsum(item.cost for item in _problem(step, "step=1", "layer").items)
+        costs = math.fsum(item.cost for item in _problem(step, "speedup=1", "layer").items)
         assert fixed[mode] + costs == pytest.approx(reference[mode].total)
 
 

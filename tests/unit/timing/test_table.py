@@ -12,25 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.timing.collectives import Exchange
 from snip_megatron.timing.loading import TIMINGS, packaged_table
 from snip_megatron.timing.table import TimingTable
 
 from .timing_tables import formula_table
 
 TABLE = formula_table(features=(512, 4096))
-FULL = replace(
-    TABLE,
-    recapture=0.05,
-    memory=8e10,
-    collectives={Exchange("all_gather", "uint8", 2, 4096): 2e-5, Exchange("reduce_scatter", "bf16", 2, 4096): 3e-5},
-)
+FULL = replace(TABLE, recapture=0.05, memory=8e10)
 BODY: dict[str, Any] = json.loads(FULL.to_json())
 
 
 def test_round_trip() -> None:
     assert TimingTable.from_json(TABLE.to_json()) == TABLE
-    assert (TABLE.recapture, TABLE.collectives) == (None, {})
+    assert TABLE.recapture is None
     assert TimingTable.from_json(FULL.to_json()) == FULL
 
 
@@ -40,10 +34,11 @@ def test_a_table_without_attention_and_copy_is_a_table() -> None:
     assert (table.attention, table.copy_rate) == ({}, None)
 
 
-def test_host_seconds_of_earlier_tables_are_passed_over() -> None:
+def test_what_earlier_tables_had_is_passed_over() -> None:
     old = BODY | {
         "host": {"bf16": 1e-4},
         "launching": {"layers": "local", "layer": {}, "microbatch": 1e-3, "step": 1e-3},
+        "collectives": [{"collective": "all_gather", "dtype": "uint8", "ranks": 2, "bytes": 4096, "seconds": 2e-5}],
     }
     assert TimingTable.from_json(json.dumps(old)) == FULL
 
@@ -65,13 +60,6 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
     [
         (("schema",), "snip.timings/2", 't.json: schema: must be "snip.timings/1"'),
         (("device",), "", "t.json: device: must be a non-empty string"),
-        (
-            ("collectives", 0, "collective"),
-            "send",
-            "t.json: collectives[0].collective: 'send' is not one of all_gather,",
-        ),
-        (("collectives", 0, "dtype"), "fp8", "t.json: collectives[0].dtype: 'fp8' is not one of bf16, uint8"),
-        (("collectives", 1, "seconds"), 0, "t.json: collectives[1].seconds: must be a number from 1e-12 to"),
         (("formats",), ["fp8"], "t.json: formats: must name bf16, and each format once"),
         (("formats", 1), "fp9", "t.json: formats[1]: 'fp9' is not one of bf16, fp8"),
         (("gemms",), [], "t.json: gemms: must hold at least one row"),
