@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.hybrid import HybridModelConfig
 
 from snip_megatron.megatron.conversion import linears_on_meta
 from snip_megatron.megatron.model_linears import ModelLinears
@@ -28,12 +29,22 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def on_meta(config: type[TransformerConfig] = TransformerConfig, **given: Any) -> ModelLinears:
-    """The linears of a Llama of these fields of its configuration; parallel sizes are among them."""
+def on_meta(
+    config: type[TransformerConfig] = TransformerConfig, *, pattern: str | None = None, **given: Any
+) -> ModelLinears:
+    """The linears of a Llama of these fields of its configuration; parallel sizes are among them.
+
+    A pattern of layers makes a hybrid of it.
+    """
     sizes = SIZES | {name: given[name] for name in SIZES if name in given}
     dtype = torch.bfloat16  # of what pipeline stages exchange
     transformer = config(**LLAMA | sizes | {"pipeline_dtype": dtype} | given)
-    model = GPTModelConfig(transformer=transformer, vocab_size=128, seq_length=32, position_embedding_type="rope")
+    if pattern is None:
+        model: Any = GPTModelConfig(
+            transformer=transformer, vocab_size=128, seq_length=32, position_embedding_type="rope"
+        )
+    else:
+        model = HybridModelConfig(transformer=transformer, vocab_size=128, seq_length=32, hybrid_layer_pattern=pattern)
     linears = linears_on_meta(argparse.Namespace(**sizes), model)
     assert not dist.is_initialized()
     return linears

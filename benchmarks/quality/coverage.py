@@ -15,10 +15,9 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,17 @@ FOLDERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
 SNIP = ("--snip", "--snip-budget", "fp4=0.5", "--snip-formats", "fp8,fp4")
 _RANKS = 8
 _TOKENIZER = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "32000")  # no download, no file
-_FILES = ("--load", "--save", "--data-path", "--pretrained-checkpoint", "--vocab-file", "--merge-file")
+_FILES = (
+    "--load",
+    "--save",
+    "--data-path",
+    "--pretrained-checkpoint",
+    "--vocab-file",
+    "--merge-file",
+    "--tokenizer-model",
+    "--tokenizer-type",
+)
+_ONE_WORD = ("--step-batch-size-schedule",)  # though it has spaces
 
 
 @dataclass(frozen=True)
@@ -55,37 +64,30 @@ class Verdict:
     stock: tuple[str, ...] = ()
 
 
-def cases(checkout: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield folder and name, and the arguments, of each configuration that trains."""
+def cases(checkout: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield folder and name, the arguments and the environment of each configuration that trains."""
     root = checkout / "tests" / "functional_tests" / "test_cases"
     for folder in FOLDERS:
         for path in sorted((root / folder).glob("*/model_config.yaml")):
             body = yaml.safe_load(path.read_text(encoding="utf-8"))
             if body.get("MODE", "pretraining") == "pretraining" and body.get("MODEL_ARGS"):
-                yield f"{folder}/{path.parent.name}", body["MODEL_ARGS"]
+                yield f"{folder}/{path.parent.name}", body["MODEL_ARGS"], body.get("ENV_VARS") or {}
 
 
-def command_line(arguments: dict[str, Any], several: Collection[str]) -> list[str]:
+def command_line(arguments: dict[str, Any]) -> list[str]:
     """Return the words of a command line. Files that are not here are left out: nothing is loaded.
 
     Args:
-        arguments: name of an argument → its value.
-        several: arguments that take several words.
+        arguments: name of an argument → its value. Several words may stand in brackets, as Megatron's tests take them.
     """
     words: list[str] = []
     for name, value in arguments.items():
-        if value is False or name in (
-            "--load",
-            "--save",
-            "--data-path",
-            "--tokenizer-model",
-            "--pretrained-checkpoint",
-        ):
+        if value is False or name in _FILES:
             continue
         words.append(name)
         if value is not True:
-            parts = [str(part) for part in value] if isinstance(value, list) else shlex.split(str(value))
-            words += parts if name in several else [str(value) if isinstance(value, list) else " ".join(parts)]
+            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [text] if name in _ONE_WORD else text.removeprefix("[").removesuffix("]").split()
     return [*words, *_TOKENIZER]
 
 
@@ -102,9 +104,9 @@ def ranks_of(words: list[str]) -> int:
     return least * max(1, _RANKS // least)
 
 
-def judged(case: str, arguments: dict[str, Any]) -> Verdict:
+def judged(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Verdict:
     """Judge one configuration in this process, whose state it spoils."""
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron.training import arguments
 
     from snip_megatron.config import SnipConfig
     from snip_megatron.megatron import compat, validate
@@ -112,15 +114,17 @@ def judged(case: str, arguments: dict[str, Any]) -> Verdict:
     from snip_megatron.megatron.compat.meta_model import CannotBuildError
     from snip_megatron.megatron.conversion import linears_on_meta
 
-    actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
-    several = {flag for action in actions if action.nargs not in (None, 0, "?") for flag in action.option_strings}
-    words = [*command_line(arguments, several), *SNIP]
+    words = [*command_line(given), *SNIP]
+    if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # as SNIP's entry leaves it
+    os.environ |= {name: str(value) for name, value in environment.items()}
     os.environ |= {"WORLD_SIZE": str(ranks_of(words)), "RANK": "1", "LOCAL_RANK": "0"}
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if "--use-megatron-fsdp" in words else "1"
     sys.argv = ["pretrain_gpt", *words]
     with ExitStack() as machine:
-        for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", (9, 0))):
+        card = (10, 0) if re.search("gb_?200", case) else (9, 0)
+        for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", card)):
             machine.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        machine.enter_context(mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]))
         machine.enter_context(mock.patch.object(compat, "has_package", return_value=True))
         machine.enter_context(mock.patch.object(validate, "check_measurable"))
         try:
@@ -158,7 +162,7 @@ def _refuse(message: str) -> NoReturn:
     raise SnipError(message)
 
 
-def in_a_child(case: str, arguments: dict[str, Any]) -> Verdict:
+def in_a_child(case: str, *given: dict[str, Any]) -> Verdict:
     """Judge one configuration in a copy of this process, since Megatron keeps global state."""
     read, write = os.pipe()
     child = os.fork()
@@ -168,7 +172,7 @@ def in_a_child(case: str, arguments: dict[str, Any]) -> Verdict:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         try:
-            found = judged(case, arguments)
+            found = judged(case, *given)
         except BaseException as error:  # what no one line says is a fault of ours
             found = Verdict(case, "fault", " ".join(f"{type(error).__name__}: {error}".split())[:300])
         with os.fdopen(write, "w") as pipe:
@@ -239,13 +243,15 @@ def main() -> int:
     from snip_megatron.megatron.startup import prepare
 
     prepare([], [])  # before Megatron is imported; children share what is imported here
+    import megatron.core.tokenizers.text  # noqa: F401  most of the time of a check, if a child imports it
+
     import snip_megatron.megatron.conversion
     import snip_megatron.megatron.validate  # noqa: F401
 
     found = []
-    for case, arguments in cases(asked.checkout):
+    for case, *given in cases(asked.checkout):
         if case.startswith(tuple(asked.only.split(","))):
-            found.append(in_a_child(case, arguments))
+            found.append(in_a_child(case, *given))
             print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
     text = page(found)
     if asked.out is None:

@@ -41,3 +41,42 @@ def test_grouped_experts_have_one_row() -> None:
     )  # fmt: skip
     second = rows_of((*found.covered, *found.left), 1)["mlp.experts.linear_fc2"]
     assert (second.n, second.k, second.experts, second.active, second.role) == (64, 48, 8, 2, Role.WRITES)
+
+
+def test_mixers_latent_experts_and_attention_of_a_hybrid() -> None:
+    """Mamba's kernels need a GPU and a package, which a model on the meta device does not."""
+    found = on_meta(
+        pattern="ME*-", num_layers=4, mamba_head_dim=16, mamba_num_heads=4, mamba_state_dim=8, mamba_num_groups=2,
+        num_moe_experts=4, moe_router_topk=2, moe_grouped_gemm=True, moe_ffn_hidden_size=48, moe_latent_size=32,
+        moe_shared_expert_intermediate_size=80, tensor_model_parallel_size=2, sequence_parallel=True,
+        gated_linear_unit=False, transformer_impl="transformer_engine", is_hybrid_model=True,
+    )  # fmt: skip
+    assert found.left == ()
+    mixer, experts = rows_of(found.covered, 0), rows_of(found.covered, 1)
+    # z and x have 64 features each, B and C 2 groups of 8 states, dt one feature a head.
+    assert {path: (row.n, row.k, row.role) for path, row in mixer.items()} == {
+        "mixer.in_proj": (2 * 64 + 2 * 16 + 4, 64, Role.READS),
+        "mixer.out_proj": (64, 64, Role.WRITES),
+    }
+    assert {path: (row.n, row.k, row.role, row.active) for path, row in experts.items()} == {
+        "mlp.fc1_latent_proj": (32, 64, Role.READS, 1),
+        "mlp.experts.linear_fc1": (48, 32, Role.BETWEEN, 2),
+        "mlp.experts.linear_fc2": (32, 48, Role.BETWEEN, 2),
+        "mlp.shared_experts.linear_fc1": (80, 64, Role.READS, 1),
+        "mlp.shared_experts.linear_fc2": (64, 80, Role.WRITES, 1),
+        "mlp.fc2_latent_proj": (64, 32, Role.WRITES, 1),
+    }
+    assert set(rows_of(found.covered, 2)) == {"self_attention.linear_qkv", "self_attention.linear_proj"}
+    assert set(rows_of(found.covered, 3)) == {"mlp.linear_fc1", "mlp.linear_fc2"}
+
+
+def test_gated_delta_nets_stand_beside_gated_attention() -> None:
+    found = on_meta(
+        experimental_attention_variant="gated_delta_net", linear_attention_freq=4, linear_conv_kernel_dim=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        attention_output_gate=True, transformer_impl="transformer_engine",
+    )  # fmt: skip
+    assert found.left == ()
+    delta, attention = rows_of(found.covered, 0), rows_of(found.covered, 3)
+    assert (delta["self_attention.in_proj"].n, delta["self_attention.out_proj"].k) == (2 * 32 + 2 * 64 + 2 * 4, 64)
+    assert attention["self_attention.linear_qkv"].n == 2 * 64 + 2 * 32  # queries and their gates, keys and values

@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from snip_megatron.errors import SnipError, cut
@@ -42,6 +46,7 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
     model_config.transformer = transformer
     transformer.use_cpu_initialization, transformer.perform_initialization = False, False
     transformer.init_model_with_meta_device = True
+    transformer.gradient_accumulation_fusion = False  # Megatron asks for its kernel while it builds
     model_config.vocab_size = model_config.vocab_size or model_config.make_vocab_size_divisible_by
     stages = args.pipeline_model_parallel_size
     inner = math.lcm(
@@ -49,7 +54,7 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
         (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size,
     )
     for stage in range(stages):
-        with _rank(args, stage * inner, stages * inner), _seeming_cuda():
+        with _rank(args, stage * inner, stages * inner), _seeming_gpu():
             try:
                 chunks = _build(model_config)
             except Exception as error:  # of any library that a part of the model needs
@@ -85,11 +90,48 @@ def _rank(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Norm(torch.nn.Module):
+    """Has the weight of a norm, in place of one whose class a package for GPUs brings."""
+
+    def __init__(self, size: int, **how: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(size))
+
+
+class _NoStates:
+    """Forks no random state: a meta tensor has no values."""
+
+    fork = staticmethod(contextlib.nullcontext)
+
+
+def _norm(cls: type, config: Any, hidden_size: int, *arguments: Any, **named: Any) -> _Norm:
+    return _Norm(hidden_size)
+
+
+def _not_run(*arguments: Any, **named: Any) -> None: ...
+
+
+# Module → its names of what packages for GPUs bring. A model can be built without these, but not run.
+_KERNELS: dict[Any, dict[str, Any]] = {
+    mamba_mixer: {
+        "HAVE_MAMBA_SSM": True,
+        "HAVE_EINOPS": True,
+        "ExtendedRMSNorm": _Norm,
+        "get_cuda_rng_tracker": _NoStates,
+    },
+    common: {"HAVE_FLA": True, "chunk_gated_delta_rule": _not_run},
+    gdn: {"chunk_gated_delta_rule": _not_run},
+    WrappedTorchNorm: {"__new__": _norm},  # in place of Apex's, without all that Apex can do
+    token_dispatcher: {"hybrid_ep_dispatch": _not_run, "fused_dispatch": _not_run, "nccl_ep_dispatch": _not_run},
+}
+
+
 @contextlib.contextmanager
-def _seeming_cuda() -> Iterator[None]:
-    """Let modules be built that ask for a CUDA device, which nothing on the meta device needs."""
+def _seeming_gpu() -> Iterator[None]:
+    """Let modules be built that ask for a CUDA device and packages, which nothing on the meta device needs."""
     with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
-            stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))
+        stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))
+        for module, names in _KERNELS.items():
+            stack.enter_context(mock.patch.multiple(module, **names))
         yield
