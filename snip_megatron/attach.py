@@ -43,10 +43,13 @@ def snip_arguments(provider: Provider | None = None) -> Provider:
         parser.error = _end  # type: ignore[method-assign]
         with _one_line():
             decided = startup.current(())
-            if _has_a_part(parse_snip_arguments(sys.argv[1:]), decided) and decided.on_cpu:
+            config = parse_snip_arguments(sys.argv[1:])
+            if _has_a_part(config, decided):
                 from snip_megatron.megatron import compat
 
-                compat.set_defaults(parser, decided)
+                if decided.on_cpu:
+                    compat.set_defaults(parser, decided)
+                compat.let_snip_choose(parser)
             return add_arguments(parser)
 
     return provide

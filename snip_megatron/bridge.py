@@ -86,6 +86,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             raise SnipError("SnipCallback.attach() was called before: one callback serves one training run")
         self._container = container
         model = container.model
+        bridge_compat.let_snip_choose(container)
         if hasattr(model, "register_pre_wrap_hook"):  # a provider
             model.register_pre_wrap_hook(self.pre_wrap_hook)
         elif hasattr(model, "pre_wrap_hooks"):  # Megatron's own model configuration

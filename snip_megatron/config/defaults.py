@@ -28,19 +28,26 @@ def backend_of(model: CostModel) -> str | None:
     return None if model.table is None else model.table.backend
 
 
-def candidates(kind: str, backend: str | None) -> tuple[str, ...]:
+def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the candidate formats of a budget where none are named.
 
     Args:
         kind: the kind of the budget.
         backend: the GEMM backend whose times decide; None if formats are emulated, or times are ideal (``flops``).
+        recipe: formats of the FP8 or FP4 recipe that Megatron's own arguments name; empty if they name none.
     """
+    if recipe and kind != "fp4":
+        return ("bf16", *recipe)
+    if recipe:
+        return recipe if FOUR_BIT.intersection(recipe) else (*recipe, "nvfp4" if "mxfp8" in recipe else "fp4")
     if kind == "fp4":
         return ("mxfp8", "nvfp4") if backend == "blackwell" else ("fp8", "fp4")
     return MULTIPLIED.get(backend, ("bf16", "fp8", "fp4"))
 
 
-def defaults(given: Mapping[str, Any], backend: str | None, *, ends: bool) -> dict[str, Any]:
+def defaults(
+    given: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Return budget, formats and schedule where they are not given.
 
     The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
@@ -50,16 +57,17 @@ def defaults(given: Mapping[str, Any], backend: str | None, *, ends: bool) -> di
         given: fields of a SnipConfig that the user gave.
         backend: see :func:`candidates`.
         ends: whether the end of training is known.
+        recipe: see :func:`candidates`.
     """
     multiplied, found = MULTIPLIED.get(backend, ()), dict[str, Any]()
     nats = in_nats(given.get("policy", "snip"), given.get("q", "split"))
     if "budget" not in given:
-        saves = bool(multiplied) and nats and set(given.get("formats", ())) <= set(multiplied)
+        saves = bool(multiplied) and nats and set(given.get("formats", recipe)) <= set(multiplied)
         found["budget"] = str(LOSS if saves else SHARE)
         if saves and ends and not _fixed(given):
             found["schedule"] = "auto"
     budget = Budget.parse({**found, **given}["budget"], "--snip-budget")
-    found["formats"] = candidates(budget.kind, None if given.get("cost") == "flops" else backend)
+    found["formats"] = candidates(budget.kind, None if given.get("cost") == "flops" else backend, recipe)
     return found
 
 

@@ -376,5 +376,6 @@ class SnipConfig:
             raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
         if enabled:
             ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
-            values = defaults(values, backend, ends=ends) | values
+            recipe = getattr(args, "snip_recipe", ())  # of Megatron's own FP8 or FP4
+            values = defaults(values, backend, ends=ends, recipe=recipe) | values
         return cls(enabled=enabled, **values)

@@ -39,17 +39,9 @@ _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out
 _SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
 
 CONFLICTS: tuple[Conflict, ...] = (
-    Conflict("--fp8-format", _OWN_PRECISION, dest="fp8"),
-    Conflict("--fp4-format", _OWN_PRECISION, dest="fp4"),
-    Conflict("--fp8-param-gather", _OWN_PRECISION),
-    Conflict("--fp4-param-gather", _OWN_PRECISION),
     Conflict("--te-precision-config-file", _OWN_PRECISION),
     Conflict("--kitchen-config-file", _OWN_PRECISION),
     Conflict("--use-kitchen", _OWN_PRECISION),
-    Conflict(
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "probes use the gradient buffer before it holds parameters; leave it out",
-    ),
     Conflict(
         "--optimizer-cuda-graph",
         "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",

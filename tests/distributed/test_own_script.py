@@ -48,9 +48,12 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
     def arguments(name: str) -> list[str]:
         return tiny_llama_args("--bf16", *SNIP, "--snip-dir", str(tmp_path / name), iters=9)
 
-    check(warm.run(1, arguments("entry"), tmp=tmp_path / "e"))
-    process = run_ranks(1, [str(USUAL), *arguments("script")], module="snip_megatron.attach", tmp=tmp_path, timeout=300)
+    check(warm.run(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e"))
+    recipe = shlex.split("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
+    given = [str(USUAL), *arguments("script"), *recipe]  # Megatron's own, which SNIP replaces
+    process = run_ranks(1, given, module="snip_megatron.attach", tmp=tmp_path, timeout=300)
     check(process)
+    assert process.stdout.count("with recipe mxfp8 left out: SNIP chooses the formats of linears") == 1
     entry, script = tmp_path / "entry", tmp_path / "script"
     assert [event["step"] for event in read_events(script) if event["event"] == "adopt"] == [5]
     assert {step: dict(found.choices) for step, found in read_maps(script).items()} == {
@@ -83,7 +86,7 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--snip", "--fp8-format", "hybrid", "--bf16"], "--fp8-format"),
+        (["--snip", "--mtp-use-repeated-layer"], "--mtp-use-repeated-layer cannot be combined with --snip"),
         (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
     ],
 )

@@ -30,6 +30,7 @@ from snip_megatron.megatron.compat.loop import (
 from snip_megatron.megatron.compat.optimizer_state import (
     held_state,
 )
+from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
@@ -62,6 +63,7 @@ __all__ = [
     "has_package",
     "held_state",
     "learning_rate",
+    "let_snip_choose",
     "loss_tokens_counted",
     "microbatches_of",
     "peek",

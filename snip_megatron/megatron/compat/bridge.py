@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.bridge.training.initialize as initialize
+import megatron.bridge.training.mixed_precision as mixed_precision
 import megatron.bridge.training.setup as setup
 import megatron.bridge.training.train as train
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import patches
+from snip_megatron.megatron.compat.own_precision import switch_off
 from snip_megatron.megatron.compat.versions import check_signature
-from snip_megatron.megatron.startup import Startup
+from snip_megatron.megatron.startup import Startup, is_rank_zero
 
 _STEP_PARAMETERS = (
     "forward_step_func",
@@ -48,6 +50,16 @@ def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]])
         train.train_step = genuine
 
     return undo
+
+
+def let_snip_choose(container: Any) -> None:
+    """Switch FP8 and FP4 off in Bridge's ``ConfigContainer``, in its recipe of mixed precision too, and say so."""
+    if isinstance(container.mixed_precision, str):
+        container.mixed_precision = mixed_precision.get_mixed_precision_config(container.mixed_precision)
+    for settings in (container.model, container.ddp, container.optimizer, container.mixed_precision):
+        line, _ = switch_off(settings)
+        if line and is_rank_zero():
+            print(f"snip: {line}", flush=True)
 
 
 def apply(startup: Startup) -> list[str]:

@@ -24,6 +24,7 @@ from megatron.training import global_vars, inprocess_restart
 from megatron.training import pretrain as megatron_pretrain
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.own_precision import let_snip_choose
 
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -35,7 +36,9 @@ def parse_arguments(provide_arguments: ArgumentsProvider) -> argparse.Namespace:
         provide_arguments: Adds arguments to Megatron's parser.
     """
     with _refusals():
-        args: argparse.Namespace = arguments.parse_and_validate_args(provide_arguments)
+        args: argparse.Namespace = arguments.parse_and_validate_args(
+            lambda parser: let_snip_choose(provide_arguments(parser))
+        )
     return args
 
 

@@ -14,8 +14,6 @@ from snip_megatron.megatron.conflicts import CONFLICTS, Conflict
 
 # A value that conflicts, where it is not True.
 VALUES: dict[str, Any] = {
-    "fp8": "hybrid",
-    "fp4": "e2m1",
     "te_precision_config_file": "recipe.yaml",
     "kitchen_config_file": "kitchen.yaml",
     "gtp_weight_remat_size": 2,

@@ -1,0 +1,81 @@
+"""Megatron's own FP8 and FP4 beside ``--snip``: SNIP chooses the formats of linears, and their recipe says among which.
+
+Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurations have fields of the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from snip_megatron.megatron.startup import is_rank_zero
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    "delayed": ("fp8_tensor",),
+    "tensorwise": ("fp8_tensor",),
+    "blockwise": ("fp8",),
+    "mxfp8": ("mxfp8",),
+    "nvfp4": ("mxfp8", "nvfp4"),
+}
+"""Recipe of Transformer Engine → formats with the same scales. A recipe that is not here names none."""
+
+_OFF: dict[str, Any] = {
+    "fp8": None,
+    "fp4": None,
+    "fp8_param": False,
+    "fp4_param": False,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False,
+    "fp8_output_proj": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_router_padding_for_fp8": False,
+}
+"""What needs Megatron's FP8 or FP4, and its value without them."""
+
+
+def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
+    """Switch Megatron's FP8 and FP4 off in arguments, or in one of Bridge's configurations.
+
+    Returns:
+        A line to print, empty if nothing was on, and the formats of the recipe.
+    """
+    on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
+    if not on:
+        return "", ()
+    recipe = settings.fp4_recipe if on.get("fp4") else settings.fp8_recipe if on.get("fp8") else None
+    for name in on:
+        setattr(settings, name, _OFF[name])
+    named = ", ".join(_argument(name, value) for name, value in on.items())
+    of_recipe = "" if recipe is None else f" with recipe {recipe}"
+    return (
+        f"{named}{of_recipe} left out: SNIP chooses the formats of linears; parameters, and what is no linear, stay"
+        " in BF16",
+        RECIPES.get(str(getattr(recipe, "value", recipe)), ()),
+    )
+
+
+def _argument(name: str, value: Any) -> str:
+    argument = f"--{name.replace('_', '-')}"
+    return argument if value is True else f"{argument}-format {value}"
+
+
+def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let ``parser`` switch Megatron's FP8 and FP4 off where ``--snip`` is given, before Megatron validates arguments.
+
+    The formats of the recipe become the attribute ``snip_recipe`` of the arguments.
+    """
+    parse = parser.parse_known_args
+
+    def parse_known_args(*given: Any, **named: Any) -> Any:
+        args, others = parse(*given, **named)
+        if getattr(args, "snip", False):
+            line, args.snip_recipe = switch_off(args)
+            if line and is_rank_zero():
+                print(f"snip: {line}", flush=True)
+        return args, others
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser

@@ -1,0 +1,45 @@
+"""Megatron's own FP8 and FP4 beside ``--snip``: what is switched off, and which formats their recipes stand for."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from llama_arguments import DEFAULTS, megatron_parser
+
+from snip_megatron.config import SnipConfig, add_arguments
+from snip_megatron.megatron.compat import let_snip_choose
+
+OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "formats"),
+    [
+        ("--fp8-format hybrid --fp8-param-gather", "hopper", ("bf16", "fp8_tensor")),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", None, ("fp8_tensor", "fp4")),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --snip-budget speedup=1.2", "hopper", ("bf16", "fp8")),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", "blackwell", ("bf16", "mxfp8")),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather", "blackwell", ("bf16", "mxfp8", "nvfp4")),
+        ("--fp4-format e2m1 --snip-budget fp4=0.5", "blackwell", ("mxfp8", "nvfp4")),
+        ("--fp8-format hybrid --moe-router-padding-for-quantization --snip-formats fp8,fp4", None, ("fp8", "fp4")),
+        ("--fp8-format e4m3 --fp8-recipe custom", "hopper", ("bf16", "fp8", "fp8_tensor")),
+        ("", None, ("fp8", "fp4")),
+    ],
+)
+def test_the_recipe_names_the_candidates(
+    given: str, backend: str | None, formats: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = let_snip_choose(add_arguments(megatron_parser()))
+    args = parser.parse_args(["--snip", *shlex.split(given)])
+    assert {name: getattr(args, name) for name in OFF} == {name: DEFAULTS[name] for name in OFF}
+    assert SnipConfig.from_args(args, backend).formats == formats
+    said = capsys.readouterr().out
+    assert said.count("left out: SNIP chooses the formats of linears") == (1 if given else 0)
+    assert all(word in said for word in shlex.split(given) if word.startswith("--fp") and "recipe" not in word)
+
+
+def test_without_snip_megatron_s_own_precision_stays() -> None:
+    args = let_snip_choose(add_arguments(megatron_parser())).parse_args(["--fp8-format", "hybrid"])
+    assert args.fp8 == "hybrid"
+    assert not hasattr(args, "snip_recipe")
