@@ -84,8 +84,7 @@ def open_run_directory(
         "linear_shapes": {name: asdict(s) for name, s in linear_shapes(args, linears.covered).items()},
     }
     resume = step if args.load or step > 0 else None
-    defaults = SnipConfig().as_dict()  # an option that an earlier release did not have had this effect there
-    return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts, defaults=defaults)
+    return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
 
 
 def _predicted_times(

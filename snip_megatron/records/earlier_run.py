@@ -18,9 +18,7 @@ SPEED_FACTS = (
 """Facts without which times of steps cannot be compared. A ``resume`` event names the first one that changed."""
 
 
-def check_earlier_run(
-    path: Path, wanted: Mapping[str, Any], defaults: Mapping[str, Any], *, overwrite: bool, resuming: bool
-) -> str | None:
+def check_earlier_run(path: Path, wanted: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> str | None:
     """Compare the directory's configuration with ``wanted``.
 
     Returns the first key that differs, or None if the configurations are equal or there is no earlier one. Raises
@@ -33,7 +31,7 @@ def check_earlier_run(
     fault, remedy = "", "pass --snip-overwrite or another --snip-dir"
     if (path / CONFIG).exists():
         try:
-            difference = _first_difference({**defaults, **read_config(path)["config"]}, wanted)
+            difference = _first_difference(read_config(path)["config"], wanted)
         except SnipError as error:
             fault = str(error).removeprefix(f"run directory {path}: ")
         if difference is not None:

@@ -8,7 +8,7 @@ N.
     run.step_s = 0.41                                       # once a step: duration of the last step
     run.event(8, "probe", kind="statistics", seconds=0.2, tokens=512, wait_s=0.2)
     run.metric(8, loss=3.2, grad_norm=1.1, fp4_fraction=0.75)
-    run.write_map(12, precision_map)
+    run.write("maps", 12, precision_map.to_json())
     run.close()
 
 Only the constructor raises on an I/O error. Later, a failed write is reported once, kept, and tried again.
@@ -19,12 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import PrecisionMap
-from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.earlier_run import changed_fact_of, check_earlier_run
 from snip_megatron.records.lock import check_lock, release_lock, take_lock
 from snip_megatron.records.readers import (
@@ -39,16 +36,7 @@ from snip_megatron.records.readers import (
     step_files,
     step_path,
 )
-from snip_megatron.records.storage import (
-    Faults,
-    LineFile,
-    WriteQueue,
-    cut_back,
-    dump_json,
-    jsonable,
-    write_atomically,
-)
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.records.storage import Writer, cut_back, dump_json, jsonable, write_atomically
 
 
 class RunDirectory:
@@ -62,8 +50,6 @@ class RunDirectory:
             ``config`` and keeps the records before that step.
         resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A job that may be a
             restarted one, and found no checkpoint, passes 0.
-        defaults: values of options that a directory of an earlier release does not have, because it knew no such
-            option.
 
     Raises:
         SnipError: the directory cannot be written, is written by another job, belongs to another configuration, or
@@ -78,18 +64,15 @@ class RunDirectory:
         overwrite: bool,
         resume_step: int | None,
         facts: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
         self.step_s: float | None = None
         """Duration of the last completed training step in seconds. Every event records it."""
-        self.faults = Faults(self.path)
         wanted = jsonable(config)
         body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
         try:
-            resuming, absent = resume_step is not None, jsonable(defaults or {})
             check_lock(self.path)
-            changed = check_earlier_run(self.path, wanted, absent, overwrite=overwrite, resuming=resuming)
+            changed = check_earlier_run(self.path, wanted, overwrite=overwrite, resuming=resume_step is not None)
             take_lock(self.path)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
@@ -102,17 +85,15 @@ class RunDirectory:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
-        self._events = LineFile(self.path / EVENTS, self.faults, self._keep_config)
-        self._metrics = LineFile(self.path / METRICS, self.faults, self._keep_config)
-        self._files = WriteQueue(self.faults, ordered=False)
+        self.writer = Writer(self.path, self._keep_config)
         if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
             self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
 
     def set_fact(self, name: str, value: Any) -> None:
         """Replace one of the ``facts``, which became known later."""
         self._body["facts"] = {**self._body["facts"], name: value}
-        self._config = data = dump_json(self._body).encode()
-        self._files.put(lambda: write_atomically(self.path / CONFIG, data), len(data))
+        self._config = dump_json(self._body).encode()
+        self.writer.replace(self.path / CONFIG, self._config, durable=True)
 
     def _keep_config(self) -> None:
         """Write ``config.json`` again if the directory is gone: no reader and no resume accepts one without it."""
@@ -133,7 +114,9 @@ class RunDirectory:
             fields: the event's own fields. A field named ``time``, ``step`` or ``event`` is ignored.
         """
         record = _stamp(step) | {"event": kind, "step_s": self.step_s if step_s is None else step_s, "wait_s": wait_s}
-        self._events.append(record | {name: value for name, value in fields.items() if name not in record})
+        self.writer.append(
+            self.path / EVENTS, record | {name: value for name, value in fields.items() if name not in record}
+        )
 
     def metric(
         self, step: int, /, loss: float | None, grad_norm: float | None, fp4_fraction: float | None, **fields: Any
@@ -143,24 +126,15 @@ class RunDirectory:
         ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
         """
         record = _stamp(step) | {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction}
-        self._metrics.append(record | {name: value for name, value in fields.items() if name not in record})
+        self.writer.append(
+            self.path / METRICS, record | {name: value for name, value in fields.items() if name not in record}
+        )
 
     # -- whole files -------------------------------------------------------------------------------------------
-    def write_statistics(self, step: int, table: StatisticsTable) -> None:
-        """Write ``stats/step_<step>.npz``."""
-        self._write("stats", step, table.to_bytes())
-
-    def write_problem(self, step: int, problem: str | Mapping[str, Any]) -> None:
-        """Write ``problems/step_<step>.json``, given its text or its object."""
-        self._write("problems", step, (problem if isinstance(problem, str) else dump_json(problem)).encode())
-
-    def write_map(self, step: int, precision_map: PrecisionMap) -> None:
-        """Write ``maps/step_<step>.json``."""
-        self._write("maps", step, precision_map.to_json().encode())
-
-    def write_plan(self, step: int, plan: PrecisionPlan) -> None:
-        """Write ``plans/step_<step>.json``."""
-        self._write("plans", step, plan.to_json().encode())
+    def write(self, folder: str, step: int, content: str | bytes) -> None:
+        """Write ``<folder>/step_<step>``, the statistics, the Problem, the map or the plan of a step."""
+        data = content.encode() if isinstance(content, str) else content
+        self.writer.replace(step_path(self.path, folder, step), data)
 
     def write_scores(
         self, step: int, scores: Mapping[str, Mapping[str, Mapping[str, float]]], *, version: int | None = None
@@ -170,31 +144,17 @@ class RunDirectory:
         ``version`` is that of the map that was solved from them; None for a map that was not solved.
         """
         body = {"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores}
-        self._write("scores", step, dump_json(body).encode())
-
-    def _write(self, folder: str, step: int, data: bytes) -> None:
-        path = step_path(self.path, folder, step)
-        self._files.put(lambda: write_atomically(path, data, durable=False), len(data))
-
-    # -- end ---------------------------------------------------------------------------------------------------
-    def flush(self) -> None:
-        """Try all kept writes now. An I/O error is not raised."""
-        for each in (self._events, self._metrics, self._files):
-            each.drain(force=True)
+        self.write("scores", step, dump_json(body))
 
     def close(self) -> None:
         """Try all kept writes a last time, report how many were lost, and close the files."""
-        for each in (self._events, self._metrics, self._files):
-            each.close()
+        self.writer.close()
         release_lock(self.path)
-        self.faults.report_loss()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

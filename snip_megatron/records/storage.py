@@ -15,16 +15,15 @@ import os
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-MAX_PENDING_BYTES = 32 * 2**20
-"""Size limit of the failed writes that one queue keeps. Beyond it, the oldest writes are dropped and counted."""
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+MAX_KEPT_BYTES = 64 * 2**20
+"""Size limit of the failed writes that are kept. Beyond it, the oldest ones are dropped and counted."""
+RETRY_S = 10.0
 _MAX_DEPTH = 32
 
 
@@ -72,16 +71,16 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     one if the function returned. Several processes may write the same file. Raises OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{uuid.uuid4().hex}.part")
+    part = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        with partial.open("xb") as file:
+        with part.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(part, path)
     except OSError:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            part.unlink()
         raise
     if durable:
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder, and the file is complete
@@ -92,148 +91,119 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.close(descriptor)
 
 
-@dataclass
-class Faults:
-    """Counts failed and lost writes. The first of either is reported on standard error, and all losses at the end."""
+class Writer:
+    """Writes the lines and the whole files of a run directory. No method raises an OSError.
 
-    where: Path
-    count: int = 0
-    lost: int = 0
-    last_error: str | None = None
+    A write that fails is kept and tried again, after the earlier ones of its file, together with all that are kept.
 
-    def remember(self, error: OSError) -> None:
-        """Count a failed write."""
-        self.count += 1
-        self.last_error = str(error)
-        if self.count == 1:
-            self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
+    Args:
+        run: the run directory.
+        prepare: called before a file of lines is opened, at first and after it was removed or renamed; may raise
+            OSError.
 
-    def lose(self, count: int) -> None:
-        """Count lost records. The first ones are reported at once."""
-        if count and not self.lost:
-            self._say(f"more records wait than are kept: the oldest are lost from now on ({self.last_error})")
-        self.lost += count
+    Attributes:
+        failures: number of failed attempts. The first one is printed.
+        lost: number of records that were dropped. The first loss is printed at once, and their number at the end.
+        error: the latest failure.
+    """
 
-    def report_loss(self) -> None:
-        """Print how many records were never written, if any."""
+    def __init__(self, run: Path, prepare: Callable[[], None]) -> None:
+        self._run = run
+        self._prepare = prepare
+        self.failures = self.lost = 0
+        self.error = ""
+        self._kept: list[tuple[Path, Callable[[Path, bytes], None], bytes]] = []
+        self._retry_at = 0.0
+        self._descriptors: dict[Path, int] = {}
+        self._torn: set[Path] = set()  # files that end in a part of a line
+
+    def append(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Append one record to a file of JSON lines."""
+        self._put(path, self._append, (json.dumps(jsonable(record), allow_nan=False) + "\n").encode())
+
+    def replace(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+        """Write a whole file; see :func:`write_atomically`."""
+        self._put(path, partial(write_atomically, durable=durable), data)
+
+    def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
+        self._kept.append((path, write, data))
+        self.drain()
+        while len(self._kept) > 1 and sum(len(data) for *_, data in self._kept) > MAX_KEPT_BYTES:
+            del self._kept[0]
+            if not self.lost:
+                self._say(f"more records wait than are kept: the oldest are lost from now on ({self.error})")
+            self.lost += 1
+
+    def drain(self, *, force: bool = False) -> None:
+        """Try all writes that are kept. Without ``force``, nothing is tried for some time after a failure."""
+        if not force and time.monotonic() < self._retry_at:
+            return
+        waiting, self._kept = self._kept, []
+        failed: set[Path] = set()
+        for path, write, data in waiting:
+            try:
+                if path not in failed:
+                    write(path, data)
+                    continue
+            except OSError as error:
+                self._fail(error)
+                failed.add(path)
+            self._kept.append((path, write, data))
+        if failed:
+            self._retry_at = time.monotonic() + RETRY_S
+
+    def close(self) -> None:
+        """Try the kept writes a last time, report how many records were lost, and close the files."""
+        self.drain(force=True)
+        self.lost += len(self._kept)
+        self._kept.clear()
+        for path in list(self._descriptors):
+            self._release(path)
         if self.lost:
-            self._say(f"{self.lost} records were lost ({self.last_error})")
+            self._say(f"{self.lost} records were lost ({self.error})")
+
+    def _fail(self, error: OSError) -> None:
+        self.failures += 1
+        self.error = str(error)
+        if self.failures == 1:
+            self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
 
     def _say(self, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed
-            print(f"snip: run directory {self.where}: {message}", file=sys.stderr, flush=True)
+            print(f"snip: run directory {self._run}: {message}", file=sys.stderr, flush=True)
 
-
-class WriteQueue:
-    """Writes that are tried again with back-off if they fail.
-
-    Args:
-        faults: counts the failures.
-        ordered: whether a failed write holds back those behind it, so that lines keep their order.
-    """
-
-    def __init__(self, faults: Faults, *, ordered: bool) -> None:
-        self._faults = faults
-        self._ordered = ordered
-        self._jobs: deque[tuple[int, Callable[[], None]]] = deque()
-        self._bytes = 0
-        self._retry_at = 0.0
-        self._back_off = FIRST_RETRY_S
-
-    def put(self, job: Callable[[], None], size: int) -> None:
-        """Add a write, which holds ``size`` bytes in memory and may raise OSError, and try the queue."""
-        self._jobs.append((size, job))
-        self._bytes += size
-        self.drain()
-        while self._bytes > MAX_PENDING_BYTES and len(self._jobs) > 1:
-            self._bytes -= self._jobs.popleft()[0]
-            self._faults.lose(1)
-
-    def drain(self, *, force: bool = False) -> None:
-        """Try every kept write once. During the back-off nothing is tried unless ``force`` is set."""
-        if not self._jobs or (not force and time.monotonic() < self._retry_at):
-            return
-        failed: list[tuple[int, Callable[[], None]]] = []
-        while self._jobs and not (failed and self._ordered):
-            size, job = self._jobs.popleft()
-            try:
-                job()
-                self._bytes -= size
-            except OSError as error:
-                self._faults.remember(error)
-                failed.append((size, job))
-        self._jobs.extendleft(reversed(failed))
-        if failed:
-            self._retry_at = time.monotonic() + self._back_off
-        self._back_off = min(2 * self._back_off, LAST_RETRY_S) if failed else FIRST_RETRY_S
-
-    def close(self) -> None:
-        """Try the kept writes a last time, and count the others as lost."""
-        self.drain(force=True)
-        self._faults.lost += len(self._jobs)
-        self._jobs.clear()
-
-
-class LineFile(WriteQueue):
-    """A file of JSON lines that grows by complete lines only.
-
-    Args:
-        path: the file.
-        faults: counts failed writes.
-        prepare: called before the file is opened, at first and after it was removed or renamed; may raise OSError.
-    """
-
-    def __init__(self, path: Path, faults: Faults, prepare: Callable[[], None]) -> None:
-        super().__init__(faults, ordered=True)
-        self._path = path
-        self._prepare = prepare
-        self._descriptor: int | None = None
-        self._torn = False
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record. An I/O error is not raised; the line is kept and tried again."""
-        line = (json.dumps(jsonable(record), allow_nan=False) + "\n").encode()
-        self.put(lambda: self._write(line), len(line))
-
-    def close(self) -> None:
-        """Try the kept lines a last time and close the file."""
-        super().close()
-        self._release()
-
-    def _write(self, line: bytes) -> None:
+    # -- lines -------------------------------------------------------------------------------------------------
+    def _append(self, path: Path, line: bytes) -> None:
         try:
-            descriptor = self._open()
-            size = os.fstat(descriptor).st_size
-            data = b"\n" + line if self._torn else line
-            self._torn = os.write(descriptor, data) != len(data)
-            if self._torn:
-                # A full disk may accept a part of the line. Truncate that part. If truncation fails, the next write
-                # begins with a newline, so that only this line is torn.
-                os.ftruncate(descriptor, size)
-                self._torn = False
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            descriptor = self._open(path)
+            data = b"\n" + line if path in self._torn else line
+            written = os.write(descriptor, data)
+            if 0 < written < len(data):  # a full disk may take a part of the line
+                self._torn.add(path)
+            if written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            self._torn.discard(path)
         except OSError:
-            self._release()
+            self._release(path)
             raise
 
-    def _open(self) -> int:
+    def _open(self, path: Path) -> int:
         """Return the open file: a new one if it was removed or renamed, so that later lines can be read."""
-        if self._descriptor is not None:
+        if path in self._descriptors:
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                    return self._descriptor
-            self._release()
-            self._torn = False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+                if os.path.samestat(os.fstat(self._descriptors[path]), os.stat(path)):
+                    return self._descriptors[path]
+            self._release(path)
+            self._torn.discard(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._prepare()
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        return self._descriptor
+        self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        return self._descriptors[path]
 
-    def _release(self) -> None:
-        if self._descriptor is not None:
+    def _release(self, path: Path) -> None:
+        if path in self._descriptors:
             with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
+                os.close(self._descriptors.pop(path))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ class RankZeroCoordinator:
         self._submitted[version] = step
         self._changes("update", step, version)
         if self._run is not None:
-            self._run.write_statistics(step, table)
+            self._run.write("stats", step, table.to_bytes())
         if self._times is not None and not self._timed(step, version, self._times):
             return
         request = dataclasses.replace(self._request, version=version, phases=phases)
@@ -189,8 +189,8 @@ class RankZeroCoordinator:
         )
         if self._run is not None:
             submitted = self._submitted.pop(version, step)
-            self._run.write_problem(submitted, result.problem_json or "")
-            self._run.write_scores(submitted, _named_scores(result.scores), version=version)
+            self._run.write("problems", submitted, result.problem_json or "")
+            self._run.write_scores(submitted, result.scores, version=version)
 
     def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
         """Record that an update gives no map."""
@@ -277,7 +277,7 @@ class RankZeroCoordinator:
     def planned(self, step: int, plan: PrecisionPlan) -> None:
         """Record a plan that is in force from ``step`` on."""
         if self._run is not None:
-            self._run.write_plan(step, plan)
+            self._run.write("plans", step, plan.to_json())
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
         """Record the adopted map. The next update's solve starts from it."""
@@ -286,7 +286,7 @@ class RankZeroCoordinator:
         self._changes("adopt", step, precision_map.version)
         self._speedups.append((step, precision_map.speedup))
         if self._run is not None:
-            self._run.write_map(step, precision_map)
+            self._run.write("maps", step, precision_map.to_json())
 
     def close(self) -> None:
         """End the sidecar, close the run directory and call ``finished``."""
@@ -299,18 +299,3 @@ class RankZeroCoordinator:
         run.close()
         if self._finished is not None:
             self._finished(run.path)
-
-
-def _named_scores(scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the scores of the problem builder with the field names of a ``snip.scores/1`` file."""
-    return {
-        option: {
-            fmt: {
-                "delta_loss": score["loss_divergence"],
-                "delta_weight": score["weight_divergence"],
-                "q": score["q"],
-            }
-            for fmt, score in by_format.items()
-        }
-        for option, by_format in scores.items()
-    }

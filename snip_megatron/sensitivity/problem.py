@@ -23,7 +23,7 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
-"""Option id → format → {"loss_divergence", "weight_divergence", "q"}. q is the loss of the Problem's choice."""
+"""Option id → format → {"delta_loss", "delta_weight", "q"}. q is the loss of the Problem's choice."""
 
 # Tied scores are separated by relative steps just above the resolution of 4 significant digits (1e-3 at most). Ties at
 # 0 use the same steps of a number far below every other score, but above the 1e-15 that a solver keeps in order.
@@ -170,8 +170,8 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     scores = {
         option.id: {
             fmt: {
-                "loss_divergence": float(loss[i, f]),
-                "weight_divergence": float(weight[i, f]),
+                "delta_loss": float(loss[i, f]),
+                "delta_weight": float(weight[i, f]),
                 "q": float(q[i, f]),
             }
             for f, fmt in enumerate(request.formats)

@@ -32,7 +32,7 @@ def recorded(tmp_path) -> Path:
     with RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None) as run:
         for step in range(5):
             run.metric(step, loss=5.0 - step, grad_norm=1.0, fp4_fraction=0.0)
-        run.write_map(3, PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4, version=1))
+        run.write("maps", 3, PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4, version=1).to_json())
         run.event(3, "adopt", version=1, achieved=1.0)
     return path
 

@@ -46,8 +46,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
     facts = {"request": request.as_dict(), "linear_shapes": {k: dataclasses.asdict(s) for k, s in SHAPES.items()}}
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=facts) as run:
-        run.write_statistics(10, table)
-        run.write_problem(10, build_problem(table, request)[0].to_json())
+        run.write("stats", 10, table.to_bytes())
+        run.write("problems", 10, build_problem(table, request)[0].to_json())
     return path
 
 

@@ -216,7 +216,7 @@ class Disk(Kind):
         if run is None:
             return
         if step == fault.step:
-            run.flush()  # what an earlier fault held back would not be tried again in time
+            run.writer.drain(force=True)  # what an earlier fault held back would not be tried again in time
             rank.disk = FaultyDisk(run.path, self.error, lambda: rank.note(fault.number, "injected"))
         elif step == fault.step + fault.params["steps"] and rank.disk is not None:
             rank.disk = rank.disk.heal()

@@ -137,10 +137,10 @@ def submit(run: RunDirectory, step: int, version: int, rng: np.random.Generator)
     for kind, seconds in (("statistics", 0.9), ("forward_noise", 0.7)):
         run.event(step, "probe", kind=kind, seconds=seconds + 0.1 * float(rng.random()), tokens=512, wait_s=seconds)
     run.event(step, "collect", seconds=0.12, wait_s=0.12)
-    run.write_statistics(step, table_of(step, rng))
+    run.write("stats", step, table_of(step, rng).to_bytes())
     run.event(step, "submit", version=version, table_bytes=40_000, wait_s=0.002)
     run.write_scores(step, scores, version=version)
-    run.write_problem(step, problem_of(scores).to_json())
+    run.write("problems", step, problem_of(scores).to_json())
     run.event(
         step + 2, "solved", version=version, status="optimal", objective=precision_map.objective,
         bound=precision_map.bound, achieved=TARGET, achieved_per_stage=PER_STAGE,
@@ -151,7 +151,7 @@ def submit(run: RunDirectory, step: int, version: int, rng: np.random.Generator)
 
 def adopt(run: RunDirectory, step: int, new: PrecisionMap, old: PrecisionMap | None) -> PrecisionMap:
     changed = sum(old is None or old.choices[key] != fmt for key, fmt in new.choices.items())
-    run.write_map(step, new)
+    run.write("maps", step, new.to_json())
     run.event(
         step, "adopt", version=new.version, status=new.status, achieved=new.achieved,
         achieved_per_stage=new.achieved_per_stage, fp4_fraction=new.achieved, changed=changed, wait_s=0.004,

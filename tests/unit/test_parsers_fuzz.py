@@ -350,10 +350,10 @@ def recorded(path: Path) -> Path:
         run.event(7, "submit", version=2, table_bytes=10)
         run.event(8, "solved", version=2, status="optimal", achieved_per_stage={"0": 0.7})
         run.event(9, "adopt", version=2, achieved_per_stage={"0": 0.7}, changed=4)
-        run.write_map(9, MAP)
-        run.write_problem(7, build_problem(TABLE, REQUEST)[0].to_json())
+        run.write("maps", 9, MAP.to_json())
+        run.write("problems", 7, build_problem(TABLE, REQUEST)[0].to_json())
         run.write_scores(7, {"decoder.layers.0.mlp.linear_fc1:fprop": {"fp4": {"q": 1.0}}}, version=2)
-        run.write_statistics(7, TABLE)
+        run.write("stats", 7, TABLE.to_bytes())
     return path
 
 

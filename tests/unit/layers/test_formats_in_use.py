@@ -34,5 +34,5 @@ def test_formats_of_replayed_maps(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", {}, overwrite=False, resume_step=None) as run:
         for step, fmt in ((3, NVFP4), (7, BF16)):
             run.event(step, "adopt", version=step)
-            run.write_map(step, PrecisionMap(choices={"decoder.layers.0.mlp.linear_fc1": fmt}))
+            run.write("maps", step, PrecisionMap(choices={"decoder.layers.0.mlp.linear_fc1": fmt}).to_json())
     assert formats_in_use(SnipConfig(replay=str(tmp_path / "run"))) == {NVFP4, BF16}

@@ -22,7 +22,7 @@ def recorded_run(path: Path, steps: int = 10) -> None:
             run.metric(step, loss=5.0 - step, grad_norm=1.0, fp4_fraction=0.0)
             if step % 4 == 0:
                 run.event(step, "adopt", version=step // 4)
-                run.write_map(step, PrecisionMap.uniform([FC1], Format.FP4, version=step // 4))
+                run.write("maps", step, PrecisionMap.uniform([FC1], Format.FP4, version=step // 4).to_json())
 
 
 def strict_json(text: str):

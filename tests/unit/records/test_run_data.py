@@ -59,9 +59,8 @@ def test_updates_carry_their_times(whole_run):
 def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
     with open_run(tmp_path) as run:
         for step, version in ((5, 1), (9, 2), (12, 1)):
-            run.write_map(
-                step, PrecisionMap.uniform([FC1], Format.FP4 if version == 1 else Format.FP8, version=version)
-            )
+            made = PrecisionMap.uniform([FC1], Format.FP4 if version == 1 else Format.FP8, version=version)
+            run.write("maps", step, made.to_json())
             run.event(step, "adopt", version=version)
     adoptions = load_run(tmp_path).adoptions
     assert [a.precision_map.choices[f"{FC1}:fprop"] for a in adoptions] == [Format.FP4, Format.FP8, Format.FP4]

@@ -37,10 +37,10 @@ def test_lines_and_files_hold_what_was_written(tmp_path):
         run.step_s = 0.5
         run.event(4, "probe", kind="statistics", seconds=0.25, tokens=np.int64(512), wait_s=0.2)
         run.metric(4, loss=np.float32(2.5), grad_norm=1.0, fp4_fraction=0.75, lr=1e-3)
-        run.write_map(8, precision_map)
-        run.write_plan(8, plan)
+        run.write("maps", 8, precision_map.to_json())
+        run.write("plans", 8, plan.to_json())
         run.write_scores(4, scores, version=3)
-        run.write_problem(4, '{"schema": "snip.problem/1"}')
+        run.write("problems", 4, '{"schema": "snip.problem/1"}')
     path = tmp_path / "a" / "run"
     assert read_config(path) == {"schema": "snip.run/1", "config": CONFIG, "facts": {"world_size": 2}}
     (event,) = read_events(path)
@@ -176,17 +176,6 @@ def test_missing_key_is_a_difference_and_number_types_are_not(tmp_path):
     with pytest.raises(SnipError, match="pins is"):
         new_run(tmp_path, {k: v for k, v in CONFIG.items() if k != "pins"}, resume_step=6)
     new_run(tmp_path, CONFIG | {"update_interval": 4.0}, resume_step=6).close()
-
-
-def test_an_option_that_an_earlier_release_did_not_have_stands_at_its_default(tmp_path):
-    recorded_run(tmp_path)
-    newer = CONFIG | {"schedule": "static"}
-    with pytest.raises(SnipError, match='schedule is "static" there and "auto" here'):
-        new_run(tmp_path, CONFIG | {"schedule": "auto"}, resume_step=6, defaults={"schedule": "static"})
-    new_run(tmp_path, newer, resume_step=6, defaults={"schedule": "static"}).close()
-    assert read_config(tmp_path)["config"] == newer
-    (resumed,) = (event for event in read_events(tmp_path) if event["event"] == "resume")
-    assert resumed["changed_key"] is None
 
 
 def test_a_first_start_that_may_resume_is_no_resume(tmp_path):

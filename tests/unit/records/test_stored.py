@@ -34,8 +34,8 @@ def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=own if facts is None else facts) as run:
         for step in STEPS:
             table = make_table(layers=4, stages=2, formats=MEASURED, seed=step)
-            run.write_statistics(step, table)
-            run.write_problem(step, build_problem(table, request)[0].to_json())
+            run.write("stats", step, table.to_bytes())
+            run.write("problems", step, build_problem(table, request)[0].to_json())
     return path
 
 
@@ -207,8 +207,8 @@ def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool 
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
         table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
         problem, _ = build_problem(table, dataclasses.replace(request, phases=phases))
-        run.write_statistics(30, table)
-        run.write_problem(30, problem.to_json())
+        run.write("stats", 30, table.to_bytes())
+        run.write("problems", 30, problem.to_json())
         if recorded:
             run.event(30, "submit", version=1, phases=phases.as_dict())
     return stored(path)

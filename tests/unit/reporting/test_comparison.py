@@ -27,7 +27,11 @@ def short_run(path, losses, choices, *, policy, first=0):
         run.event(2, "probe", kind="statistics", seconds=2.0, wait_s=2.0)
         run.event(2, "submit", version=1, wait_s=0.5)
         run.event(3, "adopt", version=1, wait_s=0.5)
-        run.write_map(3, PrecisionMap(choices={f"{LINEAR}:{g}": Format(f) for g, f in choices.items()}, version=1))
+        run.write(
+            "maps",
+            3,
+            PrecisionMap(choices={f"{LINEAR}:{g}": Format(f) for g, f in choices.items()}, version=1).to_json(),
+        )
         run.event(9, "validation", loss=losses[-1] + 0.5)
     return path
 

@@ -41,7 +41,7 @@ def in_seconds(base: Problem, budget: Budget) -> Problem:
 def store(path: Path, *stored: Problem | str) -> Path:
     with RunDirectory(path, {}, overwrite=False, resume_step=None) as run:
         for step, one in enumerate(stored):
-            run.write_problem(step, one if isinstance(one, str) else one.to_json())
+            run.write("problems", step, one if isinstance(one, str) else one.to_json())
     return path
 
 

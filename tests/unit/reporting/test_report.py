@@ -182,7 +182,7 @@ def test_a_run_that_has_just_begun(tmp_path):
 def test_granularity_layer_and_a_missing_linear(tmp_path):
     qkv, fc2 = "decoder.layers.3.self_attention.linear_qkv", "decoder.layers.7.mlp.linear_fc2"
     with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
-        run.write_map(4, PrecisionMap(choices={qkv: Format.FP4, fc2: Format.FP8}, version=1))
+        run.write("maps", 4, PrecisionMap(choices={qkv: Format.FP4, fc2: Format.FP8}, version=1).to_json())
         run.write_scores(4, {qkv: {"fp4": {"q": 1.5}, "<b>": {"q": 2.0}}}, version=1)
         run.event(4, "adopt", version=1)
     payload = page_of(tmp_path).data("maps-data")
@@ -206,7 +206,7 @@ def test_everything_from_the_files_is_escaped(tmp_path):
         run.event(0, "probe", kind=HOSTILE, seconds=1.0)
         run.event(0, "submit", version=1)
         run.event(1, "adopt", version=1, status=HOSTILE, achieved_per_stage={HOSTILE: 0.5, "0": 0.5})
-        run.write_map(1, PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4, version=1))
+        run.write("maps", 1, PrecisionMap.uniform(["decoder.layers.0.mlp.linear_fc1"], Format.FP4, version=1).to_json())
         run.event(2, "guard", reason=HOSTILE)
         run.event(2, HOSTILE)
     (path / "maps" / "step_2.json").write_text(json.dumps({"schema": HOSTILE}))

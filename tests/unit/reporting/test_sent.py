@@ -25,7 +25,7 @@ def a_run(tmp: Path, *steps: Any, adopts: int | None = 3) -> Path:
         for step, sent in enumerate(steps):
             if step == adopts:
                 run.event(step, "adopt", version=7)
-                run.write_map(step, PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4, version=7))
+                run.write("maps", step, PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4, version=7).to_json())
             run.metric(step, 2.0, 1.0, 0.0, **({} if sent is None else {"wire_bytes": sent}))
     return path
 

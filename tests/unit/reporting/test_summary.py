@@ -214,7 +214,7 @@ def test_validation_in_both_formats_is_named(
     with RunDirectory(path, {"policy": "snip", "q": "split"}, overwrite=False, resume_step=None) as run:
         scores = synthetic_run.scores_of(synthetic_run.np.random.default_rng(1))
         run.write_scores(2, scores, version=1)
-        run.write_map(4, synthetic_run.map_of(1, scores))
+        run.write("maps", 4, synthetic_run.map_of(1, scores).to_json())
         run.event(4, "adopt", version=1)
         run.metric(4, loss=3.0, grad_norm=1.0, fp4_fraction=0.75, step_s=1.0)
         for step, formats, loss in validations:

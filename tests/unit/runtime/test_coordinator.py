@@ -28,7 +28,7 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     recorded = PrecisionMap.uniform(dense_names(1), Format.FP4, version=1)
     with RunDirectory(tmp_path / "recorded", {}, overwrite=False, resume_step=None) as run:
         run.event(4, "adopt", version=1)
-        run.write_map(4, recorded)
+        run.write("maps", 4, recorded.to_json())
     config = SnipConfig(enabled=True, replay=str(tmp_path / "recorded"))
     coordinator = RankZeroCoordinator(config, SolveRequest(), (), None, None)
     shutil.rmtree(tmp_path / "recorded")

@@ -59,7 +59,7 @@ def result(tmp_path: Path) -> dict[str, Path]:
     for version, step in ((1, 50), (2, 110)):
         linear = "decoder.layers.0.mlp.linear_fc1"
         made = PrecisionMap.uniform([linear], Format.FP4, version=version, status="optimal", achieved=0.76)
-        run.write_map(step, made)
+        run.write("maps", step, made.to_json())
         run.event(step, "adopt", version=version, status="optimal", achieved=0.76, fp4_fraction=0.76, changed=3)
         run.metric(step, loss=5.0, grad_norm=1.0, fp4_fraction=0.76)
     run.close()

@@ -59,8 +59,8 @@ def test_items_costs_and_savings() -> None:
     for item in problem.items:
         for choice in item.choices:
             assert choice.loss == scores[item.id][choice.format.value]["q"]
-    assert scores[problem.items[0].id]["fp4"]["loss_divergence"] == 512 * table.by_format["c2"][0, 1]
-    assert all(scores[i.id]["fp4"]["weight_divergence"] > 0 for i in problem.items)
+    assert scores[problem.items[0].id]["fp4"]["delta_loss"] == 512 * table.by_format["c2"][0, 1]
+    assert all(scores[i.id]["fp4"]["delta_weight"] > 0 for i in problem.items)
 
 
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
@@ -114,8 +114,8 @@ def test_a_solver_follows_the_rule_of_backward_first() -> None:
     choices = solve(problem).choices
     assert all(fmt is Format.FP4 for key, fmt in choices.items() if not key.endswith(":fprop"))
     fprops = {key: fmt for key, fmt in choices.items() if key.endswith(":fprop")}
-    chosen = [scores[key]["fp4"]["loss_divergence"] for key, fmt in fprops.items() if fmt is Format.FP4]
-    left = [scores[key]["fp4"]["loss_divergence"] for key, fmt in fprops.items() if fmt is not Format.FP4]
+    chosen = [scores[key]["fp4"]["delta_loss"] for key, fmt in fprops.items() if fmt is Format.FP4]
+    left = [scores[key]["fp4"]["delta_loss"] for key, fmt in fprops.items() if fmt is not Format.FP4]
     assert chosen
     assert np.mean(chosen) < np.mean(left)
 
