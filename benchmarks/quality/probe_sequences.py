@@ -106,15 +106,15 @@ def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]
     def loss(choices: Any) -> float:
         return sum(whole.scores[option][fmt.value]["q"] for option, fmt in choices.items() if fmt.value != "bf16")
 
-    best, worst = loss(whole.solution.choices), sum(whole.scores[option]["fp4"]["q"] for option in options)
+    best, worst = loss(whole.precision_map.choices), sum(whole.scores[option]["fp4"]["q"] for option in options)
     figures = {}
     for name, result in solved.items():
         pairs = [(whole.scores[o]["fp4"]["q"], result.scores[o]["fp4"]["q"]) for o in options]
-        same = sum(weight[o] for o in options if result.solution.choices[o] == whole.solution.choices[o])
+        same = sum(weight[o] for o in options if result.precision_map.choices[o] == whole.precision_map.choices[o])
         figures[name] = {
             "spearman": spearman(*map(list, zip(*pairs, strict=True))) or 0.0,
             "agreement": same / sum(weight.values()),
-            "regret": (loss(result.solution.choices) - best) / (worst - best),
+            "regret": (loss(result.precision_map.choices) - best) / (worst - best),
         }
     return figures
 

@@ -2,6 +2,5 @@
 
 from snip_megatron.config.command_line import add_arguments, parse_snip_arguments
 from snip_megatron.config.run import SnipConfig
-from snip_megatron.config.values import GuardSettings
 
-__all__ = ["GuardSettings", "SnipConfig", "add_arguments", "parse_snip_arguments"]
+__all__ = ["SnipConfig", "add_arguments", "parse_snip_arguments"]

@@ -12,7 +12,7 @@ from snip_megatron.config.conflicts import LATE
 from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.defaults import defaults
 from snip_megatron.config.options import check_option, given_options, option, setting
-from snip_megatron.config.values import LEAST_LOSSES, GuardSettings, load_schedule, parse_pins, parse_tolerance
+from snip_megatron.config.values import LEAST_LOSSES, load_schedule, parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.precision import GRANULARITIES, Format
@@ -289,11 +289,6 @@ class SnipConfig:
     def pins(self) -> tuple[tuple[str, str], ...]:
         """The (glob, format) pairs in the order given. The last matching pair applies."""
         return parse_pins(self.pin)
-
-    @property
-    def guard(self) -> GuardSettings:
-        """The settings of the guard."""
-        return GuardSettings(self.guard_steps, self.guard_sigma, self.guard_patience, self.guard_window, self.guard_bar)
 
     @property
     def deployed(self) -> str:

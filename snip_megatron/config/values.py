@@ -1,34 +1,13 @@
-"""Values of a configuration that are more than a number or a name: phases, pins, tolerances, the guard's settings."""
+"""Values of a configuration that are more than a number or a name: phases, pins, tolerances."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format
 from snip_megatron.precision.phases import AUTO, Schedule
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """When the guard takes a map back.
-
-    Attributes:
-        steps: number of steps after an adoption during which the guard watches the map; 0 disables the guard.
-        sigma: a loss is a spike if it is this many standard deviations above the mean before the adoption.
-        patience: number of spikes in a row after which the map is taken back.
-        window: number of losses before the adoption from which mean and standard deviation are computed.
-        bar: limit of the next map's predicted loss, as a share of the predicted loss of the map that was taken back.
-    """
-
-    steps: int = 100
-    sigma: float = 6.0
-    patience: int = 3
-    window: int = 50
-    bar: float = 0.9
-
 
 LEAST_LOSSES = 10
 """Minimum number of losses for a spike test. With fewer losses, the guard reacts only to NaN and Inf."""

@@ -15,7 +15,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import is_rank_zero
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.sensitivity.fixed import late_plan
 from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.request import SolveRequest

@@ -20,7 +20,7 @@ FAULT_EVENTS = (
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (
-    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "settled", "recapture",
+    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
 )  # fmt: skip
 """Kinds of events whose ``wait_s`` a training without SNIP would not have."""
 MAX_SCORES = 100

@@ -5,7 +5,8 @@ It takes the records of rank 0 in the order of time, either from a running train
 give the same figures.
 
 Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
-count as costs. The steps right after a start, an update or an adoption do not count as usual steps.
+count as costs. The steps right after a start, an update or an adoption do not count as usual steps. By how much those
+after an update or an adoption take longer is a cost too, ``settled``.
 """
 
 from __future__ import annotations
@@ -96,30 +97,39 @@ class Slower:
 
 @dataclass
 class _Open:
-    """A stretch of the machine in use. ``usual`` holds its times while it runs, ``step_s`` their median afterwards."""
+    """A stretch of the machine in use. ``usual`` holds its times while it runs, ``step_s`` their median afterwards.
+
+    ``settling`` holds the times of its steps after an update or an adoption.
+    """
 
     begin: int
     version: int | None = None
     quantised: bool = False
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    settling: list[float] = field(default_factory=list)
     step_s: float | None = None
 
     def median(self) -> float | None:
         return self.step_s if self.step_s is not None else _median(self.usual)
+
+    def longer_s(self) -> float:
+        """Seconds by which the settling steps took longer than usual ones; 0 if they did not, or if it is unknown."""
+        median = self.median()
+        return 0.0 if median is None else max(0.0, sum(self.settling) - len(self.settling) * median)
 
 
 class Account:
     """Steps and costs so far. Its methods must be called in the order of time."""
 
     def __init__(self) -> None:
-        self.costs: dict[str, float] = dict.fromkeys(COSTS, 0.0)
-        """Seconds by kind of event."""
+        self._waits: dict[str, float] = dict.fromkeys(COSTS, 0.0)  # of events
+        self._settled = 0.0  # of earlier machines
         self.updates = 0
         """Updates that were submitted."""
         self._earlier: list[Stretch] = []  # on machines that an earlier job of this run had
         self._open: list[_Open] = []
         self._bf16: deque[float] = deque(maxlen=KEPT)
-        self._settling = SETTLING
+        self._settling, self._changed = SETTLING, False
         self._next = 0
         self._judged: int | None = None  # first step of the last stretch that slower() has judged
 
@@ -133,19 +143,20 @@ class Account:
             self._open.append(_Open(step))
         self._next = max(self._next, step)
         self._open.append(_Open(step, version, quantised))
-        self._settling = SETTLING
+        self._settling, self._changed = SETTLING, True
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Note an event of the run directory, with its fields."""
         wait = fields.get("wait_s")
         if kind in COSTS and is_finite(wait):
-            self.costs[kind] += wait
+            self._waits[kind] += wait
         if kind == "submit":
             self.updates += 1
         if kind in ("submit", "dropped", "recapture", "resume"):
-            self._settling = SETTLING
+            self._settling, self._changed = SETTLING, kind != "resume"
         if kind == "resume" and fields.get("changed_fact") is not None:
             self._earlier = self.stretches()
+            self._settled = self.costs["settled"]
             self._open.clear()
             self._bf16.clear()
 
@@ -156,10 +167,12 @@ class Account:
         self._next = step + 1
         if seconds is None:
             return
+        current = self._open[-1]
         if self._settling:
             self._settling -= 1
+            if self._changed:
+                current.settling.append(seconds)
         else:
-            current = self._open[-1]
             current.usual.append(seconds)
             if not current.quantised:
                 self._bf16.append(seconds)
@@ -203,6 +216,11 @@ class Account:
     def bf16_steps(self) -> int:
         """The number of steps of which ``bf16_s`` is the median."""
         return len(self._bf16)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Seconds by kind of cost: of an event, or ``settled``."""
+        return self._waits | {"settled": self._settled + sum(each.longer_s() for each in self._open)}
 
     @property
     def cost_s(self) -> float:

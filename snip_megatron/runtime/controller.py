@@ -18,13 +18,11 @@ from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Guard
 from snip_megatron.runtime.protocols import Kernels, ProbeResult, Sink, Unmeasured
-from snip_megatron.runtime.schedule_state import ScheduleState
-from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.schedule_state import ScheduleState, Timeline, moved_line
+from snip_megatron.runtime.state import ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
-from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.runtime.updates import Updates, since
 
 
@@ -85,7 +83,7 @@ class Controller:
         self._schedule = ScheduleState(self.state, timeline, self._share)
         self._guard: Guard | None = None
         if config.updates:  # maps that the user fixed are never taken back
-            self._guard = Guard(config.guard, self.state.guard)
+            self._guard = Guard(config, self.state.guard)
             if self.state.guard is None:
                 self._guard.good = self.state.precision_map
         self._updates = Updates(
@@ -238,9 +236,9 @@ class Controller:
         """Restore the account and the plan of the run, or make the plan of a policy that needs no statistics."""
         moved = self._schedule.begin(step)
         if moved is not None:
-            self._event(step, "plan_moved", **moved.fields())
+            self._event(step, "plan_moved", **moved)
             if self._coordinator is not None:
-                print(f"snip: {moved}", flush=True)
+                print(f"snip: {moved_line(moved)}", flush=True)
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
             own = Decision(Verdict.MAP, plan=fixed) if self._coordinator is not None else None

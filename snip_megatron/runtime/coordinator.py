@@ -16,10 +16,9 @@ from snip_megatron.records.readers import replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.adoption import Decision, Verdict
 from snip_megatron.runtime.progress import Progress
-from snip_megatron.runtime.protocols import Solver
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
+from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.runtime.transition_overhead import TransitionCost, TransitionOverhead
 from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.request import SolveRequest
@@ -56,7 +55,7 @@ class RankZeroCoordinator:
         tokens_per_step: int | None = None,
         finished: Callable[[Path], None] | None = None,
         unjudged: str | None = "emulated",
-        solver: Solver | None = None,
+        solver: SolverInProcess | None = None,
         times: Callable[[], OptionTimes] | None = None,
     ) -> None:
         self._config = config
@@ -67,7 +66,6 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
-        self._transitions = TransitionOverhead() if unjudged is None else None
         self.progress = Progress(None if run is None else run.path, unjudged=unjudged)
         self._finished = finished
         # All maps are read now, because a file that is gone later would end training in the middle.
@@ -76,7 +74,7 @@ class RankZeroCoordinator:
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None
         self._speedups: list[tuple[int, float | None]] = []  # (step of adoption, predicted speedup), ascending
-        self._sidecar: Solver | None = None
+        self._sidecar: SidecarClient | SolverInProcess | None = None
         self._restarts = 0
         if config.updates:
             self._sidecar = SidecarClient(deadline_s=config.deadline) if solver is None else solver
@@ -93,7 +91,6 @@ class RankZeroCoordinator:
         rows = (dataclasses.replace(row, stage=stages.get(row.name, row.stage)) for row in table.linears)
         table = dataclasses.replace(table, linears=tuple(rows))
         self._submitted[version] = step
-        self._changes("update", step, version)
         if self._run is not None:
             self._run.write("stats", step, table.to_bytes())
         if self._times is not None and not self._timed(step, version, self._times):
@@ -240,14 +237,6 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
-    def _changes(self, of: str, step: int, version: int) -> None:
-        if self._transitions is not None:
-            self._record_cost(step, self._transitions.begin(of, step, version))
-
-    def _record_cost(self, step: int, cost: TransitionCost | None) -> None:
-        if cost is not None:
-            self.event(step, "settled", **dataclasses.asdict(cost))
-
     def step_took(self, step: int, seconds: float, wire_bytes: Mapping[str, int] | None = None) -> None:
         """Note the duration of a training step, which the next events record, and the bytes that this rank sent in it.
 
@@ -258,8 +247,6 @@ class RankZeroCoordinator:
         self.progress.sent(step, wire_bytes or {})
         if self._run is not None:
             self._run.step_s = seconds
-        if self._transitions is not None:
-            self._record_cost(step, self._transitions.step(seconds))
         if slower is not None:
             self.event(step, "slower", **dataclasses.asdict(slower), ratio=slower.ratio)
             print(f"snip: {slower}", flush=True)
@@ -283,7 +270,6 @@ class RankZeroCoordinator:
         """Record the adopted map. The next update's solve starts from it."""
         self._in_force = precision_map
         self.progress.adopted(step, precision_map)
-        self._changes("adopt", step, precision_map.version)
         self._speedups.append((step, precision_map.speedup))
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())

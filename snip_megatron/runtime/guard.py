@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from snip_megatron.config.values import LEAST_LOSSES, GuardSettings
+from snip_megatron.config import SnipConfig
+from snip_megatron.config.values import LEAST_LOSSES
 from snip_megatron.precision import PrecisionMap
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ class GuardState:
 class Guard:
     """The guard of one rank. All ranks have the same state, because they observe the same figures."""
 
-    def __init__(self, settings: GuardSettings, state: GuardState | None = None) -> None:
-        self._settings = settings
+    def __init__(self, config: SnipConfig, state: GuardState | None = None) -> None:
+        self._config = config
         self.state = state = GuardState() if state is None else dataclasses.replace(state)
-        self._losses: deque[float] = deque(state.losses, maxlen=settings.window)
-        if not settings.steps:  # the resumed run has switched the guard off
+        self._losses: deque[float] = deque(state.losses, maxlen=config.guard_window)
+        if not config.guard_steps:  # the resumed run has switched the guard off
             state.probation, state.strikes, state.bar = None, 0, None
 
     @property
@@ -101,7 +102,7 @@ class Guard:
 
     def adopted(self, step: int) -> None:
         """Begin the probation of a map that is in force from ``step`` on."""
-        if self._settings.steps:
+        if self._config.guard_steps:
             self.state.probation, self.state.strikes, self.state.spikes = step, 0, 0
 
     def taken_back(self, failed: PrecisionMap) -> None:
@@ -110,7 +111,7 @@ class Guard:
         predicted = predicted_loss(failed)
         # The absolute value makes the bar stricter also for negative predictions, which measured scores may give.
         if predicted is not None:
-            self.state.bar = predicted - (1 - self._settings.bar) * abs(predicted)
+            self.state.bar = predicted - (1 - self._config.guard_bar) * abs(predicted)
 
     # -- figures -----------------------------------------------------------------------------------------------
     def observe(self, figures: StepFigures, in_force: PrecisionMap | None) -> Alarm | None:
@@ -130,12 +131,12 @@ class Guard:
         spike = figures.loss is not None and limit is not None and figures.loss > limit
         if on_probation:
             self.state.strikes = self.state.strikes + 1 if spike else 0
-            if self.state.strikes >= self._settings.patience:
+            if self.state.strikes >= self._config.guard_patience:
                 reason = f"{self.state.strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
         elif spike and self.state.probation is None:
             self.state.spikes += 1
-            if self.state.spikes >= self._settings.window:
+            if self.state.spikes >= self._config.guard_window:
                 self._losses.clear()
         elif figures.loss is not None and not figures.broken and not spike:
             self.state.spikes = 0
@@ -144,7 +145,11 @@ class Guard:
         return None
 
     def _end_probation(self, step: int, in_force: PrecisionMap | None) -> None:
-        if self.state.probation is None or self.state.strikes or step < self.state.probation + self._settings.steps - 1:
+        if (
+            self.state.probation is None
+            or self.state.strikes
+            or step < self.state.probation + self._config.guard_steps - 1
+        ):
             return
         self.good, self.state.probation = in_force, None
         self.state.bar, self.state.refusals = None, 0
@@ -154,7 +159,7 @@ class Guard:
         if len(self._losses) < LEAST_LOSSES:
             return None
         mean = statistics.fmean(self._losses)
-        return mean + max(self._settings.sigma * statistics.pstdev(self._losses, mean), _LEAST_RISE * abs(mean))
+        return mean + max(self._config.guard_sigma * statistics.pstdev(self._losses, mean), _LEAST_RISE * abs(mean))
 
     def saved(self) -> GuardState:
         """Return the state for a checkpoint."""

@@ -1,4 +1,4 @@
-"""What passes between the controller, probes, solvers and loggers."""
+"""What passes between the controller, probes and loggers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.sidecar.messages import SidecarResult, SolveJob
 from snip_megatron.statistics.table import StatisticsTable
 
 
@@ -86,27 +85,3 @@ class Sink(Protocol):
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
         """Write the map adopted before training step ``step``. ``linears`` are the names of all linears."""
-
-
-class Solver(Protocol):
-    """What solves updates: the sidecar, or this process.
-
-    Attributes:
-        restarts: number of processes that replaced another.
-        last_error: the reason of the latest restart.
-    """
-
-    restarts: int
-    last_error: str | None
-
-    def start(self) -> None:
-        """Get ready for jobs."""
-
-    def submit(self, job: SolveJob) -> None:
-        """Take a job."""
-
-    def poll(self) -> SidecarResult | None:
-        """Return the oldest result that has not been returned, or None, without blocking."""
-
-    def close(self) -> None:
-        """End the solver."""

@@ -6,47 +6,45 @@ agreed, and the state of the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.budget_spent import BudgetSpent, relative_time
-from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule
+from snip_megatron.runtime.state import BudgetSpent, ControllerState
 from snip_megatron.sensitivity.phased import PhasedRequest
 
 
+def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, ...]:
+    """Return the weights of phases under a constant learning rate, if nothing is forgotten: their shares of the run."""
+    return tuple((end - begin) / (last - origin) for begin, end in itertools.pairwise([*begins, last]))
+
+
 @dataclass(frozen=True)
-class Moved:
-    """The phases before and after a resumed run was given another end.
+class Timeline:
+    """The timeline of a run, equal on all ranks.
 
     Attributes:
-        last_before, last: the end of the run before, and now.
-        begins_before, begins: the first steps of the phases before, and now.
-        average_before, average: the average over the run if the plan is followed; None without a plan.
+        last: the step before which training ends.
+        schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
+        fixed: returns the plan of a policy that needs no statistics. Its arguments are the first step of the run,
+            ``last``, the first step of the plan, and the Σ of the fp4 shares of the steps before it. None for other
+            policies.
+        carried: returns the weight of the carried loss in every phase (``sensitivity.phased``). Its arguments are
+            the first step of the run, the first steps of its remaining phases, and ``last``.
+        standing: weight of the standing loss in the last phase (``sensitivity.phased.STANDING_WEIGHTS``).
+        timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 
-    last_before: int
     last: int
-    begins_before: tuple[int, ...]
-    begins: tuple[int, ...]
-    average_before: float | None
-    average: float | None
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the event."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
-    def __str__(self) -> str:
-        begins, before = (", ".join(map(str, steps)) for steps in (self.begins, self.begins_before))
-        text = f"training now ends at step {self.last} instead of {self.last_before}: phases begin at {begins}"
-        text += f" instead of {before}"
-        if self.average is None or self.average_before is None:
-            return text
-        return f"{text}; the average over the run becomes {self.average:.4f} instead of {self.average_before:.4f}"
+    schedule: Schedule | None = None
+    fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
+    carried: Callable[[int, Sequence[int], int], Sequence[float]] = even_weights
+    standing: float = 1.0
+    timed: bool = False
 
 
 class ScheduleState:
@@ -88,11 +86,15 @@ class ScheduleState:
         return self._state.spent
 
     # -- start -------------------------------------------------------------------------------------------------
-    def begin(self, step: int) -> Moved | None:
+    def begin(self, step: int) -> dict[str, Any] | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
         The count starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
         count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
+
+        Returns:
+            The fields of the event ``plan_moved``: the end, the phases' first steps and the average over the run,
+            before and now. None if the end is the same.
         """
         state, timeline = self._state, self._timeline
         if state.spent is None or state.spent.next_step > step:
@@ -114,22 +116,23 @@ class ScheduleState:
         """Return whether ``step`` is a step of the run."""
         return self._timeline is not None and step < self._timeline.last
 
-    def _move(self, step: int, before: int, last: int) -> Moved | None:
+    def _move(self, step: int, before: int, last: int) -> dict[str, Any]:
         old = self._state.plan
         begins = [self._begins(before), self._begins(last)]
         averages: list[float | None] = [None, None]
         if old is not None:
-            new = self._fixed_from(step) or old.moved(self.spent.origin, last, step)
-            self._state.plan = new
+            new = self._state.plan = self._fixed_from(step) or old.moved(self.spent.origin, last, step)
             averages = [self.average(old, step), self.average(new, step)]
             if not self.solves:
-                begins = [tuple(phase.begin for phase in plan.phases) for plan in (old, new)]
-        return Moved(before, last, begins[0], begins[1], averages[0], averages[1])
+                begins = [[phase.begin for phase in plan.phases] for plan in (old, new)]
+        found: dict[str, Any] = {}
+        for name, pair in (("last", (before, last)), ("begins", begins), ("average", averages)):
+            found[f"{name}_before"], found[name] = pair
+        return found
 
-    def _begins(self, last: int) -> tuple[int, ...]:
-        schedule = self._timeline.schedule if self._timeline is not None else None
-        origin = self.spent.origin
-        return () if schedule is None or last <= origin else schedule.first_steps(origin, last)
+    def _begins(self, last: int) -> list[int]:
+        schedule, origin = None if self._timeline is None else self._timeline.schedule, self.spent.origin
+        return [] if schedule is None or last <= origin else list(schedule.first_steps(origin, last))
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
         """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet.
@@ -195,7 +198,7 @@ class ScheduleState:
     def ran(self, in_force: PrecisionMap, share: float) -> None:
         """Add a step that ran under ``in_force`` to what has been spent. ``share`` is the map's fp4 share."""
         if self._state.spent is not None:
-            self._state.spent.add(share, relative_time(in_force))
+            self._state.spent.add(share, in_force)
 
     def average(self, plan: PrecisionPlan, step: int) -> float:
         """Return the average over the whole run if the steps from ``step`` on follow ``plan``."""
@@ -207,13 +210,13 @@ class ScheduleState:
         account = replace(self.spent)
         if plan is None:
             assert current is not None
-            account.add(self._share(current), relative_time(current), max(0, until - step))
+            account.add(self._share(current), current, max(0, until - step))
             return account
         starts = [step, *(phase.begin for phase in plan.phases[1:]), until]
         for phase, begin, end in zip(plan.phases, starts, starts[1:], strict=False):
             steps = min(end, until) - max(begin, step)
             if steps > 0:
-                account.add(self._share(phase.precision_map), relative_time(phase.precision_map), steps)
+                account.add(self._share(phase.precision_map), phase.precision_map, steps)
         return account
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
@@ -261,3 +264,13 @@ class ScheduleState:
                 for phase, steps in zip(plan.phases, plan.steps, strict=True)
             ],
         }
+
+
+def moved_line(moved: Mapping[str, Any]) -> str:
+    """Return what :meth:`ScheduleState.begin` found, as the run prints it."""
+    begins, before = (", ".join(map(str, moved[name])) for name in ("begins", "begins_before"))
+    text = f"training now ends at step {moved['last']} instead of {moved['last_before']}: phases begin at {begins}"
+    text += f" instead of {before}"
+    if moved["average"] is None:
+        return text
+    return f"{text}; the average over the run becomes {moved['average']:.4f} instead of {moved['average_before']:.4f}"

@@ -40,10 +40,8 @@ from snip_megatron.records.readers import (
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import find_stored
-from snip_megatron.runtime.budget_spent import BudgetSpent
-from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest

@@ -22,7 +22,6 @@ from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult
 
 SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
 _MAX_BACKOFF_S = 60.0
-_LOOK_S = 0.2  # between two looks at an idle process
 _REAP_S = 1.0  # a process that ends or is killed needs milliseconds, unless it hangs in the kernel
 # Variables of torchrun, SLURM and NCCL, which would make libraries take the process for a rank.
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GROUP_", "ROLE_", "PMI_", "PMIX_", "OMPI_")
@@ -55,14 +54,12 @@ class SidecarClient:
     """
 
     def __init__(self, *, restart_backoff_s: float = 1.0, deadline_s: float = 600.0, solve: str = SOLVE) -> None:
-        if not (restart_backoff_s >= 0 and deadline_s > 0):
-            raise ValueError(f"restart_backoff_s {restart_backoff_s} or deadline_s {deadline_s} is out of range")
         self._first_backoff = self._backoff = restart_backoff_s
         self._deadline, self._solve = deadline_s, solve
-        self._jobs: queue.SimpleQueue[_Ticket] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[SidecarResult] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
-        self._running: tuple[subprocess.Popen[bytes], _Ticket] | None = None
+        self._running: _Ticket | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="snip-sidecar", daemon=True)
         self.restarts = 0
@@ -86,14 +83,15 @@ class SidecarClient:
 
     def poll(self) -> SidecarResult | None:
         """Return the oldest outcome that has not been returned, or None. Kills a process that missed its deadline."""
-        running = self._running
-        if running is not None and self._is_late(running[1]):
-            running[0].kill()  # the thread, which waits for its answer, notices
+        ticket, process = self._running, self._process
+        if ticket is not None and process is not None and self._is_late(ticket):
+            process.kill()  # the thread, which waits for its answer, notices
         return None if self._results.empty() else self._results.get()
 
     def close(self) -> None:
         """End the process. Jobs without an answer are dropped."""
         self._closed.set()
+        self._jobs.put(None)
         if (process := self._process) is not None:
             process.kill()
         if self._thread.ident is not None:
@@ -104,33 +102,28 @@ class SidecarClient:
 
     # -- the thread ------------------------------------------------------------------------------------------------
     def _serve(self) -> None:
-        ticket: _Ticket | None = None
-        while not self._closed.is_set():
-            self._look_after_process()
-            if ticket is None:
-                with contextlib.suppress(queue.Empty):
-                    ticket = self._jobs.get(timeout=_LOOK_S)
-            elif self._process is not None or self._is_late(ticket):
-                result = self._ask(ticket)
-                latency = time.monotonic() - ticket.submitted
-                self._results.put(replace(result, version=ticket.version, latency_s=latency))
-                ticket = None
+        self._has_process()
+        while (ticket := self._jobs.get()) is not None and not self._closed.is_set():
+            while not (ready := self._has_process()) and not self._is_late(ticket) and not self._closed.is_set():
+                pass
+            result = self._ask(ticket) if ready else self._failure(ticket, "died")
+            self._results.put(replace(result, version=ticket.version, latency_s=time.monotonic() - ticket.submitted))
         if self._process is not None:
             _end(self._process)
             self._process = None
 
-    def _look_after_process(self) -> None:
-        """Start a process if there is none, after a pause unless it is the first one."""
+    def _has_process(self) -> bool:
+        """Return whether the process runs. If there is none it is started, after a pause unless it is the first one."""
         if self._process is not None:
             if self._process.poll() is None:
-                return
+                return True
             self.last_error = _end(self._process)
             self._process = None
         if self.last_error is not None:
             self._closed.wait(self._backoff)
             self._backoff = min(max(2 * self._backoff, 0.01), _MAX_BACKOFF_S)
         if self._closed.is_set():
-            return
+            return False
         command = [sys.executable, "-m", "snip_megatron.runtime.sidecar.worker", str(os.getpid()), self._solve]
         pipe, environment = subprocess.PIPE, _worker_environment()
         try:
@@ -138,38 +131,42 @@ class SidecarClient:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
         except OSError as error:  # the host is out of processes or memory
             self.last_error = str(error)
-        else:
-            self.restarts += self.last_error is not None
+            return False
+        self.restarts += self.last_error is not None
+        return True
 
     def _ask(self, ticket: _Ticket) -> SidecarResult:
         """Return the outcome of a job. Unless it is the process's answer, the process has ended afterwards."""
-        why = None
-        if self._process is not None:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._running = self._process, ticket
-            try:
-                self._process.stdin.write(ticket.payload)
-                self._process.stdin.flush()
-                answer = pickle.load(self._process.stdout)
-                if isinstance(answer, SidecarResult):
-                    self._backoff = self._first_backoff
-                    return answer
-                why = "the solver process sent something that is no answer; it was killed"
-            except (EOFError, OSError):
-                pass
-            except Exception:  # unpickling may raise anything
-                why = "the solver process sent something that is no answer; it was killed"
-            finally:
-                self._running = None
-            how = _end(self._process)
-            self.last_error = why = why or how
-            self._process = None
+        process, garbage = self._process, False
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._running = ticket
+        try:
+            process.stdin.write(ticket.payload)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+            if isinstance(answer, SidecarResult):
+                self._backoff = self._first_backoff
+                return answer
+            garbage = True
+        except (EOFError, OSError):
+            pass
+        except Exception:  # unpickling may raise anything
+            garbage = True
+        finally:
+            self._running = None
+        self.last_error = _end(process)
+        self._process = None
+        if garbage:
+            self.last_error = "the solver process sent something that is no answer; it was killed"
+        return self._failure(ticket, "died")
+
+    def _failure(self, ticket: _Ticket, kind: str) -> SidecarResult:
         if self._is_late(ticket):
-            self.last_error = why = f"no answer within {self._deadline:g} s; the solver process was killed"
-            return SidecarResult(failure=SidecarFailure("deadline", why))
-        assert why is not None
-        return SidecarResult(failure=SidecarFailure("died", why))
+            kind = "deadline"
+            self.last_error = f"no answer within {self._deadline:g} s; the solver process was killed"
+        return SidecarResult(failure=SidecarFailure(kind, self.last_error or "there is no solver process"))
 
 
 def _worker_environment() -> dict[str, str]:

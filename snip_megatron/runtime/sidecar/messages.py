@@ -12,7 +12,6 @@ from snip_megatron.statistics.table import StatisticsTable
 
 if TYPE_CHECKING:
     from snip_megatron.sensitivity.request import SolveRequest
-    from snip_megatron.solver.solution import Solution
 
 
 @dataclass(frozen=True)
@@ -70,34 +69,25 @@ class OutOfReach:
 
 @dataclass(frozen=True)
 class SidecarResult:
-    """The outcome of one job. ``solution``, ``plan`` or ``failure`` is set.
+    """The outcome of one job. ``precision_map`` or ``failure`` is set.
 
     Attributes:
         version: the version of the request. The client sets it.
         failure: why there is no map; None if there is one.
-        solution: the solution of a request without phases.
+        precision_map: the map, of a plan its first.
         plan: the plan of a request with phases.
         out_of_reach: why ``plan`` has another budget than the request; None if it has that one.
         problem_json: the Problem; None if the job failed before it was built.
         scores: the scores from which the Problem was built, as the builder returned them.
-        timings: seconds of ``build`` and ``solve`` inside the sidecar.
         latency_s: seconds from ``submit`` to the arrival of the answer, or to the detection of the failure. The client
             sets it.
     """
 
     version: int = 0
     failure: SidecarFailure | None = None
-    solution: Solution | None = None
+    precision_map: PrecisionMap | None = None
     plan: PrecisionPlan | None = None
     out_of_reach: OutOfReach | None = None
     problem_json: str | None = None
     scores: Mapping[str, Any] = field(default_factory=dict)
-    timings: Mapping[str, float] = field(default_factory=dict)
     latency_s: float = 0.0
-
-    @property
-    def precision_map(self) -> PrecisionMap | None:
-        """The map, of a plan its first; None after a failure."""
-        if self.plan is not None:
-            return self.plan.phases[0].precision_map
-        return None if self.solution is None else self.solution.to_precision_map(self.version)

@@ -51,11 +51,10 @@ def solve_job(job: SolveJob) -> SidecarResult:
     from snip_megatron.sensitivity.problem import build_problem
     from snip_megatron.solver import solve
 
-    started, request = time.perf_counter(), job.request
+    request = job.request
     limits: dict[str, Any] = {"deterministic_time": request.deterministic_time, "seed": request.seed % 2**31}
     limits["hint"] = job.hint
     problem, scores = build_problem(job.table, request)
-    between = time.perf_counter()
     solution, out_of_reach = solve(problem, **limits), None
     if request.phases is not None and solution.fault is not None and solution.fault.reachable is not None:
         budget, reachable = problem.budget, solution.fault.reachable
@@ -63,8 +62,7 @@ def solve_job(job: SolveJob) -> SidecarResult:
         out_of_reach = OutOfReach(kind, budget.value, reachable, solution.fault.why)
         problem = dataclasses.replace(problem, budget=dataclasses.replace(budget, value=reachable))
         solution = solve(problem, **limits)
-    timings = {"build": between - started, "solve": time.perf_counter() - between}
-    result = SidecarResult(problem_json=problem.to_json(), scores=scores, timings=timings)
+    result = SidecarResult(problem_json=problem.to_json(), scores=scores)
     if solution.status == "infeasible":
         why = str(solution.fault)
         if request.phases is not None:
@@ -72,8 +70,9 @@ def solve_job(job: SolveJob) -> SidecarResult:
             why += "; lower its budget in --snip-schedule, or pin less"
         return dataclasses.replace(result, failure=SidecarFailure("infeasible", why))
     if request.phases is None:
-        return dataclasses.replace(result, solution=solution)
-    return dataclasses.replace(result, plan=_plan(job, solution, scores), out_of_reach=out_of_reach)
+        return dataclasses.replace(result, precision_map=solution.to_precision_map(request.version))
+    plan = _plan(job, solution, scores)
+    return dataclasses.replace(result, precision_map=plan.at(0), plan=plan, out_of_reach=out_of_reach)
 
 
 def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> PrecisionPlan:

@@ -26,9 +26,9 @@ from snip_megatron.reporting.sinks import WandbSink
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.protocols import ProbeResult
+from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures, StepReport
-from snip_megatron.runtime.timeline import Timeline
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from scripted_controller import FLOPS, LATE, Run, Script, planned, ready
 
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.runtime.budget_spent import BudgetSpent
-from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.timeline import Timeline
+from snip_megatron.runtime.schedule_state import Timeline
+from snip_megatron.runtime.state import BudgetSpent, ControllerState
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.fixed import late_plan
 
@@ -203,8 +202,8 @@ def test_a_late_policy_after_another_plan_makes_its_own() -> None:
 # -- the account ---------------------------------------------------------------------------------------------------
 def test_the_average_of_speedups_is_harmonic() -> None:
     spent = BudgetSpent(0)
-    spent.add(1.0, 1 / 2.0, 10)
-    spent.add(0.0, 1.0, 10)
+    spent.add(1.0, PrecisionMap({}, speedup=2.0), 10)
+    spent.add(0.0, PrecisionMap({}), 10)
     assert spent.average(timed=True) == pytest.approx(20 / 15)
     assert spent.average(timed=False) == 0.5
     assert BudgetSpent(5).average(timed=True) == BudgetSpent(5).average(timed=False) == 0.0

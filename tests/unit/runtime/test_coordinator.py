@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from scripted_controller import table
-from sidecar.jobs import wait_until
+from sidecar.jobs import make_job, wait_until
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.precision import (
@@ -45,6 +45,7 @@ def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsy
     assert sidecar is not None
     wait_until(lambda: sidecar.pid)
     os.kill(sidecar.pid or 0, signal.SIGKILL)
+    sidecar.submit(make_job())
     wait_until(lambda: sidecar.restarts)
     coordinator.pump(3)
     coordinator.pump(4)

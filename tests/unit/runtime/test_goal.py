@@ -9,8 +9,8 @@ from scripted_controller import Run, Script, planned, ready
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.phases import AUTO, Schedule, SchedulePhase
+from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.timeline import Timeline
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.config import GuardSettings
+from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState, predicted_loss
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures
 
 NAMES = ["decoder.layers.0.mlp.linear_fc1"]
-SETTINGS = GuardSettings(steps=20, sigma=5.0, patience=3, window=20, bar=0.9)
+SETTINGS = SnipConfig(guard_steps=20, guard_sigma=5.0, guard_patience=3, guard_window=20, guard_bar=0.9)
 
 
 def a_map(version: int = 1, objective: float | None = 1.0) -> PrecisionMap:
@@ -143,6 +143,6 @@ def test_a_guard_that_a_resumed_run_switches_off_neither_takes_back_nor_refuses(
     feed(guard, range(20))
     guard.adopted(20)
     assert feed(guard, range(20, 22), lambda step: 6.0, a_map()) is None
-    off = Guard(GuardSettings(steps=0), stored(guard))
+    off = Guard(SnipConfig(guard_steps=0), stored(guard))
     assert feed(off, range(22, 30), lambda step: 6.0, a_map()) is None
     assert off.refuses(a_map()) is None

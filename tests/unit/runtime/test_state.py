@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.runtime.budget_spent import BudgetSpent
-from snip_megatron.runtime.goal import Goal
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal
 from snip_megatron.runtime.step_report import StepFigures
 
 FULL = ControllerState(

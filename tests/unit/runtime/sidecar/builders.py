@@ -25,7 +25,11 @@ def plain(job: SolveJob) -> SidecarResult:
     )
     problem = Problem(Budget("fp4", job.request.target), items)
     scores = {"pid": float(os.getpid())}
-    return SidecarResult(solution=solve(problem), problem_json=problem.to_json(), scores=scores)
+    return SidecarResult(
+        precision_map=solve(problem).to_precision_map(job.request.version),
+        problem_json=problem.to_json(),
+        scores=scores,
+    )
 
 
 def by_policy(job: SolveJob) -> SidecarResult:
@@ -68,4 +72,4 @@ def environment(job: SolveJob) -> SidecarResult:
     seen = {name: os.environ[name] for name in RANK_NAMES if name in os.environ}
     heavy = [m for m in ("torch", "megatron", "__mp_main__") if m in sys.modules]
     scores: dict[str, Any] = {"rank": seen, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"), "imported": heavy}
-    return SidecarResult(solution=plain(job).solution, scores=scores)
+    return SidecarResult(precision_map=plain(job).precision_map, scores=scores)

@@ -66,8 +66,6 @@ def test_the_real_solver() -> None:
     assert result.precision_map.status == "optimal"
     assert result.precision_map.achieved >= 0.5
     assert set(result.scores) == set(result.precision_map.choices)
-    assert set(result.timings) == {"build", "solve"}
-    assert 0 < sum(result.timings.values()) <= result.latency_s
 
 
 def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
