@@ -22,7 +22,7 @@ from benchmarks.job import read_job
 from benchmarks.jobs.contenders import CONTENDERS, Contender
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format
 from snip_megatron.timing.cost_model import CostModel
@@ -37,13 +37,13 @@ def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDER
     if int(sizes.get("--context-parallel-size", 1)) > 1:
         sys.exit("plan_job.py: the job ran with context parallelism, which snip plan does not predict")
     heads, hidden, seq = (int(sizes[f"--{name}"]) for name in ("num-attention-heads", "hidden-size", "seq-length"))
-    shape = ModelShape(
+    llama = Llama(
         job["model"], int(sizes["--num-layers"]), hidden, int(sizes["--ffn-hidden-size"]), heads,
         int(sizes["--num-query-groups"]), hidden // heads, int(sizes["--vocab-size"]), seq,
     )  # fmt: skip
     tp, pp = (int(sizes.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline"))
     return Layout(
-        shape, tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
+        llama.model(pp), tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
         int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes, cuda_graph_impl=graphs,
         communication=_values(contender.arguments).get("--snip-communication", "bf16"),
         gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
@@ -80,7 +80,7 @@ def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
         tried = job["graphs"].get(name, {})
         graphs = min(tried, key=tried.__getitem__) if tried else "none"
         chosen = StepModel(layout_of(job, graphs, contender), model)
-        step = chosen.step(lambda block, kind, contender=contender: formats_of(contender, block))
+        step = chosen.step(lambda row, contender=contender: formats_of(contender, row.id.layer))
         rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
     bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}
     for row in rows:

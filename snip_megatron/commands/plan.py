@@ -158,13 +158,17 @@ def run(args: argparse.Namespace) -> int:
 def _layout(args: argparse.Namespace, config: SnipConfig) -> Layout:
     from dataclasses import replace
 
-    from snip_megatron.planner.models import load_model
+    from snip_megatron.planner.models import load_llama
 
-    model = load_model(args.model)
-    if args.vocab_size is not None:
-        model = replace(model, vocabulary=args.vocab_size)
+    llama = load_llama(args.model)
+    model = llama.model(
+        args.pp,
+        args.vpp,
+        embedding=args.account_for_embedding_in_pipeline_split,
+        loss=args.account_for_loss_in_pipeline_split,
+    )
     return Layout(
-        model=model,
+        model=model if args.vocab_size is None else replace(model, vocabulary=args.vocab_size),
         tp=args.tp,
         pp=args.pp,
         vpp=args.vpp,
@@ -177,13 +181,11 @@ def _layout(args: argparse.Namespace, config: SnipConfig) -> Layout:
         distributed_optimizer=not args.no_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
-        embedding_as_layer=args.account_for_embedding_in_pipeline_split,
-        loss_as_layer=args.account_for_loss_in_pipeline_split,
         cuda_graph_impl=args.cuda_graph_impl,
         gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
         communication=config.communication,
         gradient_reduction=config.gradient_reduction,
-    )
+    ).checked()
 
 
 def _links(args: argparse.Namespace) -> Links:

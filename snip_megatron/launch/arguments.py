@@ -23,7 +23,7 @@ def megatron_arguments(job: Job) -> list[str]:
 
 
 def _model(job: Job) -> list[str]:
-    model, layout = job.layout.model, job.layout
+    model, layout = job.configuration.model, job.layout
     text = (
         f"--num-layers {model.blocks} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn}"
         f" --num-attention-heads {model.heads} --kv-channels {model.head_size}"

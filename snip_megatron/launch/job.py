@@ -9,7 +9,7 @@ from pathlib import Path
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import MODELS, ModelShape, load_model
+from snip_megatron.planner.models import MODELS, Llama, load_llama
 
 GPUS_PER_NODE = 8
 MOCK = "mock"
@@ -25,12 +25,14 @@ class Configuration:
 
     Attributes:
         title: name of the model for readers.
-        layout: model, parallel sizes and batch sizes.
+        model: the sizes of the model.
+        layout: parallel sizes and batch sizes.
         tokens: tokens of the whole run.
         lr: largest learning rate of a cosine schedule that ends at a tenth of it.
     """
 
     title: str
+    model: Llama
     layout: Layout
     tokens: float
     lr: float
@@ -41,21 +43,27 @@ class Configuration:
         return self.layout.ranks // GPUS_PER_NODE
 
 
-def _layout(model: str, tp: int, pp: int, dp: int, seq_length: int, micro: int, batch: int, recompute: str) -> Layout:
-    return Layout(
-        MODELS[model], tp, pp, 1, dp, seq_length, micro, batch,
+def _known(
+    title: str, model: str, ranks: tuple[int, int, int], sizes: tuple[int, int, int], tokens: float, lr: float,
+    recompute: str = "none",
+) -> Configuration:  # fmt: skip
+    """``ranks``: tensor, pipeline and data parallel. ``sizes``: sequence length, micro and global batch size."""
+    llama, (tp, pp, dp) = MODELS[model], ranks
+    layout = Layout(
+        llama.model(pp), tp, pp, 1, dp, *sizes,
         sequence_parallel=tp > 1, recompute=recompute, overlap_grad_reduce=True, overlap_param_gather=True,
     )  # fmt: skip
+    return Configuration(title, llama, layout, tokens, lr)
 
 
 CONFIGURATIONS = {
-    "1b": Configuration("TinyLlama 1.1B", _layout("llama-1b", 1, 1, 8, 2048, 8, 1024, "none"), 3e12, 4e-4),
+    "1b": _known("TinyLlama 1.1B", "llama-1b", (1, 1, 8), (2048, 8, 1024), 3e12, 4e-4),
     # Fused attention needs heads of a multiple of 8 features, and these have 100. Unfused attention would keep its
     # scores for the backward, so they are recomputed.
-    "3b": Configuration("OpenLLaMA 3B", _layout("llama-3b", 1, 1, 8, 2048, 4, 2048, "selective"), 1e12, 3e-4),
-    "7b": Configuration("OpenLLaMA 7B", _layout("llama-7b", 1, 1, 8, 2048, 2, 2048, "none"), 1e12, 3e-4),
-    "70b": Configuration("Llama 3 70B", _layout("llama-70b", 8, 4, 2, 8192, 1, 512, "none"), 15e12, 1.5e-4),
-    "70b-pp8": Configuration("Llama 3 70B", _layout("llama-70b", 8, 8, 1, 8192, 1, 512, "none"), 15e12, 1.5e-4),
+    "3b": _known("OpenLLaMA 3B", "llama-3b", (1, 1, 8), (2048, 4, 2048), 1e12, 3e-4, "selective"),
+    "7b": _known("OpenLLaMA 7B", "llama-7b", (1, 1, 8), (2048, 2, 2048), 1e12, 3e-4),
+    "70b": _known("Llama 3 70B", "llama-70b", (8, 4, 2), (8192, 1, 512), 15e12, 1.5e-4),
+    "70b-pp8": _known("Llama 3 70B", "llama-70b", (8, 8, 1), (8192, 1, 512), 15e12, 1.5e-4),
 }
 #: Norm epsilon and rotary base of known models.
 _CONSTANTS = {
@@ -96,7 +104,7 @@ class Job:
 
     @property
     def layout(self) -> Layout:
-        """Model, parallel sizes and batch sizes."""
+        """Parallel sizes and batch sizes."""
         return self.configuration.layout
 
 
@@ -129,7 +137,7 @@ def make_job(
         raise SnipError(f"{cut(configuration)}: no such configuration; choose one of {known}, and --model for another")
     known_one = CONFIGURATIONS[configuration]
     base = known_one.layout
-    shape = base.model if model is None else load_model(model)
+    shape = known_one.model if model is None else load_llama(model)
     epsilon, rotary = _constants(shape)
     tp, pp = _given(tp, base.tp), _given(pp, base.pp)
     gpus_per_node = _given(gpus_per_node, GPUS_PER_NODE)
@@ -141,14 +149,14 @@ def make_job(
     if smoke:
         shape, seq_length, micro, batch = _shrunk(shape, pp), 64, 1, 2 * pp * dp
     layout = replace(
-        base, model=shape, tp=tp, pp=pp, dp=dp, seq_length=seq_length, micro_batch_size=micro, global_batch_size=batch,
-        sequence_parallel=tp > 1, recompute=recompute or base.recompute,
-    )  # fmt: skip
+        base, model=shape.model(pp), tp=tp, pp=pp, dp=dp, seq_length=seq_length, micro_batch_size=micro,
+        global_batch_size=batch, sequence_parallel=tp > 1, recompute=recompute or base.recompute,
+    ).checked()  # fmt: skip
     other_save = last_value(extra, "--save")
     folder = _save(save if other_save is None else Path(other_save))
     goes_on = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
     return Job(
-        replace(known_one, title=known_one.title if model is None else shape.name, layout=layout),
+        replace(known_one, title=known_one.title if model is None else shape.name, model=shape, layout=layout),
         epsilon,
         rotary,
         nodes,
@@ -167,11 +175,11 @@ def _given(asked: int | None, default: int) -> int:
     return default if asked is None else asked
 
 
-def _constants(model: ModelShape) -> tuple[float, int]:
+def _constants(model: Llama) -> tuple[float, int]:
     """Return the norm epsilon and the rotary base of a known model, or of one that a ``config.json`` describes."""
     if model.name in MODELS:
         return _CONSTANTS.get(model.name, (_DEFAULT_EPSILON, _DEFAULT_BASE))
-    body = json.loads(Path(model.name).read_text(encoding="utf-8"))  # load_model has checked the file
+    body = json.loads(Path(model.name).read_text(encoding="utf-8"))  # load_llama has checked the file
     rope = body.get("rope_parameters") or {}
     base = body.get("rope_theta", rope.get("rope_theta", _DEFAULT_BASE) if isinstance(rope, dict) else None)
     epsilon = body.get("rms_norm_eps", _DEFAULT_EPSILON)
@@ -194,7 +202,7 @@ def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
     return gpus // copy
 
 
-def _shrunk(model: ModelShape, pp: int) -> ModelShape:
+def _shrunk(model: Llama, pp: int) -> Llama:
     """Return a small model that trains on a CPU, with grouped attention and tied weights if the original has them."""
     groups = 8 if model.groups == model.heads else 4
     return replace(

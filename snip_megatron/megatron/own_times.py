@@ -13,7 +13,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.megatron.step_costs import linear_shapes, option_times
+from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.records.own_table import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
@@ -62,7 +62,7 @@ class OwnTimes:
             backend.name,
             tuple(sorted(used, key=lambda fmt: fmt.code)),
             shapes_workload(
-                linear_shapes(args, linears).values(),
+                layout_of(args, linears, config).shapes.values(),
                 [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
             ),
             run,

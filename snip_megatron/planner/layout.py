@@ -1,14 +1,15 @@
-"""The distribution of a model over ranks: Megatron's parallelism, batch sizes, and the blocks of each stage."""
+"""The distribution of a model over ranks, with the meaning of Megatron's arguments: what one rank runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.models import ModelShape
-from snip_megatron.precision import DENSE_LAYER
-from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.planner.models import Model
+from snip_megatron.precision import LinearRow, Side
+from snip_megatron.timing.shapes import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
 CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
@@ -23,7 +24,11 @@ _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the t
 
 
 def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1) -> float:
-    """Return the peak number of microbatches whose activations of a whole stage are kept; see Layout.in_flight."""
+    """Return the peak number of microbatches whose activations of a whole stage are kept.
+
+    The schedule is 1F1B, or Megatron's interleaved schedule under a virtual pipeline, whose chunks in flight are
+    counted as shares of the stage.
+    """
     if vpp == 1:
         return min(float(microbatches), float(pp - stage))
     chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
@@ -32,35 +37,31 @@ def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a training, with the meaning of Megatron's arguments.
+    """The sizes of a training.
 
     Attributes:
-        model: the model.
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
+        model: the model. Its rows name their pipeline stages.
+        tp, pp, dp, cp, ep: tensor, pipeline, data, context and expert parallel sizes.
         vpp: virtual pipeline size, the number of chunks of each stage.
-        dp: data parallel size.
+        etp: tensor parallel size of experts; None for ``tp``.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a microbatch.
         global_batch_size: sequences of a step.
         sequence_parallel: ``--sequence-parallel``.
-        recompute: what the backward recomputes: ``none``, ``selective`` (attention) or ``full`` (whole blocks).
+        recompute: what the backward recomputes: ``none``, ``selective`` (modules) or ``full`` (whole layers).
+        recompute_layers: the first layers of each chunk that ``full`` recomputes; None for all.
+        recompute_modules: the modules that ``selective`` recomputes.
         distributed_optimizer: ``--use-distributed-optimizer``.
-        overlap_grad_reduce: ``--overlap-grad-reduce``.
-        overlap_param_gather: ``--overlap-param-gather``.
-        embedding_as_layer: ``--account-for-embedding-in-pipeline-split``.
-        loss_as_layer: ``--account-for-loss-in-pipeline-split``.
-        cuda_graph_impl: ``--cuda-graph-impl``: ``none``, ``local``, ``transformer_engine`` or ``full_iteration``.
-        communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
-        gradient_reduction: ``--snip-gradient-reduction``: ``fp32`` or ``fp8``.
+        overlap_grad_reduce, overlap_param_gather: Megatron's arguments of these names.
+        cuda_graph_impl: ``--cuda-graph-impl``: one of ``CUDA_GRAPHS``.
+        communication: ``--snip-communication``.
+        gradient_reduction: ``--snip-gradient-reduction``.
+        gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
             missing.
-
-    Raises:
-        SnipError: Megatron or SNIP would refuse the sizes.
     """
 
-    model: ModelShape
+    model: Model
     tp: int
     pp: int
     vpp: int
@@ -68,41 +69,52 @@ class Layout:
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
+    recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    embedding_as_layer: bool = False
-    loss_as_layer: bool = False
     cuda_graph_impl: str = "none"
     communication: str = "bf16"
     gradient_reduction: str = "fp32"
+    gradient_bytes: int = 4
     gradient_accumulation_fusion: bool = True
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Layout:
+        """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
         self._check_positive()
         self._check_tensor_parallel()
-        self._check_pipeline()
         self._check_batch()
         self._check_communication()
         self._check_graphs()
+        assert self.shapes  # ranks can share all features
+        return self
 
-    # -- derived -------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:
         """Total number of GPUs."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def microbatches(self) -> int:
         """Microbatches of a training step on one data parallel rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp)
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.seq_length * self.micro_batch_size
+        """Tokens of a microbatch on one context parallel rank."""
+        return self.seq_length * self.micro_batch_size // self.cp
+
+    @property
+    def stream(self) -> float:
+        """Elements of a microbatch's residual stream on one rank."""
+        return self.tokens * self.model.hidden / (self.tp if self.sequence_parallel else 1)
 
     @property
     def bubble(self) -> float:
@@ -115,48 +127,72 @@ class Layout:
         step = _PADDING * self.tp
         return -(-self.model.vocabulary // step) * step
 
-    @property
-    def attention_features(self) -> tuple[int, int]:
-        """Features of the queries and of the keys of a rank's heads. A rank has at least one key-value head."""
-        model = self.model
-        return model.heads // self.tp * model.head_size, max(1, model.groups // self.tp) * model.head_size
+    def in_flight(self, stage: int, microbatches: int | None = None) -> float:
+        """Return :func:`microbatches_in_flight` of a training step, or of a call of so many microbatches."""
+        return microbatches_in_flight(microbatches or self.microbatches, stage, self.pp, self.vpp)
 
-    @property
-    def chunks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Blocks by stage and chunk. Chunk c of stage s follows chunk c of stage s − 1."""
-        per_chunk = self._layers // (self.pp * self.vpp)
-        skipped = int(self.embedding_as_layer)
-        stages: list[list[tuple[int, ...]]] = [[] for _ in range(self.pp)]
-        for place in range(self.pp * self.vpp):
-            layers = range(place * per_chunk - skipped, (place + 1) * per_chunk - skipped)
-            stages[place % self.pp].append(tuple(x for x in layers if 0 <= x < self.model.blocks))
-        return tuple(tuple(chunks) for chunks in stages)
+    # -- linears -------------------------------------------------------------------------------------------------
+    @cached_property
+    def stages(self) -> tuple[tuple[tuple[LinearRow, ...], ...], ...]:
+        """The rows of each layer of each stage."""
+        found: list[dict[tuple[str, int], list[LinearRow]]] = [{} for _ in range(self.pp)]
+        for row in self.model.rows:
+            found[row.stage].setdefault((row.id.stack, row.id.layer), []).append(row)
+        return tuple(tuple(map(tuple, layers.values())) for layers in found)
 
-    @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks by stage."""
-        return tuple(tuple(block for chunk in chunks for block in chunk) for chunks in self.chunks)
+    @cached_property
+    def shapes(self) -> dict[str, LinearShape]:
+        """Name of a linear → its shape on one rank."""
+        return {row.name: self._shape(row) for row in self.model.rows}
 
-    def stage_of(self) -> dict[int, int]:
-        """Return block → stage."""
-        return {block: stage for stage, blocks in enumerate(self.stages) for block in blocks}
+    @cached_property
+    def kinds(self) -> dict[str, LinearRow]:
+        """Path in the layer → a row, if all linears of a path have one shape; otherwise name → row."""
+        paths = {row.id.path: row for row in self.model.rows}
+        if all(self.shapes[row.name] == self.shapes[paths[row.id.path].name] for row in self.model.rows):
+            return paths
+        return {row.name: row for row in self.model.rows}
 
-    def linear_shapes(self) -> dict[str, LinearShape]:
-        """Return the shapes of a block's linears on one rank, by kind."""
-        return {
-            kind: local_shape(
-                kind,
-                *self.model.linears[kind],
-                tokens=self.tokens,
-                tensor_parallel=self.tp,
-                microbatches=self.microbatches,
-                sequence_parallel=self.sequence_parallel,
-                recompute=self.recompute == "full",
-                fused_accumulation=self.gradient_accumulation_fusion,
-            )
-            for kind in DENSE_LAYER
-        }
+    def matrices(self, row: LinearRow) -> int:
+        """Return the number of matrices of a row on one rank: its experts."""
+        return row.experts // self.ep if row.experts > 1 else 1
 
+    def passes(self, row: LinearRow) -> int:
+        """Return how often a microbatch runs a GEMM of a row: once for each matrix and prediction."""
+        return self.matrices(row) if row.experts > 1 else row.active
+
+    def recomputed(self, row: LinearRow) -> bool:
+        """Return whether the backward runs the forward of a linear again."""
+        if self.recompute == "selective":
+            return "mlp" in self.recompute_modules and row.id.path.startswith("mlp.")
+        if self.recompute == "none" or self.recompute_layers is None:
+            return self.recompute == "full"
+        chunk = -(-self.model.blocks // (self.pp * self.vpp))
+        return row.id.layer % chunk < self.recompute_layers
+
+    def _shape(self, row: LinearRow) -> LinearShape:
+        """Tokens are taken to be spread evenly over experts, each of which has GEMMs of its own."""
+        tokens, tp, sequence_parallel = self.tokens, self.tp, self.sequence_parallel
+        if row.experts > 1:
+            own = self.etp or tp
+            tokens = max(1, tokens * row.active * self.ep * own // (tp * row.experts))
+            tp, sequence_parallel = own, False
+        n, k = row.n, row.k
+        split = {Side.OUTPUT: n, Side.INPUT: k, Side.NEITHER: 0}[row.sharded]
+        if split % tp:
+            raise SnipError(f"{row.name} [{n}, {k}]: {split} features cannot be split over {tp} ranks")
+        return LinearShape(
+            tokens=tokens // tp if row.sharded is Side.NEITHER and sequence_parallel else tokens,
+            n=n // tp if row.sharded is Side.OUTPUT else n,
+            k=k // tp if row.sharded is Side.INPUT else k,
+            microbatches=self.microbatches * self.passes(row),
+            gathered=row.sharded is Side.OUTPUT and sequence_parallel and tp > 1,
+            forwards=2 if self.recomputed(row) else 1,
+            fused_accumulation=self.gradient_accumulation_fusion,
+            matrices=self.matrices(row),
+        )
+
+    # -- parameters ----------------------------------------------------------------------------------------------
     def stage_parameters(self, stage: int) -> int:
         """Return the number of parameters on a rank of ``stage``: linears, norms, embedding and output layer."""
         output = stage == self.pp - 1 and (not self.model.tied or self.pp > 1)
@@ -167,33 +203,15 @@ class Layout:
 
         These are all parameters except those of the output layer.
         """
-        model = self.model
-        count = len(self.stages[stage]) * (model.block_weights // self.tp + 2 * model.hidden)
-        if stage == 0:
-            count += self.vocabulary * model.hidden // self.tp
-        return count + (model.hidden if stage == self.pp - 1 else 0)
-
-    def in_flight(self, stage: int, microbatches: int | None = None) -> float:
-        """Return the peak number of microbatches whose activations of the whole stage are kept.
-
-        The schedule is 1F1B, or Megatron's interleaved schedule under a virtual pipeline, whose chunks in flight are
-        counted as shares of the stage.
-
-        Args:
-            stage: the pipeline stage.
-            microbatches: microbatches of the call of the schedule; None for those of a training step.
-        """
-        most = self.microbatches if microbatches is None else microbatches
-        return microbatches_in_flight(most, stage, self.pp, self.vpp)
+        rows = [row for layer in self.stages[stage] for row in layer]
+        shapes = [self.shapes[row.name] for row in rows]
+        norms = len({row.sub_block for row in rows}) + (stage == self.pp - 1)
+        embedding = self.vocabulary * self.model.hidden // self.tp if stage == 0 else 0
+        return sum(shape.n * shape.k * shape.matrices for shape in shapes) + norms * self.model.hidden + embedding
 
     # -- checks --------------------------------------------------------------------------------------------------
-    @property
-    def _layers(self) -> int:
-        return self.model.blocks + self.embedding_as_layer + self.loss_as_layer
-
     def _check_positive(self) -> None:
-        names = ("tp", "pp", "vpp", "dp", "seq_length", "micro_batch_size", "global_batch_size")
-        for name in names:
+        for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "seq_length", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if not 1 <= value <= _MOST:
                 raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}")
@@ -208,8 +226,6 @@ class Layout:
             raise SnipError(
                 f"--tp {tp}: must be a multiple or divisor of the {model.groups} key-value heads of {model.name}"
             )
-        if model.ffn % tp:
-            raise SnipError(f"--tp {tp}: {model.name}'s MLP of {model.ffn} features cannot be split over {tp} ranks")
         if self.sequence_parallel and self.seq_length % tp:
             raise SnipError(f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks")
 
@@ -245,29 +261,14 @@ class Layout:
                 f" {GRAPHS_WITHOUT_PIPELINE[self.cuda_graph_impl]}; use --cuda-graph-impl transformer_engine"
             )
 
-    def _check_pipeline(self) -> None:
-        chunks = self.pp * self.vpp
-        if self.vpp > 1 and self.pp == 1:
-            raise SnipError(f"--vpp {self.vpp}: a virtual pipeline needs --pp of 2 or more")
-        if self._layers % chunks:
-            extra = self._layers - self.model.blocks
-            raise SnipError(
-                f"--pp {self.pp} --vpp {self.vpp}: {self.model.name} has {self.model.blocks} blocks"
-                f"{f' (with embedding and loss {self._layers})' if extra else ''}, not divisible by {chunks};"
-                " choose other sizes, or count embedding and loss as layers (--account-for-embedding-in-pipeline-split"
-                " and --account-for-loss-in-pipeline-split)"
-            )
-        if any(not blocks for blocks in self.stages):
-            raise SnipError(
-                f"--pp {self.pp}: {self.model.name} has {self.model.blocks} blocks, a stage would hold none"
-            )
-
     def _check_batch(self) -> None:
         each = self.micro_batch_size * self.dp
         if self.global_batch_size % each:
             raise SnipError(
                 f"--global-batch-size {self.global_batch_size}: must be a multiple of --micro-batch-size × --dp, {each}"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise SnipError(f"--vpp {self.vpp}: a virtual pipeline needs --pp of 2 or more")
         if self.vpp > 1 and self.microbatches % self.pp:
             raise SnipError(
                 f"--vpp {self.vpp}: an interleaved schedule needs microbatches ({self.microbatches}) in multiples of"

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import measures, probe_microbatches
-from snip_megatron.precision import DENSE_LAYER, Format
+from snip_megatron.planner.updates import probe_microbatches, solves
+from snip_megatron.precision import Format, LinearRow, Role
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.shapes import Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
-FormatsOf = Callable[[int, str], Formats]
-"""(block, kind of linear) → formats."""
+FormatsOf = Callable[[LinearRow], Formats]
 
 ASSUMPTIONS = (
-    "memory: bf16 weights, FP32 gradients, FP32 master weights and two Adam moments (sharded by the distributed"
-    " optimizer); fused attention that keeps q, k, v, its output and one number a row; bf16 logits, FP32 softmax, bf16"
-    " gradient; the backward's largest temporary is the gradient of the MLP's first linear; operands of emulated"
-    " formats in bf16; no CUDA graphs, fragmentation, NCCL buffers or CUDA context",
+    "memory: bf16 weights, FP32 master weights and two Adam moments (sharded by the distributed optimizer); every"
+    " linear keeps its X, and what reads it its Y; fused attention that keeps one number a row; bf16 logits, FP32"
+    " softmax, bf16 gradient; the backward's largest temporary is the gradient of the widest Y; operands of emulated"
+    " formats in bf16; no states of scans, CUDA graphs, fragmentation, NCCL buffers or CUDA context",
 )
 
-_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
+_WEIGHT, _OPTIMIZER = 2, 12
 _LOGIT = 8  # bytes: bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
 NATIVE = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
@@ -42,7 +41,7 @@ class StageMemory:
 
     Attributes:
         parameters: bf16 weights.
-        gradients: FP32 gradients.
+        gradients: gradients.
         optimizer: FP32 master weights and moments.
         quantised_weights: quantised weights, which are kept from a step's first microbatch to its end.
         activations: activations that are kept for the backward at the schedule's peak.
@@ -112,25 +111,19 @@ def stage_memory(
     """
     single = dataclasses.replace(layout, micro_batch_size=1)
     parameters = layout.stage_parameters(stage)
-    shards = layout.dp if layout.distributed_optimizer else 1
-    shapes = layout.linear_shapes()
-    blocks = layout.stages[stage]
-    kept = sum(block_activations(layout, _row(formats_of, block), native) for block in blocks)
-    if layout.recompute == "full":
-        working_block = max(_kept_without_recompute(layout, _row(formats_of, block), native) for block in blocks)
-    else:
-        working_block = 0.0
-    weights = sum(
-        quantised_weight(shapes[kind], formats_of(block, kind), native) for block in blocks for kind in DENSE_LAYER
-    )
+    shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
+    layers = layout.stages[stage]
+    kept, again = _activations(layout, layers, formats_of, native)
     return StageMemory(
         parameters=float(_WEIGHT * parameters),
-        gradients=float(_GRADIENT * parameters),
+        gradients=float(layout.gradient_bytes * parameters),
         optimizer=_OPTIMIZER * parameters / shards,
-        quantised_weights=weights,
+        quantised_weights=sum(
+            quantised_weight(layout.shapes[row.name], formats_of(row), native) for layer in layers for row in layer
+        ),
         activations=kept * layout.in_flight(stage),
         logits=_logits(layout, stage),
-        working=working_block + _working(layout),
+        working=again + _working(layout),
         probe=_probe(layout, stage, config),
         least_probe=_probe(single, stage, config) + _logits(single, stage) + _working(single),
     )
@@ -141,27 +134,51 @@ def _logits(layout: Layout, stage: int) -> float:
 
 
 def _working(layout: Layout) -> float:
-    return 2.0 * layout.tokens * 2 * layout.model.ffn / layout.tp
+    return max(2.0 * _elements(layout, row, layout.shapes[row.name].n) for row in layout.model.rows)
 
 
-def block_activations(layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE) -> float:
-    """Return the bytes that one block keeps of one microbatch for its backward."""
-    if layout.recompute == "full":
-        return 2.0 * layout.tokens * layout.model.hidden / _stream_shards(layout)
-    return _kept_without_recompute(layout, formats, native)
+def _elements(layout: Layout, row: LinearRow, features: int) -> float:
+    """Return the elements of a microbatch in so many features, of all experts and predictions."""
+    return float(layout.shapes[row.name].tokens * features * layout.passes(row))
 
 
-def _kept_without_recompute(
-    layout: Layout, formats: Mapping[str, Formats], native: Collection[Format] = NATIVE
+def _activations(
+    layout: Layout, layers: Sequence[Sequence[LinearRow]], formats_of: FormatsOf, native: Collection[Format] = NATIVE
+) -> tuple[float, float]:
+    """Return the bytes that layers keep of one microbatch, and those of the largest layer that is recomputed whole."""
+    kept = again = 0.0
+    for layer in layers:
+        if layout.recompute == "full" and layout.recomputed(layer[0]):
+            kept += 2.0 * layout.stream
+            again = max(again, layer_activations(layout, layer, formats_of, native))
+        else:
+            kept += layer_activations(layout, layer, formats_of, native)
+    return kept, again
+
+
+def layer_activations(
+    layout: Layout, layer: Sequence[LinearRow], formats_of: FormatsOf, native: Collection[Format] = NATIVE
 ) -> float:
-    model, tokens, tp = layout.model, layout.tokens, layout.tp
-    queries, keys = (tokens * features for features in layout.attention_features)
-    norms = 2 * 2.0 * tokens * model.hidden / _stream_shards(layout)
-    heads = 2.0 * (queries + 2 * keys)
-    output = 0.0 if layout.recompute == "selective" else 2.0 * queries + 4.0 * tokens * model.heads / tp
-    swiglu = 2.0 * tokens * 2 * model.ffn / tp
-    inputs = sum(saved_input(layout, kind, formats[kind], native) for kind in DENSE_LAYER)
-    return norms + heads + output + swiglu + inputs
+    """Return the bytes that a layer keeps of one microbatch for its backward, if that does not recompute it whole."""
+    kept = 2.0 * layout.stream * len({row.sub_block for row in layer})  # the inputs of norms
+    for row in layer:
+        if layout.recompute == "selective" and layout.recomputed(row):
+            continue
+        shape = layout.shapes[row.name]
+        kept += saved_input(layout, row, formats_of(row), native)
+        kept += 0.0 if row.role is Role.WRITES else 2.0 * _elements(layout, row, shape.n)
+        if after_attention(row) and not _recomputes_attention(layout):
+            kept += 2.0 * _elements(layout, row, shape.k) + 4.0 * layout.tokens * layout.model.heads / layout.tp
+    return kept
+
+
+def after_attention(row: LinearRow) -> bool:
+    """Return whether a linear reads the output of an attention that keeps it."""
+    return row.id.path.endswith("attention.linear_proj")
+
+
+def _recomputes_attention(layout: Layout) -> bool:
+    return layout.recompute == "selective" and "core_attn" in layout.recompute_modules
 
 
 def scale_bytes(fmt: Format) -> float:
@@ -177,21 +194,19 @@ def packed_bytes(fmt: Format) -> float:
     return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
 
 
-def saved_input(layout: Layout, kind: str, formats: Formats, native: Collection[Format] = NATIVE) -> float:
+def saved_input(layout: Layout, row: LinearRow, formats: Formats, native: Collection[Format] = NATIVE) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
     A linear keeps the operand of wgrad: elements in E4M3, or in bf16 if the format is emulated, and FP32 scales of
-    tiles. If sequence parallelism gathers X, it keeps the shard instead, in bf16 or as it is gathered. In bf16,
-    ``linear_proj`` shares X with the attention, which keeps its output itself.
+    tiles. If sequence parallelism gathers X, it keeps the shard instead, in bf16 or as it is gathered. In bf16, the
+    linear after attention shares X with the attention, which keeps its output itself.
     """
-    shape = layout.linear_shapes()[kind]
-    wgrad = formats[2]
+    shape, wgrad = layout.shapes[row.name], formats[2]
+    elements = _elements(layout, row, shape.k)
     if shape.gathered:
-        each = 2.0 if layout.communication == "bf16" else packed_bytes(wgrad)
-        return each * layout.tokens * shape.k / layout.tp
-    elements = float(layout.tokens * shape.k)
+        return (2.0 if layout.communication == "bf16" else packed_bytes(wgrad)) * elements / layout.tp
     if wgrad is Format.BF16:
-        shared = kind == "self_attention.linear_proj" and layout.recompute != "selective"
+        shared = after_attention(row) and not _recomputes_attention(layout)
         return 0.0 if shared else 2.0 * elements
     return elements * _operand(wgrad, _TILE, native)
 
@@ -204,7 +219,7 @@ def quantised_weight(shape: LinearShape, formats: Formats, native: Collection[Fo
     sides = [fmt for fmt in formats[:2] if fmt is not Format.BF16]
     if len(sides) == 2 and sides[0] not in native and one_weight(*sides):
         del sides[1]
-    return float(shape.n * shape.k) * sum(_operand(fmt, _BLOCK, native) for fmt in sides)
+    return float(shape.n * shape.k * shape.matrices) * sum(_operand(fmt, _BLOCK, native) for fmt in sides)
 
 
 def one_weight(fprop: Format, dgrad: Format) -> bool:
@@ -221,36 +236,17 @@ def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
     """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and the rows that the
     statistics pass samples, which are kept to the end of the update.
     """
-    if config is None or not measures(config):
+    if config is None or not solves(config):
         return 0.0
-    each = probe_microbatches(layout, config)
-    own = _probed_shapes(layout, stage)
-    return own.samples(config.probe_tokens, each) + _bf16_activations(layout, stage, each) + own.recording
-
-
-def _probed_shapes(layout: Layout, stage: int) -> ProbedShapes:
-    linears = [LinearRows(layout.tokens, shape.n, shape.k) for shape in layout.linear_shapes().values()]
-    blocks = len(layout.stages[stage])
-    return ProbedShapes(
-        linears=linears * blocks,
+    each, layers = probe_microbatches(layout, config), layout.stages[stage]
+    rows = [row for layer in layers for row in layer]
+    shapes = [(layout.shapes[row.name], layout.passes(row)) for row in rows]
+    own = ProbedShapes(
+        linears=[LinearRows(shape.tokens, shape.n, shape.k) for shape, count in shapes for _ in range(count)],
         tokens=layout.tokens,
         hidden=layout.model.hidden,
-        boundaries=2 * blocks,
+        boundaries=len({row.sub_block for row in rows}),
         element=_WEIGHT,
     )
-
-
-def _bf16_activations(layout: Layout, stage: int, microbatches: int) -> float:
-    """Return the bytes of activations of a call of the schedule, with all linears in bf16."""
-    formats = dict.fromkeys(DENSE_LAYER, (Format.BF16,) * 3)
-    kept = len(layout.stages[stage]) * block_activations(layout, formats) * layout.in_flight(stage, microbatches)
-    return kept + (_kept_without_recompute(layout, formats) if layout.recompute == "full" else 0.0)
-
-
-def _row(formats_of: FormatsOf, block: int) -> dict[str, Formats]:
-    return {kind: formats_of(block, kind) for kind in DENSE_LAYER}
-
-
-def _stream_shards(layout: Layout) -> int:
-    """Return the number of ranks over which the residual stream and the norms' activations are sharded."""
-    return layout.tp if layout.sequence_parallel else 1
+    kept, again = _activations(layout, layers, lambda row: ALL_BF16)
+    return own.samples(config.probe_tokens, each) + kept * layout.in_flight(stage, each) + again + own.recording

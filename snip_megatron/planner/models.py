@@ -1,4 +1,4 @@
-"""Sizes of known Llama models, and of models given by a Hugging Face ``config.json``."""
+"""What a plan knows of a model; the sizes of known Llama models, and of those that a ``config.json`` gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import DENSE_LAYER
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 
 _MAX_EDGE = 2**24
 _MAX_BLOCKS = 10_000
@@ -16,20 +16,66 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
+class Model:
+    """A model: its linears, and the sizes of what is no linear.
 
     Attributes:
         name: the model's name or file.
-        blocks: number of transformer blocks.
-        hidden: hidden size.
-        ffn: intermediate size of the MLP.
+        rows: the linears of all layers. Their stages are those of a layout.
+        hidden: features of the residual stream.
         heads: number of query heads.
         groups: number of key-value heads.
-        head_size: features of a head.
+        head_size: features of a head; of latent attention, the mean of those of keys and of values.
         vocabulary: rows of the word embedding.
         context: sequence length of training.
         tied: whether the output layer shares the word embedding's weight.
+    """
+
+    name: str
+    rows: tuple[LinearRow, ...]
+    hidden: int
+    heads: int
+    groups: int
+    head_size: int
+    vocabulary: int
+    context: int
+    tied: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Number of layers, those of multi-token prediction included."""
+        return len({(row.id.stack, row.id.layer) for row in self.rows})
+
+    @property
+    def weights(self) -> float:
+        """Number of weights of the linears."""
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the linears for one token, in forward and backward."""
+        return sum(row.flops * row.runs(None) for row in self.rows)
+
+    @property
+    def predictions(self) -> int:
+        """Number of predictions of a token: the next one, and those of multi-token prediction."""
+        return 1 + sum(row.active for row in self.rows if row.id.path == "eh_proj")
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters: linears, norms, embedding and output layer, without padding of the vocabulary."""
+        norms = len({row.sub_block for row in self.rows}) + 1
+        return int(self.weights) + norms * self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
+
+    Attributes:
+        name, hidden, heads, groups, head_size, vocabulary, context, tied: see :class:`Model`.
+        blocks: number of transformer blocks.
+        ffn: intermediate size of the MLP.
     """
 
     name: str
@@ -43,9 +89,18 @@ class ModelShape:
     context: int
     tied: bool = False
 
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Weight shape (n, k) of a block's four linears, by kind."""
+    def model(self, pp: int = 1, vpp: int = 1, *, embedding: bool = False, loss: bool = False) -> Model:
+        """Return the model, whose blocks are split evenly over pipeline stages.
+
+        Args:
+            pp: pipeline parallel size.
+            vpp: number of chunks of each stage. Chunk c of stage s follows chunk c of stage s − 1.
+            embedding: whether the embedding counts as a layer of the first stage.
+            loss: whether the loss counts as a layer of the last stage.
+
+        Raises:
+            SnipError: Megatron would refuse the split.
+        """
         queries = self.heads * self.head_size
         shapes = (
             (queries + 2 * self.groups * self.head_size, self.hidden),
@@ -53,34 +108,44 @@ class ModelShape:
             (2 * self.ffn, self.hidden),
             (self.hidden, self.ffn),
         )
-        return dict(zip(DENSE_LAYER, shapes, strict=True))
+        rows = (
+            LinearRow(str(LinearId("decoder", block, path)), stage, *shape)
+            for block, stage in enumerate(self._stages(pp, vpp, embedding, loss))
+            for path, shape in zip(DENSE_LAYER, shapes, strict=True)
+        )
+        sizes = (self.hidden, self.heads, self.groups, self.head_size, self.vocabulary, self.context, self.tied)
+        return Model(self.name, tuple(rows), *sizes)
 
-    @property
-    def block_weights(self) -> int:
-        """Number of weights in a block's linears."""
-        return sum(n * k for n, k in self.linears.values())
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, without padding of the vocabulary."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.blocks * (self.block_weights + 2 * self.hidden) + self.hidden + embeddings
+    def _stages(self, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
+        """Return the stage of each block."""
+        layers, chunks = self.blocks + embedding + loss, pp * vpp
+        if layers % chunks:
+            raise SnipError(
+                f"--pp {pp} --vpp {vpp}: {self.name} has {self.blocks} blocks"
+                f"{f' (with embedding and loss {layers})' if layers > self.blocks else ''}, not divisible by {chunks};"
+                " choose other sizes, or count embedding and loss as layers (--account-for-embedding-in-pipeline-split"
+                " and --account-for-loss-in-pipeline-split)"
+            )
+        stages = [(block + embedding) // (layers // chunks) % pp for block in range(self.blocks)]
+        if len(set(stages)) < pp:
+            raise SnipError(f"--pp {pp}: {self.name} has {self.blocks} blocks, a stage would hold none")
+        return stages
 
 
 _KNOWN = (
-    ModelShape("llama-1b", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
-    ModelShape("llama-3b", 26, 3200, 8640, 32, 32, 100, 32000, 2048),
-    ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096),
-    ModelShape("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8192),
-    ModelShape("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256, 8192),
-    ModelShape("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256, 8192),
+    Llama("llama-1b", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
+    Llama("llama-3b", 26, 3200, 8640, 32, 32, 100, 32000, 2048),
+    Llama("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096),
+    Llama("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8192),
+    Llama("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256, 8192),
+    Llama("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256, 8192),
 )
 MODELS = {model.name: model for model in _KNOWN}
 """TinyLlama 1.1B, OpenLLaMA 3B, Llama 2 7B, Llama 3 8B, 70B and 405B."""
 
 
-def load_model(name: str) -> ModelShape:
-    """Load a model's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
+def load_llama(name: str) -> Llama:
+    """Load a Llama's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
 
     Raises:
         SnipError: the name is unknown, the file cannot be read, or a field is missing or invalid.
@@ -105,7 +170,7 @@ def load_model(name: str) -> ModelShape:
     return from_hugging_face(text, where=str(path))
 
 
-def from_hugging_face(text: str, *, where: str) -> ModelShape:
+def from_hugging_face(text: str, *, where: str) -> Llama:
     """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
     try:
         body = json.loads(text)
@@ -114,7 +179,10 @@ def from_hugging_face(text: str, *, where: str) -> ModelShape:
     if not isinstance(body, dict):
         raise SnipError(f"{where}: must be an object")
     if body.get("model_type") != "llama":
-        raise SnipError(f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}')
+        raise SnipError(
+            f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'
+            " arguments of Megatron (snip plan --megatron ...)"
+        )
     if body.get("hidden_act", "silu") != "silu":
         raise SnipError(f'{where}: hidden_act: must be "silu", got {quoted(body["hidden_act"])}')
     for bias in ("attention_bias", "mlp_bias"):
@@ -126,7 +194,7 @@ def from_hugging_face(text: str, *, where: str) -> ModelShape:
         raise SnipError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
     if heads % groups:
         raise SnipError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    return ModelShape(
+    return Llama(
         name=where,
         blocks=_whole(body, "num_hidden_layers", where, most=_MAX_BLOCKS),
         hidden=hidden,

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.planner.request import PlanRequest
+from snip_megatron.planner.request import PlanRequest, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
-from snip_megatron.precision import Format, Gemm, split_option_id
+from snip_megatron.precision import Format, Gemm, fp4_fraction, split_option_id
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.sensitivity.problem import phased_items
@@ -55,7 +54,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
             " budget, or those of the phases",
             exit_code=INFEASIBLE_EXIT,
         )
-    bf16 = step.step(lambda block, kind: ALL_BF16)
+    bf16 = step.step(lambda row: ALL_BF16)
     rows = [_phase(step, bf16, *each) for each in zip(phased.begins, phased.steps, solution.phases, strict=True)]
     return {
         "schedule": config.schedule,
@@ -101,14 +100,13 @@ def _static_loss(problem: Problem, fixed: Solution) -> float:
 
 
 def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: Solution) -> Body:
-    model = step.layout.model
-    formats_of = formats_of_map(model, solution.to_precision_map())
-    time = step.step(formats_of)
+    rows, chosen = step.layout.model.rows, solution.to_precision_map()
+    time = step.step(formats_of_map(chosen))
     return {
         "from_step": begin,
         "steps": steps,
-        "gemms": gemm_counts(model, formats_of),
-        "fp4_share": fp4_share(model, formats_of),
+        "gemms": gemm_counts(rows, chosen),
+        "fp4_share": fp4_fraction(chosen, {row.name: row.flops for row in rows}),
         "seconds": time.total,
         "speedup": bf16.total / time.total,
         "linears_seconds": max(stage.priced for stage in time.stages),

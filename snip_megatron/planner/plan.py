@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.planner import memory, overhead, phases, step_time, synthetic
+from snip_megatron.planner import memory, phases, step_time, synthetic, updates
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
 from snip_megatron.planner.phases import plan_phases
-from snip_megatron.planner.request import PlanRequest, build_problem
+from snip_megatron.planner.request import PlanRequest, build_problem, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.planner.variants import formats_of_map, fp4_share, gemm_counts
-from snip_megatron.precision import DENSE_LAYER, Format
+from snip_megatron.precision import Format, LinearRow, fp4_fraction
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 
@@ -47,21 +47,28 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         raise SnipError(f"--budget {cut(str(request.budget))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
-    recapture = overhead.recapture(layout, step.rates.recapture)
-    costs = overhead.overhead(layout, request.config, steps["bf16"], steps["map"], step.links, recapture)
+    cost = updates.update_cost(
+        layout,
+        request.config,
+        work=steps["bf16"].slowest,
+        bf16=steps["bf16"].total,
+        running=steps["map"].total,
+        links=step.links,
+        recapture=step.rates.recapture,
+    )
     stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
-        "model": dataclasses.asdict(layout.model) | {"parameters": layout.model.parameters},
+        "model": _model(layout),
         "layout": _layout(layout),
         "timings": step.model.name,
-        "linears": [_linear(step, kind) for kind in DENSE_LAYER],
+        "linears": [_linear(step, kind, row) for kind, row in _kinds(layout)],
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
-        "budget": _budget(step, request, problem, solution, variants["map"], steps),
+        "budget": _budget(step, request, problem, solution, steps),
         "phases": plan_phases(step, request, problem, solution),
-        "overhead": _overhead(costs, request.config),
+        "overhead": _overhead(cost, request.config),
         "assumptions": _assumptions(step, request),
     }
 
@@ -69,32 +76,46 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
 def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
     """Return the compared variants: bf16, fp8 everywhere (if the cost model knows it), and the map."""
     found = {fmt.value: _uniform(fmt) for fmt in (Format.BF16, Format.FP8) if fmt in step.model.formats}
-    return found | {"map": formats_of_map(step.layout.model, solution.to_precision_map())}
+    return found | {"map": formats_of_map(solution.to_precision_map())}
 
 
 def _uniform(fmt: Format) -> FormatsOf:
-    return lambda block, kind: (fmt,) * 3
+    return lambda row: (fmt,) * 3
 
 
 # -- parts of the body ---------------------------------------------------------------------------------------------
+def _model(layout: Layout) -> Body:
+    model = layout.model
+    sizes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "rows"}
+    return sizes | {"blocks": model.blocks, "parameters": model.parameters}
+
+
 def _layout(layout: Layout) -> Body:
     body = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout) if f.name != "model"}
     return body | {"gpus": layout.ranks, "microbatches": layout.microbatches, "bubble": layout.bubble - 1.0}
 
 
-def _linear(step: StepModel, kind: str) -> Body:
+def _kinds(layout: Layout) -> list[tuple[str, LinearRow]]:
+    """Return (path in the layer, a row) for each different linear."""
+    shapes = {(row.id.path, layout.shapes[row.name]): row for row in reversed(layout.model.rows)}
+    return [(path, row) for (path, _), row in reversed(shapes.items())]
+
+
+def _linear(step: StepModel, kind: str, row: LinearRow) -> Body:
     """Describe a kind of linear on one GPU: its shape, and the seconds of a microbatch in each format."""
-    shape = step.shapes[kind]
-    bf16 = step.linear(kind, ALL_BF16)
+    shape = step.layout.shapes[row.name]
+    bf16 = step.linear(row, ALL_BF16)
     formats = [fmt for fmt in step.model.formats if fmt is not Format.BF16]
+    runs = step.layout.microbatches
     return {
         "kind": kind,
         "tokens": shape.tokens,
         "n": shape.n,
         "k": shape.k,
-        "flops": 3.0 * shape.flops,
-        "seconds": {fmt.value: step.linear(kind, (fmt,) * 3) / shape.microbatches for fmt in (Format.BF16, *formats)},
-        "speedup": {fmt.value: bf16 / step.linear(kind, (fmt,) * 3) for fmt in formats},
+        "gemms": step.layout.passes(row),
+        "flops": 3.0 * shape.flops * step.layout.passes(row),
+        "seconds": {fmt.value: step.linear(row, (fmt,) * 3) / runs for fmt in (Format.BF16, *formats)},
+        "speedup": {fmt.value: bf16 / step.linear(row, (fmt,) * 3) for fmt in formats},
         "extrapolated": step.model.extrapolated(shape),
     }
 
@@ -107,19 +128,18 @@ def _stage(
     config: SnipConfig,
 ) -> Body:
     layout = step.layout
-    blocks = layout.stages[stage]
-    shapes = step.shapes.values()
-    flops = 3.0 * len(blocks) * layout.microbatches * math.fsum(shape.flops for shape in shapes)
+    layers = layout.stages[stage]
+    shapes = [(layout.shapes[row.name], row) for layer in layers for row in layer]
     native = native_formats(step.model)
     bytes_by_variant = {
         name: _memory(stage_memory(layout, stage, formats_of, config, native)) for name, formats_of in variants.items()
     }
     return {
         "stage": stage,
-        "chunks": [[chunk[0], chunk[-1]] if chunk else [] for chunk in layout.chunks[stage]],
-        "blocks": len(blocks),
+        "chunks": _runs([layer[0].id.layer for layer in layers if layer[0].id.stack == "decoder"]),
+        "blocks": len(layers),
         "parameters": layout.stage_parameters(stage),
-        "flops": flops,
+        "flops": math.fsum(row.runs(None) * shape.flops * shape.microbatches for shape, row in shapes),
         "bytes": bytes_by_variant,
         "seconds": {
             name: dataclasses.asdict(time.stages[stage]) | {"total": time.stages[stage].total}
@@ -127,6 +147,13 @@ def _stage(
         },
         "busy": {name: time.stages[stage].total / time.slowest for name, time in steps.items()},
     }
+
+
+def _runs(layers: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last layer of each run of consecutive ones: of each chunk of a stage."""
+    groups = groupby(enumerate(layers), key=lambda place: place[1] - place[0])
+    runs = [[layer for _, layer in group] for _, group in groups]
+    return [[run[0], run[-1]] for run in runs]
 
 
 def _fit(stages: Sequence[Body], gpu: float | None) -> Body:
@@ -146,7 +173,7 @@ def _memory(found: memory.StageMemory) -> Body:
 
 def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
     tokens = layout.seq_length * layout.global_batch_size
-    linears = 6.0 * tokens * layout.model.blocks * layout.model.block_weights
+    linears = tokens * layout.model.flops
     return {
         "seconds": time.total,
         "tokens_per_second_per_gpu": tokens / time.total / layout.ranks,
@@ -170,12 +197,11 @@ def _budget(
     request: PlanRequest,
     problem: Problem,
     solution: Solution,
-    formats_of: FormatsOf,
     steps: Mapping[str, StepTime],
 ) -> Body:
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
-    model = step.layout.model
-    share = fp4_share(model, formats_of)
+    rows, chosen = step.layout.model.rows, solution.to_precision_map()
+    share = fp4_fraction(chosen, {row.name: row.flops for row in rows})
     planned = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
     return {
         "asked": str(request.budget),
@@ -190,7 +216,7 @@ def _budget(
         "bound": solution.bound,
         "solve_seconds": solution.solve_seconds,
         "items": len(solution.choices),
-        "gemms": gemm_counts(model, formats_of),
+        "gemms": gemm_counts(rows, chosen),
         "fp4_share": share,
         "snip_arguments": request.training_arguments(),
     }
@@ -210,15 +236,15 @@ def _beaten(step: StepModel, problem: Problem, solution: Solution, running: Step
     return min(found, key=lambda body: body["seconds"], default=None)
 
 
-def _overhead(costs: overhead.Overhead, config: SnipConfig) -> Body:
+def _overhead(cost: updates.Update, config: SnipConfig) -> Body:
     asked = {"policy": config.policy, "estimator": config.estimator, "interval": config.update_interval}
-    return dataclasses.asdict(costs) | asked
+    return dataclasses.asdict(cost) | asked
 
 
 def _assumptions(step: StepModel, request: PlanRequest) -> list[str]:
-    outside = [kind for kind in DENSE_LAYER if step.model.extrapolated(step.shapes[kind])]
+    outside = [kind for kind, row in _kinds(step.layout) if step.model.extrapolated(step.layout.shapes[row.name])]
     found = [*step.model.assumptions, *step.rates.assumptions(step.links), *step_time.ASSUMPTIONS]
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
-    found += [*memory.ASSUMPTIONS, *overhead.ASSUMPTIONS, *(() if request.train_iters is None else phases.ASSUMPTIONS)]
+    found += [*memory.ASSUMPTIONS, *updates.ASSUMPTIONS, *(() if request.train_iters is None else phases.ASSUMPTIONS)]
     return found if request.statistics is not None else [*found, *synthetic.ASSUMPTIONS]

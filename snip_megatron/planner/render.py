@@ -24,6 +24,7 @@ def _head(plan: Body) -> str:
     model, layout = plan["model"], plan["layout"]
     virtual = f" × VPP {layout['vpp']}" if layout["vpp"] > 1 else ""
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
+    extras += [f"{name.upper()} {layout[name]}" for name in ("cp", "ep") if layout[name] > 1]
     extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
     extras += [f"communication {layout['communication']}"] if layout["communication"] != "bf16" else []
     extras += [f"gradients {layout['gradient_reduction']}"] if layout["gradient_reduction"] != "fp32" else []
@@ -44,7 +45,7 @@ def _linears(plan: Body) -> str:
     rows = [
         [
             row["kind"],
-            f"{row['tokens']}×{row['n']}×{row['k']}",
+            f"{row['gemms']} of {row['tokens']}×{row['n']}×{row['k']}".removeprefix("1 of "),
             f"{1e3 * row['seconds']['bf16']:.3f}",
             *(f"{row['speedup'][fmt]:.2f}" for fmt in formats),
             "extrapolated" if row["extrapolated"] else "",
@@ -59,7 +60,7 @@ def _stages(plan: Body) -> str:
     variants = list(plan["steps"])
     rows = []
     for stage in plan["stages"]:
-        chunks = " ".join(f"{c[0]}–{c[1]}" if c else "–" for c in stage["chunks"])
+        chunks = " ".join(f"{first}–{last}" for first, last in stage["chunks"]) or "–"
         memory = stage["bytes"]
         fixed = sum(memory["bf16"][part] for part in ("parameters", "gradients", "optimizer"))
         rows.append(

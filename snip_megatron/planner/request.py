@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.config.defaults import backend_of, defaults
 from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.memory import FormatsOf
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.planner.synthetic import synthetic_losses
-from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.problem import list_options, make_item
@@ -103,21 +105,26 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     with plain_arguments():
         if request.statistics is not None:
             return score_problem(_restaged(request, layout, request.statistics), asked)[0]
-        options = list_options(_rows(layout), asked, layout.seq_length * layout.global_batch_size)
-        losses = synthetic_losses(layout.model.blocks, request.formats, request.seed, granularity=config.granularity)
+        options = list_options(layout.model.rows, asked, layout.seq_length * layout.global_batch_size)
+        losses = synthetic_losses(layout.model.rows, request.formats, request.seed, granularity=config.granularity)
         scores = {key: {fmt.value: {"q": loss} for fmt, loss in own.items()} for key, own in losses.items()}
         items = tuple(make_item(option, asked, scores[option.id]) for option in options)
         return Problem(asked.budget, items, asked.tolerance)
 
 
-def _rows(layout: Layout) -> list[LinearRow]:
-    """Return the linears of the model on the stages of this layout."""
-    stages, linears = layout.stage_of(), layout.model.linears
-    return [
-        LinearRow(str(LinearId("decoder", layer, path)), stages[layer], *linears[path])
-        for layer in range(layout.model.blocks)
-        for path in DENSE_LAYER
-    ]
+def formats_of_map(precision_map: PrecisionMap) -> FormatsOf:
+    """Return the formats of each linear in a map."""
+    fprop, dgrad, wgrad = Gemm
+    return lambda row: (
+        precision_map.format_of(row.name, fprop),
+        precision_map.format_of(row.name, dgrad),
+        precision_map.format_of(row.name, wgrad),
+    )
+
+
+def gemm_counts(rows: Sequence[LinearRow], precision_map: PrecisionMap) -> dict[str, int]:
+    """Return format → number of GEMMs."""
+    return dict(Counter(fmt.value for row in rows for fmt in formats_of_map(precision_map)(row)))
 
 
 def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTable:
@@ -131,7 +138,7 @@ def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTab
     if missing:
         recorded = ", ".join(table.formats)
         raise SnipError(f"--statistics {path}: recorded without {missing[0]} (it has {recorded})")
-    wanted = {row.name: row for row in _rows(layout)}
+    wanted = {row.name: row for row in layout.model.rows}
     found = {row.name: row for row in table.linears}
     sizes = {row.name: (row.n, row.k) for row in table.linears}
     expected = {name: (row.n, row.k) for name, row in wanted.items()}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from snip_megatron.planner.exchanges import Exchanges
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, packed_bytes
+from snip_megatron.planner.memory import FormatsOf, after_attention, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
-from snip_megatron.planner.tensor_parallel import TensorParallel
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm
+from snip_megatron.precision import Format, Gemm, LinearRow, Role
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import ACCUMULATION, CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
@@ -21,13 +21,15 @@ ASSUMPTIONS = (
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
     " virtual; exchanges whose bytes formats decide count to the time of linears",
+    "tokens are spread evenly over experts, each expert has GEMMs of its own, and dispatch and combination are exposed;"
+    " exchanges of context parallel ranks, routers and scans take no time",
     f"a kernel that adds gradients to main_grad has {ACCUMULATION:.0%} of a copy's bandwidth: it adds those of the"
     " embedding, and with --no-gradient-accumulation-fusion those of the layers that Megatron's own code runs",
     "data loading, logging and checkpoints take no time",
 )
 
-# Tensors that a block's element-wise kernels read and write in the forward and in the backward.
-_NORM, _ADD, _ROPE, _SWIGLU = (2, 3), (3, 3), (2, 2), (3, 5)
+# Tensors that element-wise kernels read and write in the forward and in the backward.
+_NORM, _ADD, _ROPE = (2, 3), (3, 3), (2, 2)
 _LOSS_BYTES = 52
 """Per logit, in Megatron's loss without ``--cross-entropy-loss-fusion``.
 
@@ -51,12 +53,13 @@ class StageTime:
 
     Attributes:
         linears: decoder linears with their quantisation.
-        attention: attention of the blocks.
-        elementwise: element-wise kernels of the blocks.
+        attention: attention of the layers.
+        elementwise: element-wise kernels of the layers.
         ends: embedding, output layer and loss.
         tensor_parallel: exposed tensor parallel communication.
-        exchanges: the part of ``tensor_parallel`` that formats decide (``tensor_parallel.py``). It is 0 with
-            communication in bf16.
+        exchanges: the part of ``tensor_parallel`` that formats decide (``exchanges.py``). It is 0 with communication in
+            bf16.
+        experts: exchanges of tokens between expert parallel ranks.
         pipeline: exposed pipeline communication.
     """
 
@@ -66,12 +69,15 @@ class StageTime:
     ends: float
     tensor_parallel: float
     exchanges: float
+    experts: float
     pipeline: float
 
     @property
     def other(self) -> float:
         """Seconds outside the linears. They depend on formats only by ``exchanges``."""
-        return math.fsum((self.attention, self.elementwise, self.ends, self.tensor_parallel, self.pipeline))
+        return math.fsum(
+            (self.attention, self.elementwise, self.ends, self.tensor_parallel, self.experts, self.pipeline)
+        )
 
     @property
     def priced(self) -> float:
@@ -130,15 +136,8 @@ class StepModel:
         self.model = model
         self.links = links or Links()
         self.rates = Rates(model)
-        self.shapes: Mapping[str, LinearShape] = layout.linear_shapes()
-        self.exchanges = TensorParallel(
-            layout.tp,
-            self.rates,
-            self.links,
-            communication=layout.communication,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        self._linears: dict[tuple[str, Formats], float] = {}
+        self.exchanges = Exchanges(layout, self.rates, self.links)
+        self._linears: dict[tuple[LinearShape, Formats], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, formats_of: FormatsOf) -> StepTime:
@@ -148,65 +147,87 @@ class StepModel:
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Return stage → seconds of a step that no format changes, for the ``fixed_cost`` of a budget.
+        """Return stage → seconds of a step that no format changes.
 
         Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`option_times`),
         all other exchanges are. The time after the pipeline is divided by the factor of the bubble, so that the sum of
         the slowest stage times this factor is the step time.
         """
-        bf16 = self.step(lambda block, kind: ALL_BF16)
+        bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
         return {stage: time.other - time.exchanges + after for stage, time in enumerate(bf16.stages)}
 
-    # -- one stage -----------------------------------------------------------------------------------------------
-    def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
-        layout = self.layout
-        blocks = layout.stages[stage]
-        each = [(kind, formats_of(block, kind)) for block in blocks for kind in DENSE_LAYER]
-        count = layout.microbatches * len(blocks)
-        forward, backward = self.rates.attention(
-            layout.seq_length, layout.model.heads // layout.tp, layout.model.head_size, layout.micro_batch_size
-        )
-        again = 0 if layout.recompute == "none" else 1
-        return StageTime(
-            linears=math.fsum(self.linear(kind, formats) for kind, formats in each),
-            attention=count * ((1 + again) * forward + backward),
-            elementwise=count * self.rates.memory(self._block_bytes()),
-            ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=self._exchanged(self.exchanges.seconds, each) + count * self._heads(),
-            exchanges=self._exchanged(self.exchanges.priced, each),
-            pipeline=layout.microbatches * self._pipeline(stage),
-        )
-
-    def linear(self, kind: str, formats: Formats) -> float:
-        """Return the seconds of one linear of a kind in a step."""
-        key = (kind, formats)
+    def linear(self, row: LinearRow, formats: Formats) -> float:
+        """Return the seconds of a linear in a step."""
+        key = (self.layout.shapes[row.name], formats)
         if key not in self._linears:
-            self._linears[key] = self.model.linear_seconds(self.shapes[kind], formats)
+            self._linears[key] = self.model.linear_seconds(*key)
         return self._linears[key]
 
     def option_times(self, formats: Iterable[Format]) -> OptionTimes:
         """Return the seconds that every GEMM is charged in a budget of time, those of its exchanges included."""
-        return OptionTimes.predict(self.model, self.shapes, formats, self.exchanges.charge)
+        kinds = self.layout.kinds
+        shapes = {kind: self.layout.shapes[row.name] for kind, row in kinds.items()}
+        if self.layout.communication == "bf16":
+            return OptionTimes.predict(self.model, shapes, formats)
+        return OptionTimes.predict(
+            self.model, shapes, formats, lambda kind, gemm, fmt: self.exchanges.charge(kinds[kind], gemm, fmt)
+        )
 
-    def _exchanged(
-        self, seconds: Callable[[str, LinearShape, Formats], float], linears: Sequence[tuple[str, Formats]]
-    ) -> float:
-        return self.layout.microbatches * math.fsum(seconds(kind, self.shapes[kind], fmt) for kind, fmt in linears)
+    # -- one stage -----------------------------------------------------------------------------------------------
+    def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
+        layout = self.layout
+        linears = [(row, formats_of(row)) for layer in layout.stages[stage] for row in layer]
+        attentions = sum(layout.passes(row) for row, _ in linears if after_attention(row))
 
-    def _block_bytes(self) -> float:
-        """Return the bytes that a block's element-wise kernels read and write in one microbatch."""
+        def exchanged(seconds: Callable[[LinearRow, Formats], float]) -> float:
+            return layout.microbatches * math.fsum(layout.passes(row) * seconds(row, fmt) for row, fmt in linears)
+
+        return StageTime(
+            linears=math.fsum(self.linear(row, formats) for row, formats in linears),
+            attention=layout.microbatches * attentions * self._attention(),
+            elementwise=layout.microbatches * self.rates.memory(self._layer_bytes([row for row, _ in linears])),
+            ends=layout.microbatches * self._ends(stage),
+            tensor_parallel=exchanged(self.exchanges.seconds),
+            exchanges=exchanged(self.exchanges.priced),
+            experts=layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
+            pipeline=layout.microbatches * self._pipeline(stage),
+        )
+
+    def _attention(self) -> float:
+        """Return the seconds of an attention in one microbatch."""
         layout, model = self.layout, self.layout.model
-        runs = (2, 1) if layout.recompute == "full" else (1, 1)
-        stream = layout.tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-        turned = layout.tokens * sum(layout.attention_features)
-        gated = layout.tokens * model.ffn / layout.tp
+        forward, backward = self.rates.attention(
+            layout.seq_length, model.heads // layout.tp, model.head_size, layout.micro_batch_size
+        )
+        again = 0 if layout.recompute == "none" else 1
+        return ((1 + again) * forward + backward) / layout.cp
 
-        def passes(counts: tuple[int, int]) -> int:
-            return counts[0] * runs[0] + counts[1] * runs[1]
+    def _layer_bytes(self, rows: Iterable[LinearRow]) -> float:
+        """Return the bytes that element-wise kernels read and write in one microbatch.
 
-        tensors = 2 * (passes(_NORM) + passes(_ADD)) * stream + passes(_ROPE) * turned + passes(_SWIGLU) * gated
-        return 2.0 * tensors
+        A norm begins each sub-block and an addition ends it. Attention turns queries and keys. Elsewhere a kernel makes
+        the X of the linear that ends a branch from the Y of the one that begins it, with a gate in it or without.
+        """
+        layout, model = self.layout, self.layout.model
+        heads = layout.tokens * model.head_size * (model.heads // layout.tp + max(1, model.groups // layout.tp))
+        blocks: set[int] = set()
+        elements = 0.0
+        for row in rows:
+            shape = layout.shapes[row.name]
+            tokens = shape.tokens * layout.passes(row)
+            if row.sub_block not in blocks:
+                blocks.add(row.sub_block)
+                elements += (
+                    _passes(_NORM, shape.forwards) * layout.stream + _passes(_ADD, shape.forwards) * layout.stream
+                )
+            if after_attention(row):
+                elements += _passes(_ROPE, shape.forwards) * heads
+            elif row.role is Role.WRITES:
+                elements += _passes((1, 1), shape.forwards) * tokens * shape.k
+            elif row.role is Role.READS and "attention" not in row.id.path:
+                elements += _passes((1, 2), shape.forwards) * tokens * shape.n
+        return 2.0 * elements
 
     def _ends(self, stage: int) -> float:
         """Return the seconds of embedding, output layer and loss of one microbatch."""
@@ -218,23 +239,21 @@ class StepModel:
         if stage == 0:
             seconds += self.rates.memory(_EMBEDDING_BYTES * features) + added
         if stage == layout.pp - 1:
-            seconds += 0.0 if layout.gradient_accumulation_fusion else added
             shape = LinearShape(layout.tokens, rows, layout.model.hidden)
-            seconds += math.fsum(self.model.seconds(shape, gemm, Format.BF16) for gemm in Gemm)
-            seconds += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
+            loss = math.fsum(self.model.seconds(shape, gemm, Format.BF16) for gemm in Gemm)
+            loss += 0.0 if layout.gradient_accumulation_fusion else added
+            loss += self.rates.memory(_LOSS_BYTES * layout.tokens * rows + 2 * sum(_NORM) * features)
+            seconds += layout.model.predictions * loss
         return seconds
 
     # -- communication -------------------------------------------------------------------------------------------
-    def _heads(self) -> float:
-        """Return the seconds of one microbatch in which a block's heads are gathered, and their gradient is summed.
-
-        Megatron gathers Y of ``linear_qkv`` over all ranks if there are fewer key-value heads than ranks.
-        """
+    def _dispatch(self, row: LinearRow) -> float:
+        """Return the seconds of one microbatch in which tokens go to their experts and back, and so their gradients."""
         layout = self.layout
-        if layout.model.groups >= layout.tp:
+        if layout.ep == 1 or row.experts == 1 or row.role is Role.READS:
             return 0.0
-        shape = self.shapes["self_attention.linear_qkv"]
-        return self.exchanges.gathered_output(float(shape.tokens * shape.n * layout.tp), shape.forwards)
+        sent = 2.0 * layout.stream * row.active * (layout.ep - 1) / layout.ep
+        return 4 * sent / self.links.of(layout.tp * layout.cp * layout.ep)
 
     def _pipeline(self, stage: int) -> float:
         """Return the seconds of one microbatch's sends to both neighbours."""
@@ -242,23 +261,22 @@ class StepModel:
         if layout.pp == 1 or layout.vpp > 1:
             return 0.0
         neighbours = (stage > 0) + (stage < layout.pp - 1)
-        sent = 2.0 * layout.tokens * layout.model.hidden / (layout.tp if layout.sequence_parallel else 1)
-        return neighbours * sent / self.links.of(2 * layout.tp * layout.dp)
+        return neighbours * 2.0 * layout.stream / self.links.of(2 * layout.tp * layout.cp * layout.dp)
 
     def _after(self, slowest: float) -> tuple[float, float]:
         """Return the seconds of exposed data parallel communication and of the optimizer, on the largest stage."""
         layout = self.layout
-        parameters = max(layout.stage_parameters(stage) for stage in range(layout.pp))
-        shards = layout.dp if layout.distributed_optimizer else 1
-        whole = _ZERO_BYTES + (_SCALE_BYTES if layout.dp > 1 else 0)
+        parameters, ranks = max(map(layout.stage_parameters, range(layout.pp))), layout.dp * layout.cp
+        shards = ranks if layout.distributed_optimizer else 1
+        whole = _ZERO_BYTES + (_SCALE_BYTES if ranks > 1 else 0)
         optimizer = self.rates.memory(_OPTIMIZER_BYTES * parameters / shards + whole * parameters)
-        if layout.dp == 1:
+        if ranks == 1:
             return 0.0, optimizer
-        ring = (layout.dp - 1) / layout.dp / self.links.of(layout.tp * layout.dp)
-        gradients = 4.0 * parameters * ring * (1 if layout.distributed_optimizer else 2)
+        ring = (ranks - 1) / ranks / self.links.of(layout.tp * ranks)
+        gradients = layout.gradient_bytes * parameters * ring * (1 if layout.distributed_optimizer else 2)
         if layout.gradient_reduction != "fp32":
             each = packed_bytes(Format.FP8)
-            moved = 4.0 + 2 * each + 8.0 / layout.dp  # quantised, and added to a part
+            moved = 4.0 + 2 * each + 8.0 / ranks  # quantised, and added to a part
             gradients = each * parameters * ring + self.rates.memory(moved * parameters)
         weights = 2.0 * parameters * ring if layout.distributed_optimizer else 0.0
         microbatch = slowest / layout.microbatches
@@ -267,3 +285,8 @@ class StepModel:
         if layout.overlap_param_gather:
             weights = max(0.0, weights - 1 / 3 * microbatch)
         return gradients + weights, optimizer
+
+
+def _passes(counts: tuple[int, int], forwards: int) -> int:
+    """Return how often tensors are read and written in so many forwards and one backward."""
+    return forwards * counts[0] + counts[1]

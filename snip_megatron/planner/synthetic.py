@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id
+from snip_megatron.precision import Format, Gemm, LinearRow, Role, option_id
 
 ASSUMPTIONS = (
-    "losses are synthetic (log-normal over four decades, larger for fprop, linear_fc2, the first and the last blocks):"
-    " they show what a budget costs in time and memory, not which options are good; --statistics uses a run's own",
+    "losses are synthetic (log-normal over four decades, larger for fprop, for linears that end a branch, and in the"
+    " first and the last layers): they show what a budget costs in time and memory, not which options are good;"
+    " --statistics uses a run's own",
 )
 
 FORMAT_LOSS: Mapping[Format, float] = {
@@ -31,32 +32,32 @@ published (51.6 over 68.4 mnat). Variants without a figure lose what their base 
 _DRAWN = tuple(fmt for fmt in Format if fmt.base is fmt)  # a variant has the draws of its base
 
 _UNIT = 1e-5  # loss of a median fp4 option, roughly in nats
-_KIND = (1.0, 0.6, 1.5, 2.5)  # qkv, proj, fc1, fc2
+_WRITES, _MLP = 2.0, 1.8  # of linears that end a branch, and of those outside of attention
 _GEMM = (10.0, 3.0, 1.0)  # fprop, dgrad, wgrad
 _SPREAD, _FORMAT_SPREAD = 1.5, 0.3
 
 
 def synthetic_losses(
-    blocks: int, formats: Sequence[Format], seed: int, *, granularity: str = "gemm"
+    rows: Sequence[LinearRow], formats: Sequence[Format], seed: int, *, granularity: str = "gemm"
 ) -> dict[str, dict[Format, float]]:
     """Return option id → format → loss, rounded to four significant digits. Equal seeds give equal losses."""
     rng = np.random.default_rng(seed)
-    block = np.arange(blocks)[:, None, None]
-    depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block + 1 - blocks) / 4)
-    weight = depth * np.array(_KIND)[:, None] * np.array(_GEMM)
-    loss = _UNIT * weight * np.exp(rng.normal(0, _SPREAD, weight.shape))
-    spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*weight.shape, len(_DRAWN))))
+    block = np.array([row.sub_block // 2 for row in rows])
+    depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block - max(block)) / 4)
+    kind = [
+        (_WRITES if row.role is Role.WRITES else 1.0) * (1.0 if "attention" in row.id.path else _MLP) for row in rows
+    ]
+    loss = _UNIT * (depth * kind)[:, None] * np.array(_GEMM) * np.exp(rng.normal(0, _SPREAD, (len(rows), len(Gemm))))
+    spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_DRAWN))))
     spread = spread[..., [_DRAWN.index(fmt.base) for fmt in formats]]
     relative = np.array([FORMAT_LOSS[fmt.base] * _VARIANT_LOSS.get(fmt, 1.0) for fmt in formats])
     losses = loss[..., None] * (relative * spread)
     found: dict[str, dict[Format, float]] = {}
-    for layer in range(blocks):
-        for i, kind in enumerate(DENSE_LAYER):
-            name, rows = str(LinearId("decoder", layer, kind)), losses[layer, i]
-            if granularity == "layer":
-                found[name] = _row(formats, rows.sum(axis=0), None)
-            else:
-                found |= {option_id(name, gemm): _row(formats, rows[g], gemm) for g, gemm in enumerate(Gemm)}
+    for row, own in zip(rows, losses, strict=True):
+        if granularity == "layer":
+            found[row.name] = _row(formats, own.sum(axis=0), None)
+        else:
+            found |= {option_id(row.name, gemm): _row(formats, own[g], gemm) for g, gemm in enumerate(Gemm)}
     return found
 
 

@@ -40,7 +40,7 @@ class OptionTimes:
         model: CostModel,
         shapes: Mapping[str, LinearShape],
         formats: Iterable[Format],
-        exchanged: Callable[[str, LinearShape, Gemm, Format], float] | None = None,
+        exchanged: Callable[[str, Gemm, Format], float] | None = None,
     ) -> OptionTimes:
         """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``. Raises SnipError if the model has no figures for
         a format.
@@ -49,8 +49,8 @@ class OptionTimes:
             model: the cost model.
             shapes: name of a linear, or path in its layer, → its shape.
             formats: candidate formats.
-            exchanged: name or path, shape, GEMM, format → seconds of exchanges of one microbatch. They are predicted
-                for all formats of the model, for the sake of other requests about the same run.
+            exchanged: name or path, GEMM, format → seconds of exchanges of one microbatch. They are predicted for all
+                formats of the model, for the sake of other requests about the same run.
         """
 
         def table(of: Callable[[str, LinearShape, Gemm, Format], float], wanted: Iterable[Format]) -> Seconds:
@@ -64,7 +64,7 @@ class OptionTimes:
         if exchanged is None:
             return cls(model.name, seconds)
         exchanges = table(
-            lambda name, shape, *to: shape.microbatches * exchanged(name, shape, *to), {*formats, *model.formats}
+            lambda name, shape, *to: shape.microbatches * exchanged(name, *to), {*formats, *model.formats}
         )
         return cls(model.name, seconds, exchanges=exchanges)
 

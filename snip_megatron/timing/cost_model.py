@@ -102,7 +102,7 @@ class CostModel:
             time += self._added(shape)
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
-        return shape.microbatches * time + once
+        return shape.microbatches * time + shape.matrices * once
 
     def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
         """Return the seconds of the linear's three GEMMs in one training step.
@@ -117,8 +117,8 @@ class CostModel:
         time += self._again(shape, fprop)
         if formats == ALL_BF16:
             time += self._added(shape)
-        sides = [self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16]
-        return shape.microbatches * time + math.fsum(sides)
+        once = math.fsum(self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16)
+        return shape.microbatches * time + shape.matrices * once
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""

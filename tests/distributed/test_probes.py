@@ -19,8 +19,8 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
-from snip_megatron.planner.probes import calls, microbatches_by_kind
+from snip_megatron.planner.models import Llama
+from snip_megatron.planner.updates import passes
 from snip_megatron.records.readers import read_events
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -138,10 +138,10 @@ def test_options_forced_alone_leave_no_trace(runs: Runs) -> None:
 def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
     _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
-    tiny = ModelShape("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64)
-    planned = calls(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True, backward_noise=True))
+    tiny = Llama("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64).model(2)
+    planned = passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True, backward_noise=True))
     first = events[0]["step"]
-    assert microbatches_by_kind(planned) == {e["kind"]: e["passes"] for e in events if e["step"] == first}
+    assert planned == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 
 
 def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:

@@ -15,11 +15,11 @@ from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
-from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.shapes import LinearShape
 
 LAYERS = 4
 SHAPES = {
-    kind: local_shape(kind, n, k, tokens=8192)
+    kind: LinearShape(8192, n, k)
     for kind, (n, k) in zip(DENSE_LAYER, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), strict=True)
 }
 

@@ -70,8 +70,8 @@ def validated() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *CHANGED])
 def test_megatron_reads_what_the_planner_plans(name: str, validated: dict[str, dict[str, Any]]) -> None:
-    args, layout = validated[name], jobs()[name].layout
-    model = layout.model
+    args, job = validated[name], jobs()[name]
+    layout, model = job.layout, job.configuration.model
     expected = {
         "num_layers": model.blocks,
         "hidden_size": model.hidden,

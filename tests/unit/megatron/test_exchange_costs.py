@@ -13,22 +13,23 @@ from run_arguments import WANTED, arguments
 from snip_megatron.config import SnipConfig
 from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.models import Llama
 from snip_megatron.planner.rates import Links
+from snip_megatron.planner.request import formats_of_map
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import ALL_BF16, Formats
+from snip_megatron.timing.shapes import ALL_BF16
 
 MODES = ("bf16", "gather", "all")
 FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)
-LLAMA = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
+LLAMA = Llama("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
 
 
 def planned(communication: str, model: str, **sizes: Any) -> StepModel:
     """What ``snip plan`` predicts the run of ``arguments()`` with."""
-    layout = Layout(LLAMA, tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
+    layout = Layout(LLAMA.model(2), tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
                     sequence_parallel=True, communication=communication, **sizes)  # fmt: skip
     return StepModel(layout, load_cost_model(model))
 
@@ -54,11 +55,6 @@ def random_map(rng: random.Random, *, mixed: bool) -> PrecisionMap:
     return PrecisionMap(version=1, choices=choices)
 
 
-def formats_in(precision_map: PrecisionMap, block: int, kind: str) -> Formats:
-    fprop, dgrad, wgrad = (precision_map.format_of(str(LinearId("decoder", block, kind)), gemm) for gemm in Gemm)
-    return fprop, dgrad, wgrad
-
-
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize(("model", "mixed"), [("h200", False), ("flops", True)])
 @pytest.mark.parametrize("communication", MODES)
@@ -70,11 +66,11 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
     times = of_run(communication, model, **given)
     step = planned(communication, model, recompute=recompute or "none")
     stages = {str(LinearId("decoder", block, kind)): block // 4 for block in range(8) for kind in DENSE_LAYER}
-    bf16 = step.step(lambda block, kind: ALL_BF16).total
+    bf16 = step.step(lambda row: ALL_BF16).total
     rng = random.Random(17)
     for _ in range(10):
         chosen = random_map(rng, mixed=mixed)
-        predicted = step.step(lambda block, kind, of=chosen: formats_in(of, block, kind)).total
+        predicted = step.step(formats_of_map(chosen)).total
         seconds = {0: 0.0, 1: 0.0}
         for name, stage in stages.items():
             seconds[stage] += math.fsum(times.of(name, g, chosen.format_of(name, g).value) for g in Gemm)
@@ -88,7 +84,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
 def test_the_reference_of_a_step_s_speedup_contains_every_exposed_exchange() -> None:
     """In bf16 they are all in the rest; with ``all`` they are in the linears, whose bf16 formats take as long."""
     stages = {str(LinearId("decoder", block, kind)): block // 4 for block in range(8) for kind in DENSE_LAYER}
-    exposed = planned("bf16", "h200").step(lambda block, kind: ALL_BF16).stages[1].tensor_parallel
+    exposed = planned("bf16", "h200").step(lambda row: ALL_BF16).stages[1].tensor_parallel
     found = {mode: of_run(mode, "h200") for mode in MODES}
     linears = {mode: times.linears(stages)[1] for mode, times in found.items()}
     assert exposed > 0

@@ -12,12 +12,11 @@ from run_arguments import WANTED, arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.step_costs import linear_shapes, option_times, step_model
+from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, Side
-from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 
@@ -26,7 +25,12 @@ QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
 def shapes(**given: Any) -> dict[str, LinearShape]:
     args = arguments(**given)
-    return dict(linear_shapes(args, linears(args).covered))
+    layout = layout_of(args, linears(args).covered, SnipConfig())
+    return {kind: layout.shapes[row.name] for kind, row in layout.kinds.items()}
+
+
+def shapes_of(rows: list[LinearRow]) -> list[LinearShape]:
+    return list(layout_of(arguments(), rows, SnipConfig()).shapes.values())
 
 
 def test_shapes_are_those_of_one_rank() -> None:
@@ -50,14 +54,14 @@ def test_a_row_says_what_ranks_share_of_it() -> None:
         LinearRow("decoder.layers.1.mixer.in_proj", 0, 4160, 1024, sub_block=1, sharded=Side.OUTPUT),
         LinearRow("decoder.layers.1.mixer.out_proj", 0, 1024, 2048, sub_block=1, sharded=Side.INPUT),
     ]
-    assert list(linear_shapes(arguments(), rows).values()) == [
+    assert shapes_of(rows) == [
         LinearShape(2048, 384, 1024, microbatches=4),
         LinearShape(4096, 1024, 384, microbatches=4, gathered=True),
         LinearShape(4096, 2080, 1024, microbatches=4, gathered=True),
         LinearShape(4096, 1024, 1024, microbatches=4),
     ]
     with pytest.raises(SnipError, match=r"mixer.in_proj \[4161, 1024\]: 4161 features cannot be split over 2 ranks"):
-        linear_shapes(arguments(), [replace(rows[2], n=4161)])
+        shapes_of([replace(rows[2], n=4161)])
 
 
 def test_context_parallel_ranks_share_the_tokens() -> None:
@@ -70,16 +74,18 @@ def test_experts_share_a_rank_s_tokens() -> None:
                "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": False,
                "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
     tokens = 2048 * 2 // 2 * 2 * 2 // 8  # of a sequence parallel rank, twice, from two ranks, over 8 experts
-    assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(tokens, 1024, 1024, microbatches=4 * 4)
+    assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(
+        tokens, 1024, 1024, microbatches=4 * 4, matrices=4
+    )
     args = arguments(**experts)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
     one, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
     for fmt in ("bf16", "fp8"):
         predicted = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, fmt)
         assert predicted == pytest.approx(model.seconds(one, Gemm.FPROP, Format(fmt)))
-    assert times.rest == {}
+    assert set(times.rest) == {0, 1}
     both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
-    assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4)
+    assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4, matrices=4)
 
 
 def test_recomputation_runs_forwards_twice() -> None:
@@ -116,9 +122,7 @@ def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
     for way in ("fp32", "fp8"):
         config = SnipConfig(**WANTED, timings="h200", gradient_reduction=way)
         found[way] = option_times(config, args, linears(args).covered).rest
-        planned = step_model(args, load_cost_model("h200"))
-        assert planned is not None
-        planned = StepModel(replace(planned.layout, gradient_reduction=way), load_cost_model("h200"))
+        planned = StepModel(layout_of(args, linears(args).covered, config), load_cost_model("h200"))
         assert found[way] == planned.fixed_seconds()
     assert all(found["fp8"][stage] < seconds for stage, seconds in found["fp32"].items())
 
@@ -129,12 +133,12 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
     rows = linears(args).covered
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows)
     model = load_cost_model("h200")
-    shape = ModelShape("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
-    layout = Layout(shape, tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
+    llama = Llama("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
+    layout = Layout(llama.model(2), tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
                     sequence_parallel=True)  # fmt: skip
     step = StepModel(layout, model)
     all_bf16, all_tensor = ((fmt,) * 3 for fmt in (Format.BF16, Format.FP8_TENSOR))
-    planned = step.step(lambda *_: all_bf16).total / step.step(lambda *_: all_tensor).total
+    planned = step.step(lambda row: all_bf16).total / step.step(lambda row: all_tensor).total
     cost = {f: math.fsum(times.of(row.name, None, f) for row in rows if row.stage == 0) for f in ("bf16", "fp8_tensor")}
     saved = 1 - cost["fp8_tensor"] / cost["bf16"]
     stages = {row.name: row.stage for row in rows}
@@ -146,37 +150,12 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "recompute"),
-    [
-        ({}, "none"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "selective"),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "full"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4}, "full"),
-    ],
-    ids=str,
+    "rows", [[LinearRow("decoder.layers.0.mixer.in_proj", 0, 64, 64)], None], ids=["scan", "vocabulary"]
 )
-def test_the_planner_recomputes_what_the_run_recomputes(given: dict[str, Any], recompute: str) -> None:
-    model = step_model(arguments(**given), load_cost_model("h200"))
-    assert model is not None
-    assert model.layout.recompute == recompute
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"swiglu": False},
-        {"padded_vocab_size": None},
-        {"decoder_first_pipeline_num_layers": 3},
-        {"context_parallel_size": 2},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"num_query_groups": 3, "num_attention_heads": 18, "kv_channels": 64},
-    ],
-    ids=str,
-)
-def test_where_the_planner_cannot_say_the_rest_is_not_known(given: dict[str, Any]) -> None:
-    args = arguments(**given)
-    assert step_model(args, load_cost_model("h200")) is None
-    times = OptionTimes("x", {kind: {} for kind in ()})
+def test_where_the_planner_cannot_say_the_rest_is_not_known(rows: list[LinearRow] | None) -> None:
+    args = arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows or linears(args).covered)
+    assert times.rest == {}
     assert times.step_speedup({}, {}) is None
 
 

@@ -6,20 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import ModelShape, load_model
+from snip_megatron.planner.models import Llama, load_llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.cost_model import FlopsModel
 
-SMALL = ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256)
+SMALL = Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256)
 
 
-def layout(model: ModelShape | str = SMALL, **sizes: Any) -> Layout:
+def layout(llama: Llama | str = SMALL, *, embedding: bool = False, loss: bool = False, **sizes: Any) -> Layout:
     """A layout with defaults for what is not said."""
-    shape = load_model(model) if isinstance(model, str) else model
+    shape = load_llama(llama) if isinstance(llama, str) else llama
     given = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "seq_length": shape.context, "micro_batch_size": 1}
     given |= sizes
     given.setdefault("global_batch_size", 8 * given["pp"] * given["micro_batch_size"] * given["dp"])
-    return Layout(shape, **given)
+    pipeline = (given["pp"], given["vpp"])
+    return Layout(shape.model(*pipeline, embedding=embedding, loss=loss), **given).checked()
 
 
 def step_model(chosen: Layout) -> StepModel:
@@ -27,6 +28,6 @@ def step_model(chosen: Layout) -> StepModel:
     return StepModel(chosen, FlopsModel())
 
 
-def with_blocks(model: ModelShape, blocks: int) -> ModelShape:
+def with_blocks(model: Llama, blocks: int) -> Llama:
     """The same with another number of blocks."""
     return replace(model, blocks=blocks)

@@ -21,8 +21,8 @@ from .formula import SMALL, layout, with_blocks
 def test_stages_are_megatrons(blocks: int, pp: int, vpp: int, embedding: int, loss: int) -> None:
     block = pytest.importorskip("megatron.core.transformer.transformer_block")
     layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
-    flags = {"embedding_as_layer": bool(embedding), "loss_as_layer": bool(loss)}
-    found = layout(with_blocks(SMALL, blocks), pp=pp, vpp=vpp, **flags)
+    sizes = {"embedding": bool(embedding), "loss": bool(loss), "global_batch_size": pp}
+    found = layout(with_blocks(SMALL, blocks), pp=pp, vpp=vpp, **sizes)
     config = SimpleNamespace(
         num_layers=blocks,
         pipeline_model_parallel_size=pp,
@@ -34,11 +34,13 @@ def test_stages_are_megatrons(blocks: int, pp: int, vpp: int, embedding: int, lo
         account_for_loss_in_pipeline_split=bool(loss),
     )
     for stage in range(pp):
+        wanted: list[int] = []
         for chunk in range(vpp):
             vp_stage = chunk if vpp > 1 else None
             count = block.get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
             first = layer.get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
-            assert found.chunks[stage][chunk] == tuple(range(first, first + count))
+            wanted += range(first, first + count)
+        assert [rows[0].id.layer for rows in found.stages[stage]] == wanted
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
@@ -46,8 +48,8 @@ def test_every_block_has_one_stage(pp: int, vpp: int, each: int) -> None:
     if vpp > 1 and pp == 1:
         return
     found = layout(with_blocks(SMALL, pp * vpp * each), pp=pp, vpp=vpp)
-    assert sorted(found.stage_of()) == list(range(found.model.blocks))
-    assert {len(blocks) for blocks in found.stages} == {vpp * each}
+    assert found.model.blocks == pp * vpp * each
+    assert {len(layers) for layers in found.stages} == {vpp * each}
 
 
 def test_parameters_of_the_stages_are_those_of_the_model() -> None:
@@ -66,7 +68,7 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
         ({"pp": 3}, "--pp 3 --vpp 1: small has 8 blocks, not divisible by 3;"),
         ({"pp": 4, "vpp": 3}, "--pp 4 --vpp 3: small has 8 blocks, not divisible by 12;"),
         ({"vpp": 2}, "--vpp 2: a virtual pipeline needs --pp of 2 or more"),
-        ({"pp": 3, "loss_as_layer": True, "vpp": 3}, None),
+        ({"pp": 3, "loss": True, "vpp": 3}, None),
         (
             {"dp": 3, "global_batch_size": 8},
             "--global-batch-size 8: must be a multiple of --micro-batch-size × --dp",
@@ -83,7 +85,7 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
 )
 def test_refusals(sizes: dict[str, Any], message: str | None) -> None:
     if message is None:  # 8 blocks and the loss are 9 layers
-        assert layout(**sizes).stages[2] == (2, 5)
+        assert [layer[0].id.layer for layer in layout(**sizes).stages[2]] == [2, 5]
         return
     with pytest.raises(SnipError) as error:
         layout(**sizes)
@@ -91,6 +93,6 @@ def test_refusals(sizes: dict[str, Any], message: str | None) -> None:
 
 
 def test_key_value_heads_and_tensor_parallelism() -> None:
-    assert layout("70b", tp=16).linear_shapes()["self_attention.linear_qkv"].n == 640
+    assert layout("70b", tp=16).shapes["decoder.layers.0.self_attention.linear_qkv"].n == 640
     with pytest.raises(SnipError, match="must be a multiple or divisor of the 4 key-value heads"):
         layout(SMALL.__class__("odd", 8, 768, 1536, 12, 4, 64, 1000, 256), tp=6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,17 @@ from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import OperandSpec, flatten
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
-    block_activations,
+    layer_activations,
     quantised_weight,
     saved_input,
     stage_memory,
 )
-from snip_megatron.planner.models import ModelShape
-from snip_megatron.precision import DENSE_LAYER, Format
+from snip_megatron.planner.models import Llama
+from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
-from snip_megatron.timing.shapes import ALL_BF16, Formats
+from snip_megatron.timing.shapes import Formats
 
-from .formula import SMALL, layout
+from .formula import layout
 
 MEASURED = json.loads(
     (Path(__file__).parents[3] / "benchmarks/results/layers/layer_llama-8b_h200_2026-11-21.json").read_text()
@@ -39,26 +38,26 @@ def measured_layout() -> Layout:
     shape = MEASURED["shape"]
     hidden, heads = shape["hidden"], shape["heads"]
     sizes = (shape["blocks"], hidden, shape["ffn"], heads, shape["groups"], hidden // heads)
-    return layout(ModelShape("measured", *sizes, vocabulary=128, context=shape["seq"]), global_batch_size=4)
+    return layout(Llama("measured", *sizes, vocabulary=128, context=shape["seq"]), global_batch_size=4)
 
 
 @pytest.mark.parametrize(("row", "formats"), [("snip fp8", FP8), ("snip fp8_tensor", TENSOR), ("snip fp4", FP8)])
 def test_saved_inputs_are_those_measured_on_an_h200(row: str, formats: Formats) -> None:
     chosen = measured_layout()
-    found = chosen.model.blocks * sum(saved_input(chosen, kind, formats) for kind in DENSE_LAYER)
+    found = sum(saved_input(chosen, row, formats) for row in chosen.model.rows)
     assert found == pytest.approx(MEASURED["rows"][row]["linears_saved_bytes"], rel=1e-6)
 
 
 def test_bf16_inputs_are_those_measured_but_for_attentions_own_output() -> None:
     chosen = measured_layout()
-    found = chosen.model.blocks * sum(saved_input(chosen, kind, BF16) for kind in DENSE_LAYER)
+    found = sum(saved_input(chosen, row, BF16) for row in chosen.model.rows)
     shared = chosen.model.blocks * 2 * chosen.tokens * chosen.model.hidden
     assert found + shared == MEASURED["rows"]["our spec bf16, not converted"]["linears_saved_bytes"]
 
 
 @pytest.mark.parametrize(("row", "formats"), [("snip bf16", BF16), ("snip fp8", FP8), ("snip fp8_tensor", TENSOR)])
 def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> None:
-    found = stage_memory(measured_layout(), 0, lambda block, kind: formats)
+    found = stage_memory(measured_layout(), 0, lambda row: formats)
     # The quantised weights of the step before were there when the measurement began.
     peak = found.activations + found.working
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
@@ -70,7 +69,8 @@ def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> Non
 )
 def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Formats) -> None:
     chosen = layout(seq_length=256)
-    shape = chosen.linear_shapes()["mlp.linear_fc1"]
+    row = chosen.kinds["mlp.linear_fc1"]
+    shape = chosen.shapes[row.name]
     backend = EmulatedBackend(quantize_exact, ExactProducts())
     x, w = (torch.zeros(rows, shape.k, dtype=torch.bfloat16) for rows in (256, shape.n))
     _, x_side = backend.quantize(x, OperandSpec(None, formats[2]))
@@ -78,27 +78,21 @@ def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Format
     sides = {id(side): side for side in operands if isinstance(side, ExactOperand)}
     saved = sum(t.nbytes for t in flatten(x_side)[0] if t.numel() > 1)
     quantised = sum(t.nbytes for side in sides.values() for t in flatten(side)[0] if t.numel() > 1)
-    assert saved_input(chosen, "mlp.linear_fc1", formats, native=()) == saved
+    assert saved_input(chosen, row, formats, native=()) == saved
     assert quantised_weight(shape, formats, native=()) == quantised
 
 
 def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
     plain, parallel = layout("70b", tp=8), layout("70b", tp=8, sequence_parallel=True)
-    fc1 = "mlp.linear_fc1"
+    fc1 = plain.kinds["mlp.linear_fc1"]
     assert saved_input(parallel, fc1, FP8) == saved_input(parallel, fc1, BF16) == 2 * 8192 * 8192 / 8
     assert saved_input(plain, fc1, FP8) == pytest.approx(8192 * 8192 * (1 + 4 / 128))
-    rows = dict.fromkeys(DENSE_LAYER, BF16)
-    assert block_activations(parallel, rows) < block_activations(plain, rows)
-
-
-def test_a_rank_keeps_a_whole_key_value_head() -> None:
-    few, enough = (layout(replace(SMALL, groups=groups), tp=8) for groups in (4, 8))
-    bf16 = dict.fromkeys(DENSE_LAYER, ALL_BF16)
-    assert block_activations(few, bf16) == block_activations(enough, bf16)
+    parts = [layer_activations(chosen, chosen.stages[0][0], lambda row: BF16) for chosen in (plain, parallel)]
+    assert parts[1] < parts[0]
 
 
 def test_only_the_last_stage_has_logits() -> None:
     chosen = layout("8b", tp=2, pp=2)
-    first, last = (stage_memory(chosen, stage, lambda block, kind: BF16) for stage in (0, 1))
+    first, last = (stage_memory(chosen, stage, lambda row: BF16) for stage in (0, 1))
     assert first.logits == 0
     assert last.logits == 8 * 8192 * 128256 / 2

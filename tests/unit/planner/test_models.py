@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.planner.models import from_hugging_face, load_model
+from snip_megatron.planner.models import from_hugging_face, load_llama
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,23 +41,24 @@ CONFIG: dict[str, Any] = {
     ],
 )
 def test_known_models_have_their_published_size(name: str, parameters: int) -> None:
-    assert load_model(name).parameters == parameters
-    assert load_model(f"llama-{name}") == load_model(name.upper()) == load_model(name)
+    assert load_llama(name).model().parameters == parameters
+    assert load_llama(f"llama-{name}") == load_llama(name.upper()) == load_llama(name)
 
 
 def test_a_configuration_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    found, known = load_model(str(path)), load_model("8b")
-    assert (found.linears, found.parameters, found.context) == (known.linears, known.parameters, 8192)
-    assert load_model(str(tmp_path)).name == str(path)
+    found, known = load_llama(str(path)), load_llama("8b")
+    assert (found.model().rows, found.model().parameters) == (known.model().rows, known.model().parameters)
+    assert found.context == 8192
+    assert load_llama(str(tmp_path)).name == str(path)
 
 
 def test_defaults_of_a_configuration() -> None:
     few = {key: CONFIG[key] for key in CONFIG if key not in ("num_key_value_heads", "max_position_embeddings")}
     found = from_hugging_face(json.dumps(few | {"head_dim": 64, "tie_word_embeddings": True}), where="c")
     assert (found.groups, found.head_size, found.context, found.tied) == (32, 64, 2048, True)
-    assert found.linears["self_attention.linear_proj"] == (4096, 32 * 64)
+    assert (found.model().rows[1].n, found.model().rows[1].k) == (4096, 32 * 64)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_name_too_long_for_a_file() -> None:
 
 def refused(name: str) -> str | None:
     try:
-        load_model(name)
+        load_llama(name)
     except SnipError as error:
         return str(error)
     return None

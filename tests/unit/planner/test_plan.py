@@ -15,7 +15,6 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import (
@@ -28,7 +27,7 @@ from snip_megatron.statistics.table import (
 )
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 
-from .formula import SMALL, layout, step_model
+from .formula import SMALL, layout, step_model, with_blocks
 
 PIPELINE: dict[str, Any] = {"pp": 4, "tp": 2, "global_batch_size": 16}
 
@@ -129,11 +128,7 @@ def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
 def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
     """A file of random statistics of SMALL, recorded on one pipeline stage."""
     rng = np.random.default_rng(0)
-    rows = tuple(
-        LinearRow(str(LinearId("decoder", layer, kind)), 0, *SMALL.linears[kind])
-        for layer in range(blocks)
-        for kind in DENSE_LAYER
-    )
+    rows = with_blocks(SMALL, blocks).model().rows
     sinks = tuple(SinkRow(f"sink{i}", min(i, 2 * blocks), 100) for i in range(2 * blocks + 2))
     n, f, b = len(rows), len(formats), 2 * blocks + 1
     table = StatisticsTable(

@@ -13,7 +13,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import DENSE_LAYER, Format
+from snip_megatron.precision import Format
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16
@@ -25,10 +25,10 @@ FP4 = (Format.FP4,) * 3
 
 def test_linears_are_the_models_flops() -> None:
     chosen = layout("8b")
-    step = step_model(chosen).step(lambda block, kind: ALL_BF16)
-    flops = 6 * chosen.model.blocks * chosen.model.block_weights * chosen.tokens * chosen.microbatches
+    step = step_model(chosen).step(lambda row: ALL_BF16)
+    flops = 6 * chosen.model.weights * chosen.tokens * chosen.microbatches
     assert step.stages[0].linears == pytest.approx(flops / FLOPS_RATE)
-    quarter = step_model(chosen).step(lambda block, kind: FP4)
+    quarter = step_model(chosen).step(lambda row: FP4)
     assert quarter.stages[0].linears == pytest.approx(flops / FLOPS_RATE / 4)
     assert quarter.stages[0].other == step.stages[0].other
 
@@ -36,7 +36,7 @@ def test_linears_are_the_models_flops() -> None:
 def test_the_bubble_and_the_slowest_stage() -> None:
     for vpp, ends in ((1, 3), (2, 3 / 2)):
         chosen = layout(with_blocks(SMALL, 16), pp=4, vpp=vpp, global_batch_size=12)
-        step = step_model(chosen).step(lambda block, kind: ALL_BF16)
+        step = step_model(chosen).step(lambda row: ALL_BF16)
         work = max(stage.total for stage in step.stages)
         assert step.total == pytest.approx(work * (1 + ends / 12) + step.optimizer)
         assert step.stages[-1].ends > step.stages[0].ends > step.stages[1].ends == 0
@@ -50,7 +50,7 @@ PARALLEL = {"tp": 4, "sequence_parallel": True}
 def exposed(communication: str, formats: tuple[Format, Format, Format], model: CostModel | None = None) -> float:
     """Seconds of tensor parallel communication of a block in a microbatch."""
     chosen = layout("8b", communication=communication, **PARALLEL)
-    step = StepModel(chosen, model or FlopsModel(), LINKS).step(lambda block, kind: formats)
+    step = StepModel(chosen, model or FlopsModel(), LINKS).step(lambda row: formats)
     return step.stages[0].tensor_parallel / 32 / chosen.microbatches
 
 
@@ -70,7 +70,7 @@ def test_quantised_communication() -> None:
 
 def test_gradients_in_fp8_are_a_quarter_of_the_bytes_and_kernels() -> None:
     parameters = layout("8b").stage_parameters(0)
-    step = StepModel(layout("8b", dp=2, gradient_reduction="fp8"), FlopsModel(), LINKS).step(lambda b, k: FP4)
+    step = StepModel(layout("8b", dp=2, gradient_reduction="fp8"), FlopsModel(), LINKS).step(lambda row: FP4)
     moved = 4 + 2 * 1.03125 + 4
     expected = (1.03125 + 2) * parameters / 2 / 1e11 + moved * parameters / (ELEMENTWISE * STATED_COPY)
     assert step.data_parallel == pytest.approx(expected)
@@ -114,7 +114,7 @@ def test_fixed_seconds_and_linears_make_the_step(
     chosen = layout(pp=pp, vpp=vpp, dp=dp, tp=tp, global_batch_size=rounds * pp * dp)
     model = step_model(chosen)
     fprop, dgrad, wgrad = formats
-    step = model.step(lambda block, kind: (fprop, dgrad, wgrad))
-    linears = sum(model.linear(kind, (fprop, dgrad, wgrad)) for kind in DENSE_LAYER)
+    step = model.step(lambda row: (fprop, dgrad, wgrad))
+    linears = sum(model.linear(row, (fprop, dgrad, wgrad)) for row in chosen.stages[0][0])
     slowest = max(fixed + linears * len(chosen.stages[stage]) for stage, fixed in model.fixed_seconds().items())
     assert math.isclose(step.total, chosen.bubble * slowest, rel_tol=1e-9)

@@ -18,11 +18,11 @@ from snip_megatron.records.stored import Change, Stored, find_stored, is_statist
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.shapes import LinearShape
 
 STEPS = (10, 30)
 MEASURED = ("fp8", "fp8_tensor", "fp4")
-LINEAR_SHAPES = {kind: local_shape(kind, *SHAPES[kind], tokens=256, microbatches=2) for kind in DENSE_LAYER}
+LINEAR_SHAPES = {kind: LinearShape(256, *SHAPES[kind], microbatches=2) for kind in DENSE_LAYER}
 
 
 def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:

@@ -15,23 +15,18 @@ from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachab
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import solve
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import local_shape
+from snip_megatron.timing.shapes import LinearShape
 
 from .synthetic import linear_rows, make_table
 
 FORMATS = ("bf16", "fp8", "fp8_tensor")
-LLAMA = {
-    "self_attention.linear_qkv": (10240, 8192),
-    "self_attention.linear_proj": (8192, 8192),
-    "mlp.linear_fc1": (57344, 8192),
-    "mlp.linear_fc2": (8192, 28672),
-}
+SIZES = ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
+LLAMA = {kind: LinearShape(8192, *size, microbatches=4) for kind, size in zip(DENSE_LAYER, SIZES, strict=True)}
 
 
 def times(model: str = "h200", formats: tuple[str, ...] = FORMATS) -> OptionTimes:
     """The linears of a 70B model on 8 ranks, 4 microbatches of 8,192 tokens; by kind."""
-    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in DENSE_LAYER}
-    return OptionTimes.predict(load_cost_model(model), shapes, [Format(f) for f in formats])
+    return OptionTimes.predict(load_cost_model(model), LLAMA, [Format(f) for f in formats])
 
 
 def request(**fields: object) -> SolveRequest:
@@ -44,11 +39,10 @@ def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None
     problem, scores = build_problem(table, request(granularity=granularity))
     assert problem.budget == Budget("speedup", 1.3)
     model = load_cost_model("h200")
-    shapes = {k: local_shape(k, *LLAMA[k], tokens=8192, tensor_parallel=8, microbatches=4) for k in DENSE_LAYER}
     for item in problem.items:
         linear, gemm = split_option_id(item.id)
         seconds = [
-            sum(model.seconds(shapes[linear.path], g, fmt) for g in (Gemm if gemm is None else (gemm,)))
+            sum(model.seconds(LLAMA[linear.path], g, fmt) for g in (Gemm if gemm is None else (gemm,)))
             for fmt in map(Format, FORMATS)
         ]
         assert item.cost == pytest.approx(seconds[0])

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.shapes import LinearShape
 
 from .timing_tables import FORMATS, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
 
@@ -97,27 +97,6 @@ def test_flops_model() -> None:
     assert model.linear_seconds(SHAPE, (BF16, FP8, FP4)) == pytest.approx(
         (1 + 1 / 2 + 1 / 4) * model.seconds(SHAPE, Gemm.DGRAD, BF16)
     )
-
-
-# -- shapes --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("kind", "n", "k", "gathered"),
-    [
-        (DENSE_LAYER[0], 1280, 8192, True),
-        (DENSE_LAYER[1], 8192, 1024, False),
-        (DENSE_LAYER[2], 7168, 8192, True),
-        (DENSE_LAYER[3], 8192, 3584, False),
-    ],
-)
-def test_local_shapes_of_70b(kind: str, n: int, k: int, gathered: bool) -> None:
-    whole = dict(zip(DENSE_LAYER, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)), strict=True))
-    shape = local_shape(kind, *whole[kind], tokens=8192, tensor_parallel=8, sequence_parallel=True)
-    assert (shape.n, shape.k, shape.gathered) == (n, k, gathered)
-
-
-def test_features_that_cannot_be_split() -> None:
-    with pytest.raises(SnipError, match="100 features cannot be split over 8 ranks"):
-        local_shape(DENSE_LAYER[0], 100, 64, tokens=1, tensor_parallel=8)
 
 
 # -- loading -------------------------------------------------------------------------------------------------------

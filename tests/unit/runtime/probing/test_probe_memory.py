@@ -15,7 +15,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
-from snip_megatron.planner.models import ModelShape
+from snip_megatron.planner.models import Llama
 from snip_megatron.precision import (
     DENSE_LAYER,
     Format,
@@ -99,9 +99,9 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
 
 def test_the_same_as_is_planned() -> None:
     """With the planner's own activations for the peak of a training pass."""
-    chosen = Layout(ModelShape("small", 8, 512, 1408, 8, 4, 64, 1000, 256), 1, 4, 1, 2, 256, 1, 64)
-    planned = stage_memory(chosen, 0, lambda block, kind: (Format.BF16,) * 3, SnipConfig(enabled=True))
-    local = [LinearRows(256, s.n, s.k) for s in chosen.linear_shapes().values()] * 2
+    chosen = Layout(Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256).model(4), 1, 4, 1, 2, 256, 1, 64)
+    planned = stage_memory(chosen, 0, lambda row: (Format.BF16,) * 3, SnipConfig(enabled=True))
+    local = [LinearRows(256, s.n, s.k) for s in list(chosen.shapes.values())[:8]]
     own = ProbedShapes(linears=local, tokens=256, hidden=512, boundaries=4)
     here = ProbeMemory(own, handles(), host(0, 4), SnipConfig.probe_tokens)
     assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import MODELS
 from snip_megatron.timing.calibration.workload import coarse_first, grid_workload, shapes_workload
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.shapes import LinearShape, local_shape
+from snip_megatron.timing.shapes import LinearShape
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
@@ -46,8 +47,9 @@ def test_kinds_advance_together() -> None:
 )
 def test_the_grid_covers_the_linears_of_the_models(model: str, tp: int) -> None:
     grid = LogGrid(grid_workload("cuda").gemms)
-    for kind, (n, k) in MODELS[model].linears.items():
-        shape = local_shape(kind, n, k, tokens=8192, tensor_parallel=tp)
+    layout = Layout(MODELS[model].model(), tp, 1, 1, 1, 8192, 1, 1)
+    for kind, row in layout.kinds.items():
+        shape = layout.shapes[row.name]
         assert not grid.place((shape.tokens, shape.n, shape.k)).extrapolated, kind
 
 

@@ -1,4 +1,4 @@
-"""The overhead of SNIP: passes that an update runs, its seconds, and its share of training time."""
+"""What an update of SNIP costs: the calls of the pipeline schedule that it runs, its seconds, its share of training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.probes import calls, microbatches_by_kind, weighs_updates
 from snip_megatron.planner.rates import Links
-from snip_megatron.planner.step_time import StepTime
+from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
+from snip_megatron.sensitivity.request import SolveRequest
 
 ASSUMPTIONS = (
     "probes: each pass is a bf16 forward and backward of a microbatch, each call fills the pipeline once; what"
@@ -25,9 +25,35 @@ The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine cap
 _FLOAT32 = 4
 
 
+def solves(config: SnipConfig) -> bool:
+    """Return whether the policy measures anything. Policies with a fixed map do not."""
+    return config.policy not in UNSOLVED
+
+
+def _weighs_updates(config: SnipConfig) -> bool:
+    """Return whether weight divergence is measured, by a forward-noise pass whose gradients are reduced."""
+    return needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator))
+
+
+def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
+    """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
+    group = layout.pp if layout.vpp > 1 else 1
+    return min(-(-min(config.probe_microbatches, layout.microbatches) // group) * group, layout.microbatches)
+
+
+def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
+    """Return kind of ``probe`` event → microbatches that a rank runs for it, each in one call of the schedule."""
+    if not solves(config):
+        return {}
+    kinds = ["statistics"]
+    if _weighs_updates(config):
+        kinds += ["forward_noise", *(("backward_noise",) if config.backward_noise else ())]
+    return dict.fromkeys(kinds, probe_microbatches(layout, config))
+
+
 @dataclass(frozen=True)
-class Overhead:
-    """The overhead of one update.
+class Update:
+    """The cost of one update.
 
     Attributes:
         passes: calls of the pipeline schedule.
@@ -53,60 +79,58 @@ class Overhead:
     share: float
 
 
-def overhead(
+def update_cost(
     layout: Layout,
     config: SnipConfig,
-    bf16: StepTime,
-    running: StepTime,
-    links: Links | None = None,
-    recapture: tuple[float, float] = (0.0, 0.0),
-) -> Overhead:
-    """Predict the overhead of an update.
+    *,
+    work: float,
+    bf16: float,
+    running: float,
+    links: Links,
+    recapture: float | None,
+) -> Update:
+    """Predict the cost of an update.
 
     Args:
         layout: the sizes.
         config: the configuration of the training.
-        bf16: the time of a bf16 step.
-        running: the time of a step between updates.
-        links: bandwidths of the network; None for the default.
-        recapture: the least and the most seconds of capturing CUDA graphs anew at an adoption.
+        work: seconds of the slowest stage's work in a bf16 step.
+        bf16: seconds of a bf16 step.
+        running: seconds of a step between updates.
+        links: bandwidths of the network.
+        recapture: seconds of capturing a layer and microbatch in CUDA graphs; None for :data:`STATED_RECAPTURE`.
     """
-    made = calls(layout, config)
+    by_kind = passes(layout, config)
     ends = (layout.pp - 1) / layout.vpp
-    passing = sum(call.microbatches + ends for call in made) / layout.microbatches * bf16.slowest
+    passing = sum(count + ends for count in by_kind.values()) / layout.microbatches * work
     parameters = max(layout.probed_parameters(stage) for stage in range(layout.pp))
-    reduced = _FLOAT32 * parameters if layout.dp > 1 and weighs_updates(config) else 0
-    reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / (links or Links()).of(layout.tp * layout.dp)
+    reduced = _FLOAT32 * parameters if layout.dp > 1 and "forward_noise" in by_kind else 0
+    reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / links.of(layout.tp * layout.dp)
     seconds = passing + reducing
-    least, most = recapture if made else (0.0, 0.0)
-    lost = seconds + most
-    return Overhead(
-        passes=len(made),
-        microbatches=sum(call.microbatches for call in made),
-        by_kind=microbatches_by_kind(made),
-        steps=seconds / bf16.total,
+    least, most = _recapture(layout, recapture) if by_kind else (0.0, 0.0)
+    return Update(
+        passes=len(by_kind),
+        microbatches=sum(by_kind.values()),
+        by_kind=by_kind,
+        steps=seconds / bf16,
         seconds=seconds,
         reducing_seconds=reducing,
         recapture_seconds=most,
         least_recapture_seconds=least,
-        share=lost / (lost + config.update_interval * running.total),
+        share=(seconds + most) / (seconds + most + config.update_interval * running),
     )
 
 
-def recapture(layout: Layout, measured: float | None) -> tuple[float, float]:
+def _recapture(layout: Layout, measured: float | None) -> tuple[float, float]:
     """Return the least and the most seconds of capturing CUDA graphs anew after an adoption; 0 without graphs.
 
     The most is for all layers of the stage with most layers. The least is for one layer, where single layers can be
     captured, each with one graph for all microbatches.
-
-    Args:
-        layout: the sizes.
-        measured: seconds of a layer and captured microbatch; None for :data:`STATED_RECAPTURE`.
     """
     if layout.cuda_graph_impl == "none":
         return 0.0, 0.0
     layer = STATED_RECAPTURE if measured is None else measured
-    layers = max(len(blocks) for blocks in layout.stages)
+    layers = max(map(len, layout.stages))
     if layout.cuda_graph_impl == "transformer_engine" and layout.pp == 1:
         return layer, layer * layers
     return (layer * layers * layout.microbatches,) * 2

@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.planner.models import load_model
+from snip_megatron.planner.models import load_llama
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.rates import Links
-from snip_megatron.planner.request import build_problem
+from snip_megatron.planner.request import build_problem, formats_of_map
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.planner.variants import formats_of_map
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, option_id, split_option_id
+from snip_megatron.precision import Format, Gemm, LinearRow, Side, dense_names, option_id, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
-from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
 from .formula import SMALL, layout, with_blocks
 from .test_plan import request
@@ -46,13 +45,8 @@ def step_of(communication: str, model: CostModel | None = None, blocks: int = 1,
     return StepModel(chosen, EqualGemms() if model is None else model, LINKS)
 
 
-def charged(step: StepModel, kind: str, formats: Formats) -> float:
-    shape, gemms = step.shapes[kind], zip(Gemm, formats, strict=True)
-    return step.layout.microbatches * math.fsum(step.exchanges.charge(kind, shape, gemm, fmt) for gemm, fmt in gemms)
-
-
-def priced(step: StepModel, kind: str, formats: Formats) -> float:
-    return step.layout.microbatches * step.exchanges.priced(kind, step.shapes[kind], formats)
+def charged(step: StepModel, row: LinearRow, formats: Formats) -> float:
+    return math.fsum(step.exchanges.charge(row, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
 
 
 # -- attribution ---------------------------------------------------------------------------------------------------
@@ -61,14 +55,15 @@ def priced(step: StepModel, kind: str, formats: Formats) -> float:
 def test_charges_add_up_to_the_exchanges_that_formats_decide(communication: str, recompute: str) -> None:
     step = step_of(communication, recompute=recompute)
     inexact = 0
-    for kind, fprop, dgrad, wgrad in itertools.product(DENSE_LAYER, Format, Format, Format):
-        found = charged(step, kind, (fprop, dgrad, wgrad))
-        wanted = priced(step, kind, (fprop, dgrad, wgrad))
-        if kind in COLUMN_PARALLEL or communication == "bf16" or dgrad is wgrad:
+    priced = step.exchanges.priced
+    for row, fprop, dgrad, wgrad in itertools.product(step.layout.stages[0][0], Format, Format, Format):
+        found = charged(step, row, (fprop, dgrad, wgrad))
+        wanted = priced(row, (fprop, dgrad, wgrad))
+        if row.sharded is Side.OUTPUT or communication == "bf16" or dgrad is wgrad:
             assert found == pytest.approx(wanted, rel=1e-9)
             continue
-        bf16 = priced(step, kind, (fprop, BF16, BF16))
-        least = min(priced(step, kind, (fprop, fmt, fmt)) for fmt in (dgrad, wgrad))
+        bf16 = priced(row, (fprop, BF16, BF16))
+        least = min(priced(row, (fprop, fmt, fmt)) for fmt in (dgrad, wgrad))
         assert abs(found - wanted) <= (bf16 - least) / 2 + 1e-12
         inexact += not math.isclose(found, wanted)
     assert (inexact > 0) == (communication != "bf16")
@@ -77,7 +72,7 @@ def test_charges_add_up_to_the_exchanges_that_formats_decide(communication: str,
 def test_the_step_in_bf16_is_the_same_in_every_mode_and_its_fixed_part_is_not() -> None:
     """A budget's reference contains exchanges once: in the fixed part, or in the costs of options."""
     steps = {mode: step_of(mode, blocks=2) for mode in MODES}
-    reference = {mode: step.step(lambda block, kind: ALL_BF16) for mode, step in steps.items()}
+    reference = {mode: step.step(lambda row: ALL_BF16) for mode, step in steps.items()}
     assert len({time.total for time in reference.values()}) == 1
     fixed = {mode: step.fixed_seconds()[0] for mode, step in steps.items()}
     assert fixed["bf16"] > fixed["gather"] > fixed["all"]
@@ -110,12 +105,11 @@ def _problem_of(
 
 def _options(granularity: str) -> list[str]:
     gemms: Sequence[Gemm | None] = tuple(Gemm) if granularity == "gemm" else (None,)
-    return [option_id(str(LinearId("decoder", 0, kind)), gemm) for kind in DENSE_LAYER for gemm in gemms]
+    return [option_id(name, gemm) for name in dense_names(1) for gemm in gemms]
 
 
 def _seconds(step: StepModel, solution: Solution) -> float:
-    formats_of = formats_of_map(step.layout.model, solution.to_precision_map())
-    return step.step(formats_of).total
+    return step.step(formats_of_map(solution.to_precision_map())).total
 
 
 LOSS = st.integers(0, 9).map(float)
@@ -140,8 +134,8 @@ def test_whole_linears_are_chosen_as_by_brute_force_over_planned_steps(
     best = math.inf
     for formats in itertools.product((BF16, FP8, FP4), repeat=4):
         if math.fsum(by[f] for by, f in zip(given_losses.values(), formats, strict=True)) <= bound:
-            chosen = dict(zip(DENSE_LAYER, formats, strict=True))
-            best = min(best, step.step(lambda block, kind, of=chosen: (of[kind],) * 3).total)
+            chosen = dict(zip(dense_names(1), formats, strict=True))
+            best = min(best, step.step(lambda row, of=chosen: (of[row.name],) * 3).total)
     assert _seconds(step, found) == pytest.approx(best, rel=1e-9)
 
 
@@ -149,7 +143,7 @@ def test_whole_linears_are_chosen_as_by_brute_force_over_planned_steps(
 def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget(communication: str) -> None:
     """Of one map, and as an average over phases. Between bf16 and fp8 the prices of single GEMMs are exact."""
     sizes = {"tp": 2, "sequence_parallel": True, "communication": communication}
-    step = StepModel(layout(with_blocks(load_model("8b"), 4), **sizes), FlopsModel())
+    step = StepModel(layout(with_blocks(load_llama("8b"), 4), **sizes), FlopsModel())
     asked = request("speedup=1.4", "bf16,fp8", schedule="auto", train_iters=400)
     promised = solve(build_problem(asked, step)).speedup
     plan = make_plan(step, asked)

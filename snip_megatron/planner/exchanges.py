@@ -1,9 +1,9 @@
 """Exposed seconds of a linear's exchanges over tensor parallel ranks (``layers/README.md``, gathers and sums).
 
 With ``--snip-communication gather`` or ``all`` the exchanges of a linear depend on the formats of its GEMMs.
-:meth:`TensorParallel.seconds` knows all three formats and is exact. A Problem adds up single GEMMs, so
-:meth:`TensorParallel.charge` attributes every exchange to the GEMM whose format decides its bytes: the gather of X and
-the sum of Y to fprop, the kernels of the sum of ∂L/∂X to dgrad.
+:meth:`Exchanges.seconds` knows all three formats and is exact. A Problem adds up single GEMMs, so
+:meth:`Exchanges.charge` attributes every exchange to the GEMM whose format decides its bytes: the gather of X and the
+sum of Y to fprop, the kernels of the sum of ∂L/∂X to dgrad.
 
 The gather of G depends on two formats. It is quantised only if dgrad and wgrad both are, and if their two operands have
 fewer bytes than bf16. dgrad and wgrad are charged their Shapley values, as for a quantisation that two GEMMs share
@@ -14,70 +14,73 @@ difference between gathering in bf16 and in the smaller of the two formats.
 
 from __future__ import annotations
 
+from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import Links, Rates
-from snip_megatron.precision import Format, Gemm
-from snip_megatron.timing.shapes import ALL_BF16, COLUMN_PARALLEL, Formats, LinearShape
+from snip_megatron.precision import Format, Gemm, LinearRow, Side
+from snip_megatron.timing.shapes import ALL_BF16, Formats
 
 
-class TensorParallel:
+class Exchanges:
     """Predicts the exchanges of linears.
 
-    Every linear exchanges a matrix of hidden features: X and ∂L/∂X of a column parallel linear, Y and G of a row
-    parallel one. What overlaps with GEMMs is not counted: in the backward the gathers for weight gradients and the sums
-    of ∂L/∂X, except for the kernels that quantise and add. All seconds are those of one microbatch.
+    A linear exchanges the matrix whose features are not split: X and ∂L/∂X where ranks share its output, Y and G where
+    they share its input. What overlaps with GEMMs is not counted: in the backward the gathers for weight gradients and
+    the sums of ∂L/∂X, except for the kernels that quantise and add. Linears of experts exchange nothing here: the
+    dispatcher does. All seconds are those of one microbatch.
 
     Args:
-        ranks: the tensor parallel size.
+        layout: the sizes.
         rates: the rate of memory.
         links: bandwidths.
-        communication: ``--snip-communication``: ``bf16``, ``gather`` or ``all``.
-        sequence_parallel: whether sequence parallelism is on. Quantised communication needs it.
     """
 
-    def __init__(
-        self, ranks: int, rates: Rates, links: Links, *, communication: str = "bf16", sequence_parallel: bool = False
-    ) -> None:
-        self._ranks, self._rates, self._links = ranks, rates, links
-        self._sequence_parallel = sequence_parallel
-        self._packs, self._reduces = communication != "bf16", communication == "all"
+    def __init__(self, layout: Layout, rates: Rates, links: Links) -> None:
+        self._layout, self._rates = layout, rates
+        self._rate = links.of(layout.tp)
+        self._packs, self._reduces = layout.communication != "bf16", layout.communication == "all"
 
-    def seconds(self, kind: str, shape: LinearShape, formats: Formats) -> float:
+    def seconds(self, row: LinearRow, formats: Formats) -> float:
         """Return the exposed seconds of a linear on one rank, in the formats of fprop, dgrad and wgrad."""
-        if self._ranks == 1:
-            return 0.0
         fprop, dgrad, wgrad = formats
-        elements, column = _exchanged(kind, shape), kind in COLUMN_PARALLEL
-        if not self._sequence_parallel:  # an all-reduce of Y
+        elements, forwards = self._exchanged(row), self._layout.shapes[row.name].forwards
+        column = row.sharded is Side.OUTPUT
+        if not self._layout.sequence_parallel:  # an all-reduce of Y
             whole = self._sum(elements, Format.BF16) + self._gather(elements, Format.BF16)
-            return 0.0 if column else shape.forwards * whole
+            return 0.0 if column else forwards * whole
         if column:
-            return shape.forwards * self._gather(elements, fprop) + self._sum_kernels(elements, dgrad)
-        return shape.forwards * self._sum(elements, fprop) + self._gather_gradient(elements, dgrad, wgrad)
+            return forwards * self._gather(elements, fprop) + self._sum_kernels(elements, dgrad)
+        return forwards * self._sum(elements, fprop) + self._gather_gradient(elements, dgrad, wgrad)
 
-    def charge(self, kind: str, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+    def charge(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
         """Return the part of :meth:`seconds` that one GEMM is charged. It is 0 if no format changes this part."""
-        if self._ranks == 1 or not self._packs:
+        if not self._packs:
             return 0.0
-        elements, column = _exchanged(kind, shape), kind in COLUMN_PARALLEL
+        elements, forwards = self._exchanged(row), self._layout.shapes[row.name].forwards
+        column = row.sharded is Side.OUTPUT
         if gemm is Gemm.FPROP:
             if column:
-                return shape.forwards * self._gather(elements, fmt)
-            return shape.forwards * self._sum(elements, fmt) if self._reduces else 0.0
+                return forwards * self._gather(elements, fmt)
+            return forwards * self._sum(elements, fmt) if self._reduces else 0.0
         if column:
             return self._sum_kernels(elements, fmt) if gemm is Gemm.DGRAD else 0.0
         return self._gather_gradient(elements, fmt, fmt) / 2
 
-    def priced(self, kind: str, shape: LinearShape, formats: Formats) -> float:
+    def priced(self, row: LinearRow, formats: Formats) -> float:
         """Return the part of :meth:`seconds` that formats decide, exactly. In bf16 it is the sum of the charges."""
-        charged = sum(self.charge(kind, shape, gemm, Format.BF16) for gemm in Gemm)
-        return charged + self.seconds(kind, shape, formats) - self.seconds(kind, shape, ALL_BF16)
-
-    def gathered_output(self, elements: float, forwards: int) -> float:
-        """Return the seconds of gathering an output of so many elements in each forward, and summing its gradient."""
-        return (forwards + 1) * self._send(elements, 2.0)
+        if not self._packs:
+            return 0.0
+        charged = sum(self.charge(row, gemm, Format.BF16) for gemm in Gemm)
+        return charged + self.seconds(row, formats) - self.seconds(row, ALL_BF16)
 
     # -- single exchanges ----------------------------------------------------------------------------------------
+    def _exchanged(self, row: LinearRow) -> float:
+        """Return the elements that a rank sends of a linear's matrix: tokens × the features that are not split."""
+        if self._layout.tp == 1 or row.experts > 1 or row.sharded is Side.NEITHER:
+            return 0.0
+        shape = self._layout.shapes[row.name]
+        return float(shape.tokens * (shape.k if row.sharded is Side.OUTPUT else shape.n))
+
     def _gather(self, elements: float, fmt: Format) -> float:
         """Return the seconds of gathering a matrix in a format, elements and scales."""
         return self._send(elements, packed_bytes(fmt) if self._packs else 2.0)
@@ -98,15 +101,8 @@ class TensorParallel:
         if not self._reduces or fmt is Format.BF16:
             return 0.0
         sent = packed_bytes(Format.FP8)
-        quantised = elements * (2.0 + sent)
-        added = elements * sent + elements / self._ranks * (2.0 + 2.0)
-        return self._rates.memory(quantised + added)
+        return self._rates.memory(elements * (2.0 + 2 * sent + 4.0 / self._layout.tp))
 
     def _send(self, elements: float, width: float) -> float:
         """Return the seconds in which a rank sends its share of a matrix, of so many bytes an element."""
-        return (self._ranks - 1) / self._ranks * elements * width / self._links.of(self._ranks)
-
-
-def _exchanged(kind: str, shape: LinearShape) -> float:
-    """Return the elements of the matrix that a linear exchanges: tokens × the features that are not split."""
-    return float(shape.tokens * (shape.k if kind in COLUMN_PARALLEL else shape.n))
+        return (self._layout.tp - 1) / self._layout.tp * elements * width / self._rate
