@@ -30,10 +30,10 @@ from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import NATIVE as OF_HOPPER
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BACKENDS = ("blackwell", "hopper", "emulated")
 FORMATS = tuple(fmt for fmt in Format if fmt is not Format.BF16)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
+from snip_megatron.precision import Format
 from snip_megatron.quantization import exact as reference
-from snip_megatron.quantization.exact import ExactPair
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels import exact
 from snip_megatron.quantization.kernels.exact import SHAPES, Shape
+from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 
 SIZES = ((4096, 4096), (8192, 14336))
 CHECKED = (1000, 4224)
@@ -49,17 +50,17 @@ GRID = {
     "columns": [Shape(16, 512, 2, 8), Shape(16, 128, 2, 2), Shape(16, 128, 1, 4), Shape(16, 256, 2, 8)],
     "tiles of 128": [Shape(128, 128, 8, 16), Shape(128, 64, 8, 8), Shape(128, 128, 4, 8)],
 }
-Call = Callable[[Callable[..., ExactPair]], ExactPair]
+Call = Callable[[Callable[..., OperandPair]], OperandPair]
 
 
 def case(name: str, x: Tensor) -> Call:
     """Return a call of a quantiser on ``x``."""
-    _, row, col, square, random = CASES[name]
+    _, row, col, weight, random = CASES[name]
+    formats = (None if fmt is None else Format(fmt) for fmt in (row, col))
     amax = x.abs().amax().float()
-    options: dict[str, Any] = {"square": square, "amax": amax, "rotation": Rotation(12345, amax)}
-    if random:
-        options |= {"row_seed": 2**63 + 11, "col_seed": 12, "cols": torch.arange(x.shape[1], device=x.device)}
-    return lambda quantize: quantize(x, row, col, **options)
+    keys = GradientKeys(2**63 + 11, 12, torch.arange(x.shape[1], device=x.device)) if random else None
+    spec = OperandSpec(*formats, weight=weight, amax=amax, keys=keys, rotation=Rotation(12345, amax))
+    return lambda quantize: quantize(x, spec)
 
 
 def sample(rows: int, cols: int) -> Tensor:
@@ -69,7 +70,7 @@ def sample(rows: int, cols: int) -> Tensor:
     return (x * torch.rand(rows, 1, device="cuda", generator=generator).exp()).bfloat16()
 
 
-def differing(found: ExactPair, expected: ExactPair) -> int:
+def differing(found: OperandPair, expected: OperandPair) -> int:
     """Return in how many numbers and scales two pairs of operands differ."""
     count = 0
     for one, other in zip(found, expected, strict=True):

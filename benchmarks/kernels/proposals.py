@@ -22,7 +22,9 @@ from linear import TOKENS, WEIGHTS
 
 from benchmarks.common import header, interleaved, refuse_without_cuda, write
 from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError, cublaslt
+from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels import quantize as triton_quantize
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 
 PROPOSALS = 8
@@ -34,8 +36,7 @@ DIFFERENCE = 1e-2  # of two products in fast accumulation, each rounded to bf16
 def operand(rows: int, depth: int) -> Operand:
     generator = torch.Generator(device="cuda").manual_seed(rows + depth)
     x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16, generator=generator)
-    row = triton_quantize.quantize_tensor(x).row
-    assert row is not None
+    row: Operand = triton_quantize.quantize_operands(x, OperandSpec(Format.FP8_TENSOR, None))[0]
     return row
 
 

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
+from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.kernels import programs as triton_kernels
 from snip_megatron.quantization.kernels import quantize as triton_quantize
-from snip_megatron.quantization.packed import Operand, Operands
+from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.quantization.packed import Operand
 
+FP8, FP4, WHOLE = Format.FP8, Format.FP4, Format.FP8_TENSOR
 ACTIVATIONS = ((8192, 4096), (8192, 8192), (8192, 28672), (16384, 4096), (16384, 14336))
 WEIGHTS = ((4096, 4096), (8192, 8192), (28672, 4096))
 CORRECTNESS = ((1000, 4096), (4096, 1000), (333, 777), (2048, 2048))
@@ -37,28 +40,28 @@ SWEEP = {  # kind of kernel → (num_warps, maxnreg)
     "blocks": ((8, 56), (8, 64), (8, 80), (16, 40)),
     "tensor": ((8, 56), (8, 64), (16, 32), (16, 40), (16, 48)),
 }
-Call = Callable[[torch.Tensor], Operands]
+Call = Callable[[torch.Tensor], OperandPair]
 
 
 def cases(module: Any) -> dict[str, Call]:
     """Return kernel name → call, for the Triton module or the reference, whose functions have the same names."""
-    tiles, blocks, tensor = module.quantize_tiles, module.quantize_blocks, module.quantize_tensor
-    seeds = {"row_seed": 2**63 + 11, "col_seed": 12}
-    return {
-        "tiles fp8 row": lambda x: tiles(x, "fp8", None),
-        "tiles fp8 row+col": lambda x: tiles(x, "fp8", "fp8"),
-        "tiles fp8 row, fp4 col": lambda x: tiles(x, "fp8", "fp4"),
-        "tiles fp4 row+col": lambda x: tiles(x, "fp4", "fp4"),
-        "tiles fp4 row+col stochastic": lambda x: tiles(x, "fp4", "fp4", **seeds),
-        "tiles fp4 row+col stochastic, given columns": lambda x: tiles(
-            x, "fp4", "fp4", **seeds, cols=columns(x.shape[1])
+    keys = GradientKeys(2**63 + 11, 12, paired=True)
+    specs: dict[str, Callable[[torch.Tensor], OperandSpec]] = {
+        "tiles fp8 row": lambda x: OperandSpec(FP8, None),
+        "tiles fp8 row+col": lambda x: OperandSpec(FP8, FP8),
+        "tiles fp8 row, fp4 col": lambda x: OperandSpec(FP8, FP4),
+        "tiles fp4 row+col": lambda x: OperandSpec(FP4, FP4),
+        "tiles fp4 row+col stochastic": lambda x: OperandSpec(FP4, FP4, keys=keys),
+        "tiles fp4 row+col stochastic, given columns": lambda x: OperandSpec(
+            FP4, FP4, keys=keys._replace(cols=columns(x.shape[1]), paired=x.shape[1] % 4 == 0)
         ),
-        "tiles fp4 col stochastic": lambda x: tiles(x, None, "fp4", **seeds),
-        "tensor fp8 row+col": lambda x: tensor(x, row=True, col=True),
-        "tensor fp8 row+col, known amax": lambda x: tensor(x, row=True, col=True, amax=largest()),
-        "blocks fp8 row+col": lambda x: blocks(x, "fp8", "fp8"),
-        "blocks fp8 row, fp4 col": lambda x: blocks(x, "fp8", "fp4"),
+        "tiles fp4 col stochastic": lambda x: OperandSpec(None, FP4, keys=keys),
+        "tensor fp8 row+col": lambda x: OperandSpec(WHOLE, WHOLE),
+        "tensor fp8 row+col, known amax": lambda x: OperandSpec(WHOLE, WHOLE, amax=largest()),
+        "blocks fp8 row+col": lambda x: OperandSpec(FP8, FP8, weight=True),
+        "blocks fp8 row, fp4 col": lambda x: OperandSpec(FP8, FP4, weight=True),
     }
+    return {name: lambda x, spec=spec: module.quantize_operands(x, spec(x)) for name, spec in specs.items()}  # type: ignore[misc]
 
 
 def kind(name: str) -> str:
@@ -99,11 +102,11 @@ def all_quotients() -> torch.Tensor:
     return torch.cat([amax, smaller], dim=2).flatten(1).to("cuda", torch.bfloat16)
 
 
-def parts(operands: Operands) -> Iterable[tuple[str, Operand]]:
-    return ((name, side) for name, side in (("row", operands.row), ("col", operands.col)) if side is not None)
+def parts(operands: OperandPair) -> Iterable[tuple[str, Operand]]:
+    return ((name, side) for name, side in zip(("row", "col"), operands, strict=True) if side is not None)
 
 
-def difference(found: Operands, expected: Operands) -> str | None:
+def difference(found: OperandPair, expected: OperandPair) -> str | None:
     """Return what differs, or None. Scales must be equal, and bytes of values but for 1e-4 of them, which draws decide
     otherwise where a quotient is rounded otherwise.
     """
@@ -120,14 +123,14 @@ def bias(x: torch.Tensor, draws: int = 64) -> float:
     """Return the mean error of stochastic fp4 over ``draws`` seeds, in standard errors."""
     total, square = 0.0, 0.0
     for seed in range(draws):
-        row = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=seed).row
-        assert row is not None
+        spec = OperandSpec(FP4, None, keys=GradientKeys(seed, None, paired=True))
+        row, _ = triton_quantize.quantize_operands(x, spec)
         error = (row.dequantize().double() - x.double()) / row.scale.repeat_interleave(128, 1)[:, : x.shape[1]]
         total, square = total + error.sum().item(), square + error.square().sum().item()
     return float(total / square**0.5)
 
 
-def moved_bytes(name: str, x: torch.Tensor, operands: Operands) -> int:
+def moved_bytes(name: str, x: torch.Tensor, operands: OperandPair) -> int:
     reads = [x, x] if name == "tensor fp8 row+col" else [x]
     tensors = reads + [t for _, side in parts(operands) for t in (side.values, side.scale)]
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.layers.contenders import Contender, Problem
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.quantization.packed import Operand
 
 ROWS = 48

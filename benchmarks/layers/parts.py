@@ -11,9 +11,9 @@ from benchmarks.common import interleaved
 from benchmarks.layers.contenders import MICROBATCHES, Problem
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.cublaslt import CublasLtError, cublaslt
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.quantization.packed import Operand
 
 ROUNDS = 5

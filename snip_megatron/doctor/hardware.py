@@ -125,8 +125,8 @@ def _fprop_error(backend: GemmBackend, fmt_name: str) -> float:
     """Return ‖Y − XWᵀ‖ / ‖XWᵀ‖ of one forward GEMM, with XWᵀ computed in float64."""
     import torch
 
-    from snip_megatron.gemm.operands import OperandSpec
     from snip_megatron.precision import Format
+    from snip_megatron.quantization.operands import OperandSpec
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draws = torch.Generator().manual_seed(0)

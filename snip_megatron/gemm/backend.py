@@ -17,19 +17,11 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.operands import (
-    CachedPair,
-    FlatOperand,
-    GemmOperand,
-    OperandPair,
-    OperandSpec,
-    UnquantizedOperand,
-    assemble,
-    flatten,
-)
+from snip_megatron.gemm.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.shards import QuantizedShard, unquantized_shard
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.hadamard import ROTATED
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 Formats = tuple[Format | None, Format | None]
 """The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
@@ -95,20 +87,12 @@ class GemmBackend:
         """
         if cached is not None:
             return cached.operands  # the weight itself
-        keys = spec.keys
-
-        def operand(fmt: Format | None, seed: Any, axis: int) -> UnquantizedOperand | None:
-            if fmt is None or fmt is Format.BF16:
-                return None if fmt is None else UnquantizedOperand(x, fmt)
-            turned = None if axis else spec.rotation
-            if keys is None:
-                return UnquantizedOperand(x, fmt, amax=spec.amax, rotation=turned)
-            return UnquantizedOperand(x, fmt, seed, keys.cols, spec.amax, keys.first_row, rotation=turned)
-
-        return (
-            operand(spec.rowwise, None if keys is None else keys.dgrad, 1),
-            operand(spec.columnwise, None if keys is None else keys.wgrad, 0),
+        plain = OperandSpec(spec.rowwise, spec.columnwise)
+        row, col = (
+            None if fmt is None else UnquantizedOperand(x, axis, plain if fmt is Format.BF16 else spec)
+            for fmt, axis in zip(spec.formats, (1, 0), strict=True)
         )
+        return row, col
 
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
@@ -125,14 +109,7 @@ class GemmBackend:
         """
         assert isinstance(a, UnquantizedOperand)
         assert isinstance(b, UnquantizedOperand)
-        amax, quantized = (a.amax, b.amax), (a.quantized, b.quantized)
-        if gemm is Gemm.FPROP:
-            return reference.fprop(a.tensor, b.tensor, a.format, amax=amax, quantised=quantized, out_dtype=dtype)
-        rounding: dict[str, Any] = {"seed": a.seed, "offset": (a.first_row, 0), "cols": a.cols}
-        how: dict[str, Any] = rounding | {"amax": amax, "quantised": quantized}
-        if gemm is Gemm.DGRAD:
-            return reference.dgrad(a.tensor, b.tensor, a.format, **how, out_dtype=dtype)
-        return reference.wgrad(a.tensor, b.tensor, a.format, **how, rotation=(a.rotation, b.rotation), out=out)
+        return reference.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """Return the products of one linear of all experts of a layer, whose weights on this rank are [n, k]."""
@@ -147,7 +124,7 @@ class GemmBackend:
             axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
         """
         assert isinstance(operand, UnquantizedOperand)
-        return unquantized_shard(operand, axis)
+        return unquantized_shard(operand)
 
     # -- what a linear runs between its collectives --------------------------------------------------------------
     def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:

@@ -24,10 +24,11 @@ from snip_megatron.gemm.blackwell_engine import (
     TransformerEngine,
     one_usage,
 )
-from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
+from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.quantization.rounding import Key
 
 EDGE = 32

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import FOUR_BIT, Format, Gemm
 from snip_megatron.quantization.formats import STOCHASTIC
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 LEAST_DECIBEL = {4: 12.0, 8: 25.0}
 """Bits of a format → signal to noise ratio below which a product is wrong. Correct ones reach 15 to 19 and 27 to 31."""

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.cublaslt import CublasLt
+from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.kernels.replay import run_opaque
-from snip_megatron.quantization.packed import Operand, quantize_blocks, quantize_tiles
+from snip_megatron.quantization.operands import OperandSpec
+from snip_megatron.quantization.packed import Operand, quantize_operands
 
 DISTRIBUTION, VERSION = "sgl-deep-gemm", "0.1.4"
 TORCH = (2, 11)
@@ -181,18 +183,16 @@ def difference(found: DeepGemm, library: Any, device: torch.device) -> str | Non
     """
     draws = torch.Generator().manual_seed(0)
     x, w = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(2))
-    a, b = quantize_tiles(x, "fp8", "fp8"), quantize_blocks(w, "fp8", None)
-    assert a.row is not None
-    assert a.col is not None
-    assert b.row is not None
+    row, col = quantize_operands(x, OperandSpec(Format.FP8, Format.FP8))
+    block, _ = quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
     # A library that was built for another torch or driver may raise any exception.
     try:
-        ours, truth = (each.multiply(a.row, b.row, torch.bfloat16) for each in (found, library))
+        ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (found, library))
         if ours is None or truth is None or not torch.equal(ours, truth):
             return f"{VERSION} does not give cuBLASLt's bits on this device"
         if found.accumulates:
             ours, truth = (torch.ones(_SMALL, _SMALL, device=device) for _ in range(2))
-            ran = found.accumulate(a.col, a.col, ours) and library.accumulate(a.col, a.col, truth)
+            ran = found.accumulate(col, col, ours) and library.accumulate(col, col, truth)
             if not ran or not (ours - truth).norm() <= _WGRAD_TOLERANCE * truth.norm():
                 return f"{VERSION} gives a wrong wgrad on this device"
     except Exception as error:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
+from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, ExactPair
+from snip_megatron.quantization.exact import ExactOperand
+from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 
 class EmulatedBackend(GemmBackend):
@@ -29,7 +31,7 @@ class EmulatedBackend(GemmBackend):
 
     name = "emulated"
 
-    def __init__(self, quantize: Callable[..., ExactPair], products: ExactProducts) -> None:
+    def __init__(self, quantize: Callable[..., OperandPair], products: ExactProducts) -> None:
         self._quantize_exact = quantize
         self._products = products
 
@@ -39,26 +41,10 @@ class EmulatedBackend(GemmBackend):
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class."""
-        row, col = (None if fmt is Format.BF16 else fmt for fmt in (spec.rowwise, spec.columnwise))
-        plain = super().quantize(x, spec, cached)
-        if row is None and col is None:
+        plain, own = super().quantize(x, spec, cached), spec.only(SPECS)
+        if own.formats == (None, None):
             return plain
-        held, keys = None, spec.keys
-        if cached is not None:
-            first, second = (each if isinstance(each, ExactOperand) else None for each in cached.operands)
-            held = CachedExactPair((first, second), cached.current)
-        made = self._quantize_exact(
-            x,
-            row,
-            col,
-            square=spec.weight,
-            row_seed=None if keys is None else keys.dgrad,
-            col_seed=None if keys is None else keys.wgrad,
-            cols=None if keys is None else keys.cols,
-            amax=spec.amax,
-            rotation=spec.rotation,
-            held=held,
-        )
+        made = self._quantize_exact(x, own, cached)
         return (made[0] or plain[0], made[1] or plain[1]) if cached is None else cached.operands
 
     def multiply(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Gemm
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.rounding import derive_seed
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.grouped import GroupRows, group_rows
-from snip_megatron.quantization.packed import STORED, Operand, Operands
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
+from snip_megatron.quantization.packed import STORED, Operand
 
 _ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the weights
 
@@ -28,7 +28,7 @@ _ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the w
 class GroupQuantizers(Protocol):
     """The function of ``quantization.grouped``, which ``quantization.kernels.grouped`` has as a Triton kernel."""
 
-    quantize_group_blocks: Callable[..., Operands]
+    quantize_group_blocks: Callable[..., OperandPair]
 
 
 class RowsOperand(NamedTuple):
@@ -80,16 +80,16 @@ class HopperGroups(GroupLoop):
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """See the base class."""
-        formats = spec.rowwise, spec.columnwise
-        found: OperandPair = None, None
+        formats = spec.formats
+        found: OperandPair = (None, None)
         if not _ROWWISE.isdisjoint(formats):
             whole = stacked(weights)
             whole = torch.stack(list(weights)) if whole is None else whole
-            row, col = (fmt if fmt in STORED else None for fmt in formats)
-            blocks = Operands(None, None)
-            if row is not None or col is not None:
-                blocks = self._quantizers.quantize_group_blocks(whole, row, col)
-            sides = zip(formats, (blocks.row, blocks.col), strict=True)
+            own = spec.only(STORED)
+            blocks: OperandPair = (None, None)
+            if own.formats != (None, None):
+                blocks = self._quantizers.quantize_group_blocks(whole, own)
+            sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
             found = rowwise, columnwise
         left = _left(spec, columnwise=_ROWWISE)

@@ -17,32 +17,32 @@ from torch import Tensor
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import GroupQuantizers, HopperGroups
-from snip_megatron.gemm.operands import CachedPair, GemmOperand, OperandPair, OperandSpec, UnquantizedOperand
+from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import Packing, QuantizedShard, operand_shard
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.packed import STORED, CachedOperands, Operand, Operands
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.quantization.packed import STORED, Operand
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
 _TILED, _QUANTIZED = frozenset(STORED), NATIVE - {Format.BF16}
+_OTHERS = frozenset(Format) - _QUANTIZED
 
 
 class Quantizers(Packing, Protocol):
     """The functions of ``quantization.packed``, which ``quantization.kernels.quantize`` has as Triton kernels."""
 
-    quantize_tiles: Callable[..., Operands]
-    quantize_blocks: Callable[..., Operands]
-    quantize_tensor: Callable[..., Operands]
+    quantize_operands: Callable[..., OperandPair]
 
 
 class Activations(Protocol):
     """The functions of ``quantization.swiglu`` and, as kernels, of ``quantization.kernels.swiglu``."""
 
     fits: Callable[..., bool]
-    quantize_swiglu: Callable[..., Operands]
-    quantize_swiglu_gradient: Callable[..., Operands]
+    quantize_swiglu: Callable[..., OperandPair]
+    quantize_swiglu_gradient: Callable[..., OperandPair]
     swiglu_with_amax: Callable[..., tuple[Tensor, Tensor]]
     swiglu_gradient_with_amax: Callable[..., tuple[Tensor, Tensor]]
 
@@ -94,44 +94,20 @@ class HopperBackend(GemmBackend):
         assert kernels is not None
         if spec is None:
             return kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
-        if d is None or spec.keys is None:
-            made = kernels.quantize_swiglu(y, spec.rowwise, spec.columnwise)
-        else:
-            dgrad, wgrad, cols, *_ = spec.keys
-            made = kernels.quantize_swiglu_gradient(
-                d, y, spec.rowwise, spec.columnwise, row_seed=dgrad, col_seed=wgrad, cols=cols
-            )
-        return made.row, made.col
+        return kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
-        formats = spec.rowwise, spec.columnwise
-        row = col = None
-        if not _TILED.isdisjoint(formats):
-            tiled = self._tiled(x, spec, formats, cached)
-            row, col = tiled.row, tiled.col
-        if Format.FP8_TENSOR in formats:
-            wanted, held = [fmt is Format.FP8_TENSOR for fmt in formats], _held(cached, "tensor")
-            whole = self._quantizers.quantize_tensor(x, row=wanted[0], col=wanted[1], amax=spec.amax, held=held)
-            row, col = row or whole.row, col or whole.col
-        left = [None if fmt in _QUANTIZED else fmt for fmt in formats]
-        if left != [None, None]:
-            rest = self._others.quantize(x, spec._replace(rowwise=left[0], columnwise=left[1]), cached)
+        row, col = None, None
+        if not _QUANTIZED.isdisjoint(spec.formats):
+            row, col = self._quantizers.quantize_operands(x, spec, cached)
+            if spec.weight:
+                row, col = self._products.prepared((row, col), renewed=cached is not None)
+        left = spec.only(_OTHERS)
+        if left.formats != (None, None):
+            rest = self._others.quantize(x, left, cached)
             row, col = row or rest[0], col or rest[1]
         return (row, col) if cached is None else cached.operands
-
-    def _tiled(self, x: Tensor, spec: OperandSpec, formats: Formats, cached: CachedPair | None) -> Operands:
-        row, col = (fmt if fmt in _TILED else None for fmt in formats)
-        if spec.weight:
-            held = _held(cached, "block")
-            blocks = self._quantizers.quantize_blocks(x, row, col, held=held)
-            return self._products.prepared(blocks) if held is None else self._products.renewed(blocks)
-        if spec.keys is None:
-            return self._quantizers.quantize_tiles(x, row, col)
-        dgrad, wgrad, cols, first_row, _ = spec.keys
-        return self._quantizers.quantize_tiles(
-            x, row, col, row_seed=dgrad, col_seed=wgrad, first_row=first_row, cols=cols
-        )
 
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
@@ -155,11 +131,3 @@ class HopperBackend(GemmBackend):
         if isinstance(operand, Operand):
             return operand_shard(operand, format, axis, self._quantizers)
         return self._others.pack(operand, format, axis)
-
-
-def _held(cached: CachedPair | None, scaling: str) -> CachedOperands | None:
-    """Return those of the cached operands that one call of a quantiser makes."""
-    if cached is None:
-        return None
-    row, col = (each if isinstance(each, Operand) and each.scaling == scaling else None for each in cached.operands)
-    return CachedOperands(Operands(row, col), cached.current)

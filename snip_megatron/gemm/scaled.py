@@ -8,7 +8,6 @@ dequantised and multiplied in FP32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -19,7 +18,8 @@ from torch.nn.functional import ScalingType
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.deepgemm import DeepGemm
 from snip_megatron.gemm.proposals import Choices
-from snip_megatron.quantization.packed import Operand, Operands
+from snip_megatron.quantization.operands import OperandPair
+from snip_megatron.quantization.packed import Operand
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
 _RECIPES = {
@@ -84,16 +84,17 @@ class ScaledProducts:
         return self._scaled_mm(*arguments, output_dtype=dtype, use_fast_accum=fast)[: a.rows]
 
     # -- weights -------------------------------------------------------------------------------------------------
-    def prepared(self, weight: Operands) -> Operands:
-        """Return the operands of a weight with what the library of their products needs beside them."""
+    def prepared(self, weight: OperandPair, *, renewed: bool) -> OperandPair:
+        """Return the operands of a weight with what the library of their products needs beside them.
+
+        ``renewed``: they have it, and it is brought up to date after their values and scales were written anew.
+        """
         if self._faster is None:
             return weight
-        return replace(weight, row=self._faster.prepared(weight.row), col=self._faster.prepared(weight.col))
-
-    def renewed(self, weight: Operands) -> Operands:
-        """Bring :meth:`prepared` operands up to date after their values and scales were written anew."""
-        for side in (weight.row, weight.col):
-            if side is not None and side.unpadded is not None:
+        if not renewed:
+            return self._faster.prepared(weight[0]), self._faster.prepared(weight[1])
+        for side in weight:
+            if isinstance(side, Operand) and side.unpadded is not None:
                 rows, depth = side.unpadded.shape
                 side.unpadded.copy_(side.scale.t()[:rows, :depth])
         return weight

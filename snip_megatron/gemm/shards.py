@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
-from snip_megatron.gemm.reference import gradient_rounding
 from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.quantization.wire import WireMatrix, decode, encode, side_by_side
 
@@ -39,34 +39,29 @@ class QuantizedShard(NamedTuple):
 
 
 # -- matrices that GEMMs quantise themselves ---------------------------------------------------------------------------
-def unquantized_shard(shard: UnquantizedOperand, axis: int) -> QuantizedShard:
-    """Return the shard of a matrix that is not quantised yet. In bf16 it is gathered as it is.
-
-    Args:
-        shard: [tokens, cols].
-        axis: the dimension that the GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
-    """
-    fmt = shard.format
-    if fmt is Format.BF16:
-        return QuantizedShard((shard.tensor,), _opened_unquantized)
-    options: dict[str, Any] = {"tensor_amax": shard.amax}
-    if shard.seed is not None:
-        options |= gradient_rounding(fmt, shard.seed, (shard.first_row, 0), cols=shard.cols)
-    made = encode(shard.tensor, fmt, axis, **options)
+def unquantized_shard(shard: UnquantizedOperand) -> QuantizedShard:
+    """Return the shard [tokens, cols] of a matrix that is not quantised yet. In bf16 it is gathered as it is."""
+    if shard.format is Format.BF16:
+        return QuantizedShard((shard.tensor,), partial(_opened_unquantized, shard.axis, shard.spec))
+    x, options = shard.spec.of(shard.tensor, shard.axis)
+    made = encode(x, **options)
     sent = (made.elements,) if made.scales is None else (made.elements, made.scales)
     common = () if made.tensor_scale is None else (made.tensor_scale,)
-    return QuantizedShard(sent, partial(_opened_wire, fmt, axis, shard.tensor.shape[1], len(sent)), common)
+    plain = shard.spec._replace(amax=None, keys=None)  # what the numbers no longer need
+    return QuantizedShard(sent, partial(_opened_wire, shard.axis, plain, x.shape[1], len(sent)), common)
 
 
-def _opened_unquantized(tensor: Tensor) -> UnquantizedOperand:
-    return UnquantizedOperand(tensor.flatten(0, 1), Format.BF16)
+def _opened_unquantized(axis: int, spec: OperandSpec, tensor: Tensor) -> UnquantizedOperand:
+    return UnquantizedOperand(tensor.flatten(0, 1), axis, spec)
 
 
-def _opened_wire(fmt: Format, axis: int, cols: int, sent: int, *tensors: Tensor) -> UnquantizedOperand:
+def _opened_wire(axis: int, spec: OperandSpec, cols: int, sent: int, *tensors: Tensor) -> UnquantizedOperand:
+    fmt = spec.formats[1 - axis]
+    assert fmt is not None
     elements, *scales = (t.flatten(0, 1) for t in tensors[:sent])
     common = tensors[sent] if len(tensors) > sent else None
     numbers = decode(WireMatrix(elements, scales[0] if scales else None, common), fmt, axis, cols)
-    return UnquantizedOperand(numbers, fmt, quantized=True)
+    return UnquantizedOperand(numbers, axis, spec, quantized=True)
 
 
 # -- operands of Hopper's GEMMs ----------------------------------------------------------------------------------------
@@ -83,7 +78,7 @@ def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Packing) -> Q
     Args:
         shard: rows are tokens, or the reduction runs over tokens, whose number is then a multiple of 128.
         fmt: the format. Four-bit elements are packed two to a byte.
-        axis: as in :func:`unquantized_shard`.
+        axis: the dimension that the GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
         packing: the functions that pack them.
     """
     values = shard.values.view(torch.uint8)

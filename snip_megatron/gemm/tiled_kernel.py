@@ -69,9 +69,8 @@ def multiply(a, a_scale, a_tile, b, b_scale, b_tile, out, *, add=False):
         out: FP32, bf16 or fp16 [M, N], contiguous.
     """
     (m, k), n = a.shape, b.shape[0]
-    tensors = (a, a_scale, b, b_scale, out)
     launch(
-        tiled_kernel, (-(-m // _BLOCK) * -(-n // _BLOCK), 1), tensors, tuple(t.dtype for t in tensors),
+        tiled_kernel, (-(-m // _BLOCK) * -(-n // _BLOCK), 1), (a, a_scale, b, b_scale, out),
         (m, n, k, *a.stride(), *b.stride(), *a_scale.stride(), *b_scale.stride()), (),
         {
             "TILES": -(-k // _TILE), "A_TILE": a_tile, "B_TILE": b_tile, "ADD": add,

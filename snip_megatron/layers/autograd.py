@@ -17,15 +17,7 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import matrix, unflattened
-from snip_megatron.gemm.operands import (
-    FlatOperand,
-    GemmOperand,
-    GradientKeys,
-    OperandPair,
-    OperandSpec,
-    assemble,
-    flatten,
-)
+from snip_megatron.gemm.operands import FlatOperand, GemmOperand, assemble, flatten
 from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.communication import (
     Exchange,
@@ -44,6 +36,7 @@ from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.formats import STOCHASTIC
+from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.quantization.wire import bytes_per_element
 
 _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]

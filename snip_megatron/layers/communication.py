@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GemmOperand, OperandSpec
+from snip_megatron.gemm.operands import GemmOperand
 from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.precision import Format
 from snip_megatron.quantization import wire
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.operands import OperandSpec
 
 Group = dist.ProcessGroup | None
 _ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most

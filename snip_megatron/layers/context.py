@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax, shared_rotation
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.quantization.rounding import derive_seeds
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)

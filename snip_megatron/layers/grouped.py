@@ -14,13 +14,14 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.operands import OperandPair, OperandSpec, assemble, flatten
+from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys, nothing, passed_on, unreduced_gradient
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 
 class GroupedCall(NamedTuple):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.operands import OperandPair, flatten
+from snip_megatron.gemm.operands import flatten
+from snip_megatron.quantization.operands import OperandPair
 
 
 class PrequantizedTensor(torch.Tensor):

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import Formats, matrix
-from snip_megatron.gemm.operands import OperandPair, OperandSpec
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from snip_megatron.gemm.operands import OperandSpec
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
 from snip_megatron.precision import Format
+from snip_megatron.quantization.operands import OperandSpec
 
 Formats = tuple[Format, Format, Format]
 

@@ -9,17 +9,14 @@ result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Format
-from snip_megatron.quantization.formats import SPECS, STOCHASTIC, Scaling, resolve
-from snip_megatron.quantization.hadamard import Rotation, turned
+from snip_megatron.quantization.formats import SPECS, Scaling
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.quantization.reference import Quantized, quantize
-from snip_megatron.quantization.rounding import Key
 
 
 class ExactOperand(NamedTuple):
@@ -44,106 +41,46 @@ class ExactOperand(NamedTuple):
         return values * self.scale if self.tile is None else Quantized(values, self.scale, self.tile).dequantize()
 
 
-ExactPair = tuple[ExactOperand | None, ExactOperand | None]
-"""The operand of the GEMM that reduces over a matrix's columns, and that of the GEMM that reduces over its rows."""
-
-
-@dataclass(frozen=True)
-class CachedExactPair:
-    """A quantised weight that stays at the same addresses from step to step, for CUDA graphs.
-
-    Attributes:
-        operands: the operands that an earlier call returned for the same shape and formats. They are overwritten.
-        current: int32 [1] on the device. If it is not zero, ``operands`` are up to date and are not written.
-    """
-
-    operands: ExactPair
-    current: Tensor
-
-
-def quantize_exact(
-    x: Tensor,
-    row_format: Format | str | None,
-    col_format: Format | str | None,
-    *,
-    square: bool = False,
-    row_seed: Key | None = None,
-    col_seed: Key | None = None,
-    cols: Tensor | None = None,
-    amax: Tensor | None = None,
-    rotation: Rotation | None = None,
-    held: CachedExactPair | None = None,
-) -> ExactPair:
+def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number.
-        row_format, col_format: a quantised format each, or None to leave that operand out.
-        square: whether to use square blocks in formats that have them. It is set for weights. If both formats have
-            the same blocks, both operands are one object.
-        row_seed, col_seed: keys of stochastic rounding. None, or a format without stochastic rounding, rounds to
-            nearest.
-        cols: integer [K], global ids of the columns for stochastic rounding; default: 0, 1, …
-        amax: max|x| of the unsharded tensor (0-dim), for formats with a scale for the whole tensor.
-        rotation: how the second operand is transformed if ``col_format`` has a Hadamard transform; None: without sign
-            changes. A transformed operand has whole groups of 16 rows.
-        held: operands to write the result to, which are returned. Default: new ones.
+        spec: how it is quantised, in quantised formats. An operand of a Hadamard transform has whole groups of 16 rows.
+        cached: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
         The two operands. They are one object if :func:`shared` says that their numbers are always equal.
 
     Raises:
-        SnipError: the format, the dtype or the number of dimensions is not supported.
+        SnipError: the dtype or the number of dimensions is not supported.
     """
-    formats = tuple(None if f is None else resolve(f) for f in (row_format, col_format))
-    sides = [
-        None if f is None else _operand(x, f, axis, square, seed, cols, amax, rotation)
-        for f, axis, seed in zip(formats, (1, 0), (row_seed, col_seed), strict=True)
-    ]
-    made = (sides[0], sides[0] if shared(*formats, square=square) else sides[1])
-    if held is None:
-        return made
-    for old, new in zip(held.operands, made, strict=True):
-        if old is not None and new is not None:
-            for kept, fresh in ((old.values, new.values), (old.scale, new.scale)):
-                if kept is not None and fresh is not None:
-                    kept.copy_(torch.where(held.current != 0, kept, fresh))
-    return held.operands
+    row, col = (
+        None if fmt is None else _operand(*spec.of(x, axis)) for fmt, axis in zip(spec.formats, (1, 0), strict=True)
+    )
+    made = row, row if shared(spec) else col
+    return made if cached is None else cached.renew(made)
 
 
-def shared(row: Format | None, col: Format | None, *, square: bool) -> bool:
+def shared(spec: OperandSpec) -> bool:
     """Return whether both operands of a matrix are always the same numbers.
 
     They are if both have one format, whose scales belong to square blocks or to the whole matrix.
     """
-    if row is None or row is not col:
+    if spec.rowwise is None or spec.rowwise is not spec.columnwise:
         return False
-    spec = SPECS[row]
-    return spec.scaling is Scaling.FP32_TENSOR or (square and spec.square_blocks)
+    of_format = SPECS[spec.rowwise]
+    return of_format.scaling is Scaling.FP32_TENSOR or (spec.weight and of_format.square_blocks)
 
 
-def _operand(
-    x: Tensor,
-    fmt: Format,
-    axis: int,
-    square: bool,
-    seed: Key | None,
-    cols: Tensor | None,
-    amax: Tensor | None,
-    rotation: Rotation | None,
-) -> ExactOperand:
-    rounding: dict[str, Any] = {}
-    if seed is not None and fmt in STOCHASTIC:
-        rounding = {"rounding": "stochastic", "seed": seed, "cols": cols}
-    x, amax = turned(x, fmt, axis, rotation, amax, weight=square)
-    q = quantize(x, fmt, axis=axis, block=square, tensor_amax=amax, **rounding)
-    spec = SPECS[fmt]
-    if spec.scaling is Scaling.FP32:
+def _operand(x: Tensor, options: dict[str, Any]) -> ExactOperand:
+    q, scaling = quantize(x, **options), SPECS[options["format"]].scaling
+    if scaling is Scaling.FP32:
         return ExactOperand(q.values.bfloat16(), q.scale, q.tile)
-    if spec.scaling is Scaling.FP32_TENSOR:
+    if scaling is Scaling.FP32_TENSOR:
         scale = q.scale.view(-1)[:1] if q.scale.numel() else torch.ones(1, device=x.device)
         return ExactOperand(q.values.bfloat16(), scale, None)
-    if spec.scaling is Scaling.E8M0:
+    if scaling is Scaling.E8M0:
         upper = q.dequantize().view(torch.int32) & -0x10000  # all of a number that bf16 has, as kernels store it
         return ExactOperand(upper.view(torch.float32).bfloat16(), None, None)
     if x.numel() == 0:

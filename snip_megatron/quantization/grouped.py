@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.packed import Operand, Operands, quantize_blocks
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
+from snip_megatron.quantization.packed import Operand, quantize_operands
 
 
 class GroupRows(NamedTuple):
@@ -40,15 +40,15 @@ def group_rows(splits: tuple[int, ...], device: torch.device) -> GroupRows:
     return GroupRows(splits, counts, torch.repeat_interleave(numbers, counts, output_size=sum(splits)))
 
 
-def quantize_group_blocks(w: Tensor, row_format: Format | str | None, col_format: Format | str | None) -> Operands:
+def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
     """Quantise weights [experts, N, K] in 128×128 blocks; N and K are multiples of 128.
 
     Returns:
-        ``row``: values [experts, N, K], scale [experts, N/128, K/128]. ``col``: values [experts, K, N], scale
-        [experts, K/128, N/128]. All are contiguous.
+        The rowwise operand: values [experts, N, K], scale [experts, N/128, K/128], and the columnwise one: values
+        [experts, K, N], scale [experts, K/128, N/128]. All are contiguous.
     """
-    made = [quantize_blocks(each, row_format, col_format) for each in w]
-    return Operands(_stacked([each.row for each in made]), _stacked([each.col for each in made]))
+    rowwise, columnwise = zip(*(quantize_operands(each, spec) for each in w), strict=True)
+    return _stacked(rowwise), _stacked(columnwise)
 
 
 def _stacked(sides: Sequence[Operand | None]) -> Operand | None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Format
-from snip_megatron.quantization.packed import Operands, quantize_tiles
-from snip_megatron.quantization.rounding import Key
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
+from snip_megatron.quantization.packed import quantize_operands
 
 
 def fits(y: Tensor) -> bool:
@@ -38,36 +37,19 @@ def swiglu_gradient(d: Tensor, y: Tensor) -> Tensor:
     return torch.cat((of_gate, d * (gate / (1.0 + torch.exp(-gate)))), -1).to(y.dtype)
 
 
-def quantize_swiglu(y: Tensor, row_format: Format | None, col_format: Format | None) -> Operands:
-    """Quantise SwiGLU [M, K] of y in 1×128 tiles along K and along M, each in a format of its own.
-
-    Args:
-        y: [M, 2K], gates first.
-        row_format, col_format: fp8, fp4, or None to leave that operand out."""
-    return quantize_tiles(swiglu(y), row_format, col_format)
+def quantize_swiglu(y: Tensor, spec: OperandSpec) -> OperandPair:
+    """Quantise SwiGLU [M, K] of y [M, 2K], gates first, in 1×128 tiles: in fp8, in fp4, or not at all."""
+    return quantize_operands(swiglu(y), spec)
 
 
-def quantize_swiglu_gradient(
-    d: Tensor,
-    y: Tensor,
-    row_format: Format | None,
-    col_format: Format | None,
-    *,
-    row_seed: Key | None = None,
-    col_seed: Key | None = None,
-    cols: Tensor | None = None,
-) -> Operands:
-    """Quantise the gradient [M, 2K] of SwiGLU of y in 1×128 tiles along 2K and along M.
+def quantize_swiglu_gradient(d: Tensor, y: Tensor, spec: OperandSpec) -> OperandPair:
+    """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K] in 1×128 tiles.
 
     Args:
         d: the gradient of the result, [M, K].
         y: the argument of SwiGLU, [M, 2K].
-        row_format, col_format: fp8, fp4, or None to leave that operand out.
-        row_seed, col_seed, cols: of stochastic rounding, as in
-            :func:`snip_megatron.quantization.packed.quantize_tiles`."""
-    return quantize_tiles(
-        swiglu_gradient(d, y), row_format, col_format, row_seed=row_seed, col_seed=col_seed, cols=cols
-    )
+        spec: how it is quantised: in fp8, in fp4, or not at all."""
+    return quantize_operands(swiglu_gradient(d, y), spec)
 
 
 def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:

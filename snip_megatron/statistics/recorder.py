@@ -15,12 +15,12 @@ from types import ModuleType
 
 import torch
 
-from snip_megatron.gemm.operands import OperandSpec
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.squares import has_kernels, sample_rows, sum_squares
 

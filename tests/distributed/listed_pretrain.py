@@ -72,8 +72,7 @@ def install() -> None:
     from snip_megatron.statistics import boundaries, errors, recorder, squares
     from snip_megatron.statistics.kernels import sums as kernel_sums
 
-    names = ("quantize_tiles", "quantize_blocks", "quantize_tensor")
-    quantisers = {name: both(getattr(quantize, name), getattr(packed, name)) for name in names}
+    quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}

@@ -15,11 +15,11 @@ from torch import Tensor
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.blackwell_support import availability
 from snip_megatron.gemm.check import LEAST_DECIBEL
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, NVFP4, MXFP8 = Format.BF16, Format.NVFP4, Format.MXFP8
 UNIFORM = [(NVFP4,) * 3, (MXFP8,) * 3]

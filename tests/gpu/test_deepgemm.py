@@ -8,7 +8,9 @@ import torch
 from snip_megatron.gemm.cublaslt import cublaslt
 from snip_megatron.gemm.deepgemm import deepgemm, why_not
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.quantization.kernels.quantize import quantize_blocks, quantize_tiles
+from snip_megatron.precision import Format
+from snip_megatron.quantization.kernels.quantize import quantize_operands
+from snip_megatron.quantization.operands import OperandSpec
 
 SHAPES = [(4096, 4096, 4096), (8192, 6144, 4096), (2048, 11264, 2048), (1000, 1040, 4224), (132, 144, 208)]
 
@@ -34,15 +36,18 @@ def matrix(rows: int, cols: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_wgrad_is_accumulated(shape: tuple[int, int, int]) -> None:
     rows, cols, tokens = shape
-    g, x = (quantize_tiles(matrix(tokens, size, seed), None, "fp8").col for seed, size in ((0, rows), (1, cols)))
+    g, x = (
+        quantize_operands(matrix(tokens, size, seed), OperandSpec(None, Format.FP8))[1]
+        for seed, size in ((0, rows), (1, cols))
+    )
     start = matrix(rows, cols, 2).float()
     found, expected = (products(faster=faster).accumulate(g, x, start.clone()) for faster in (True, False))
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_a_product_is_captured_and_replayed() -> None:
-    a, other = (quantize_tiles(matrix(1024, 2048, seed), "fp8", None).row for seed in (0, 3))
-    b = quantize_blocks(matrix(512, 2048, 1), "fp8", None).row
+    a, other = (quantize_operands(matrix(1024, 2048, seed), OperandSpec(Format.FP8, None))[0] for seed in (0, 3))
+    b = quantize_operands(matrix(512, 2048, 1), OperandSpec(Format.FP8, None, weight=True))[0]
     multiply = products(faster=True).multiply
     expected = multiply(other, b, torch.bfloat16)
     torch.cuda.synchronize()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import CachedPair, GradientKeys, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import exact
 from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.operands import CachedPair, GradientKeys, OperandSpec
 
 FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
 SHAPES = [(8192, 4096, 4096), (1000, 1040, 4224), (130, 136, 200), (4, 128, 128)]

@@ -15,12 +15,13 @@ from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.deepgemm import why_not
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import HopperGroups
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
+from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import grouped
 from snip_megatron.quantization.kernels import grouped as kernels
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 EXPERTS = {
@@ -84,8 +85,9 @@ def test_products_are_those_of_every_expert_alone(shape: tuple[int, int], expert
 def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
     w = draws(4, 256, 384, seed=5)
     for formats in ((FP8, FP4), (None, FP8), (FP4, None)):
-        found, expected = kernels.quantize_group_blocks(w, *formats), grouped.quantize_group_blocks(w, *formats)
-        for side, truth in ((found.row, expected.row), (found.col, expected.col)):
+        spec = OperandSpec(*formats, weight=True)
+        found, expected = kernels.quantize_group_blocks(w, spec), grouped.quantize_group_blocks(w, spec)
+        for side, truth in zip(found, expected, strict=True):
             assert (side is None) == (truth is None)
             if side is not None and truth is not None:
                 assert torch.equal(side.values.view(torch.uint8), truth.values.view(torch.uint8))

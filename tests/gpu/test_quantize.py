@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize, packed
+from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.quantization.packed import Operand
+
+FP8, FP4 = Format.FP8, Format.FP4
+WHOLE = OperandSpec(Format.FP8_TENSOR, Format.FP8_TENSOR)
+
+
+def quantize_operands(x: torch.Tensor, spec: OperandSpec) -> OperandPair:
+    from snip_megatron.quantization.kernels import quantize
+
+    return quantize.quantize_operands(x, spec)
 
 
 def activations(rows: int = 4096, cols: int = 5120) -> torch.Tensor:
@@ -22,58 +33,52 @@ def assert_same(found: Operand, expected: Operand, drawn: float = 0.0) -> None:
     assert differing <= drawn * found.values.numel()
 
 
-@pytest.mark.parametrize("seeds", [{}, {"row_seed": 2**63 + 5, "col_seed": 6}])
-@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp4"), ("fp8", "fp4")])
-def test_tiles(formats: tuple[str, str], seeds: dict[str, int]) -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
+def check(x: torch.Tensor, spec: OperandSpec) -> None:
+    found, expected = quantize_operands(x, spec), packed.quantize_operands(x, spec)
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, 0.0 if spec.keys is None else 1e-5)
 
-    x = activations()
-    found = triton_quantize.quantize_tiles(x, *formats, **seeds)
-    expected = packed.quantize_tiles(x, *formats, **seeds)
-    assert_same(found.row, expected.row, 1e-5 if seeds else 0.0)
-    assert_same(found.col, expected.col, 1e-5 if seeds else 0.0)
+
+@pytest.mark.parametrize("keys", [None, GradientKeys(2**63 + 5, 6, paired=True)])
+@pytest.mark.parametrize("formats", [(FP8, FP8), (FP4, FP4), (FP8, FP4)])
+def test_tiles(formats: tuple[Format, Format], keys: GradientKeys | None) -> None:
+    check(activations(), OperandSpec(*formats, keys=keys))
 
 
 def test_blocks_and_tensor() -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
     w = activations(5120, 4096 + 640)
-    found, expected = triton_quantize.quantize_blocks(w, "fp8", "fp4"), packed.quantize_blocks(w, "fp8", "fp4")
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
-    found, expected = triton_quantize.quantize_tensor(w, col=True), packed.quantize_tensor(w, col=True)
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
+    check(w, OperandSpec(FP8, FP4, weight=True))
+    check(w, WHOLE)
 
 
 def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
     """Also where it is smaller than in the replay before, and after a NaN."""
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
     x = activations(4096, 5120)
     numbers, spoilt = x.clone(), x.clone()
     spoilt[7, 9] = float("nan")
-    triton_quantize.quantize_tensor(x, col=True)  # compiles
+    quantize_operands(x, WHOLE)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = triton_quantize.quantize_tensor(x, col=True)
+        found = quantize_operands(x, WHOLE)
     for source in (numbers, spoilt, numbers / 64, numbers * 4):
         x.copy_(source)
         graph.replay()
-        expected = packed.quantize_tensor(source, col=True)
+        expected = packed.quantize_operands(source, WHOLE)
         if source is spoilt:
-            assert found.row.scale.isnan().all()
+            assert found[0].scale.isnan().all()
         else:
-            assert_same(found.row, expected.row)
-            assert_same(found.col, expected.col)
+            for one, other in zip(found, expected, strict=True):
+                assert_same(one, other)
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    from snip_megatron.quantization.kernels import quantize as triton_quantize
-
     x = activations(1024, 2048)
-    draws = [triton_quantize.quantize_tiles(x, "fp4", None, row_seed=s).row.dequantize() for s in range(64)]
-    again = triton_quantize.quantize_tiles(x, "fp4", None, row_seed=7).row.dequantize()
+
+    def draw(seed: int) -> torch.Tensor:
+        keys = GradientKeys(seed, None, paired=True)
+        return quantize_operands(x, OperandSpec(FP4, None, keys=keys))[0].dequantize()  # type: ignore[no-any-return]
+
+    draws, again = [draw(seed) for seed in range(64)], draw(7)
     assert torch.equal(again, draws[7])
     assert not torch.equal(again, draws[8])
     scale = x.float().abs().view(1024, -1, 128).amax(-1).repeat_interleave(128, 1)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
+from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 
 FP8, FP4, TENSOR = Format.FP8, Format.FP4, Format.FP8_TENSOR
 SHAPES = [(4096, 14336), (1000, 5632), (4, 128)]

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import functools
-import weakref
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.launch import Seen
 from snip_megatron.quantization.kernels.replay import Seed
-from snip_megatron.quantization.packed import Operand, stored_format
+from snip_megatron.quantization.operands import OperandSpec
+from snip_megatron.quantization.packed import Operand
 from snip_megatron.quantization.rounding import Key, key_words
 
-WIDTH = {Format.FP8: 8, Format.FP4: 4}
-# Of values and scales: a kernel writes values along rows as pairs of bytes.
-ROW_TYPES, COL_TYPES = (torch.int16, torch.float32), (torch.uint8, torch.float32)
-_PAIRED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
-"""id(ids of columns) → (the ids, their version, whether they are pairs (2i, 2i + 1)).
+WIDTH: dict[Format | None, int] = {Format.FP8: 8, Format.FP4: 4}
+"""Bits of an element of the formats with tiles; a kernel takes 0 for an operand that is left out."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-It is looked up for every gradient. torch's ``WeakIdKeyDictionary`` would create three weak references for that.
-"""
+
+def checked(x: Tensor) -> Tensor:
+    """Return x with contiguous rows and without a gradient. Raises SnipError if it is no matrix of floats."""
+    if x.dim() != 2:
+        raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
+    if x.dtype not in _DTYPES:
+        raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
+    x = x.detach()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def bits_of(amax: Tensor) -> Tensor:
+    """Return the FP32 bits of a magnitude, int32 [1]."""
+    return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
 
 
 def parts_of(size: int) -> int:
@@ -30,33 +43,71 @@ def parts_of(size: int) -> int:
     return -(-size // TILE)
 
 
+# -- results -------------------------------------------------------------------------------------------------------
 def values_like(x: Tensor, rows: int, depth: int) -> Tensor:
     """Return memory on x's device for the values [rows, depth padded] of an operand."""
     return torch.empty(rows, parts_of(depth) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
 
 
-def tile_output(x: Tensor, format: Format | str | None, rows: int, depth: int) -> tuple[Operand | None, int]:
-    """Return memory for an operand in tiles, and its number of bits; None and 0 if there is no format."""
-    if format is None:
-        return None, 0
-    width = WIDTH.get(format) or WIDTH[stored_format(format)]  # type: ignore[call-overload]
+def tile_output(x: Tensor, format: Format | None, rows: int, depth: int) -> Operand | None:
+    """Return memory for an operand in tiles; None if it is left out."""
+    if format not in WIDTH:
+        return None
     scale = torch.empty_strided((rows, parts_of(depth)), (1, rows), dtype=torch.float32, device=x.device)
-    return Operand(values_like(x, rows, depth), scale, "tile", depth), width
+    return Operand(values_like(x, rows, depth), scale, "tile", depth)
 
 
-def memory_of(side: Operand | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for values and scales. It is arbitrary memory if the operand is not requested."""
-    return (unused, unused) if side is None else (side.values, side.scale)
+def widths_of(spec: OperandSpec) -> dict[str, object]:
+    """Return the bits of an element of both operands; 0 for one that is left out."""
+    return {name: WIDTH.get(fmt, 0) for name, fmt in zip(("ROW", "COL"), spec.formats, strict=True)}
 
 
-def types_of(side: Operand | None, types: tuple[torch.dtype, torch.dtype], unused: Tensor) -> tuple[torch.dtype, ...]:
-    """Return the dtypes under which a kernel sees the memory of :func:`memory_of`."""
-    return (unused.dtype, unused.dtype) if side is None else types
+def memory_of(row: Operand | None, col: Operand | None, unused: Tensor) -> list[Tensor | Seen]:
+    """Return memory for values and scales of both operands; arbitrary memory for one that is left out.
+
+    A kernel writes values along rows as pairs of bytes.
+    """
+    found: list[Tensor | Seen] = []
+    for side, dtype in ((row, torch.int16), (col, torch.uint8)):
+        found += [unused, unused] if side is None else [(side.values, dtype), side.scale]
+    return found
 
 
 def stride_of(side: Operand | None) -> int:
     """Return the stride of the rows of an operand in bytes; 0 if there is none."""
     return 0 if side is None else side.values.stride(0)
+
+
+# -- stochastic rounding ---------------------------------------------------------------------------------------------
+class Draws(NamedTuple):
+    """How both operands of a matrix are rounded stochastically.
+
+    Attributes:
+        memory: ids of columns and key words of both operands on the device; arbitrary memory for what is not read.
+        words: key words of both operands as numbers.
+        constants: of the kernel.
+    """
+
+    memory: tuple[Tensor, Tensor, Tensor]
+    words: tuple[int, ...]
+    constants: dict[str, bool]
+
+
+def draws_of(spec: OperandSpec, columns: int, unused: Tensor) -> Draws:
+    """Return the arguments of stochastic rounding of a matrix with ``columns`` columns."""
+    seeds = spec.seeds
+    cols, paired = unused, True  # one kernel with and without ids of columns
+    if spec.keys is not None and any(seed is not None for seed in seeds):
+        if spec.keys.cols is None:
+            cols = torch.arange(columns, device=unused.device)
+        else:
+            cols, paired = spec.keys.cols, spec.keys.paired
+    row_key, col_key = (key_memory(seed, unused) for seed in seeds)
+    constants = {
+        "ROW_RANDOM": seeds[0] is not None, "COL_RANDOM": seeds[1] is not None,
+        "LOADED": row_key is not unused or col_key is not unused, "PAIRED": paired,
+    }  # fmt: skip
+    return Draws((cols, row_key, col_key), (*key_arguments(seeds[0]), *key_arguments(seeds[1])), constants)
 
 
 def key_arguments(seed: Key | Seed | None) -> list[int]:
@@ -73,15 +124,10 @@ def key_memory(seed: Key | None, unused: Tensor) -> Tensor:
     return seed if isinstance(seed, Tensor) else unused
 
 
-def are_pairs(cols: Tensor) -> bool:
-    """Return whether neighbouring columns are pairs (2i, 2i + 1). The ids are inspected on the device once."""
-    known = _PAIRED.get(id(cols))
-    if known is None or known[0]() is not cols or known[1] != cols._version:
-        even, odd = cols[: cols.numel() // 2 * 2].view(-1, 2).unbind(1)
-        paired = bool(((cols[::2] % 2 == 0).all() & (odd == even + 1).all()).item())
-        key = id(cols)
-        known = _PAIRED[key] = (weakref.ref(cols, lambda _: _PAIRED.pop(key, None)), cols._version, paired)
-    return known[2]
+# -- devices -----------------------------------------------------------------------------------------------------------
+def device_options(x: Tensor) -> dict[str, object]:
+    """Return the constants of a kernel that depend on the dtype and the device of x."""
+    return {"DTYPE": "bf16" if x.dtype is torch.bfloat16 else "fp16", "HARDWARE": has_hopper_instructions(x)}
 
 
 def has_hopper_instructions(x: Tensor) -> bool:

@@ -45,6 +45,5 @@ def key_kernel(
 
 def advance(state, counts, identities, words, place, gemms):
     """See :func:`snip_megatron.quantization.device_keys.advance`."""
-    tensors = (state, counts, identities, words)
     constants = {"FIRST_MIXED": splitmix64(gemms[0]), "SECOND_MIXED": splitmix64(gemms[1])}
-    launch(key_kernel, (1, 1), tensors, tuple(t.dtype for t in tensors), (), (place,), constants, {"num_warps": 1})
+    launch(key_kernel, (1, 1), (state, counts, identities, words), (), (place,), constants, {"num_warps": 1})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from snip_megatron.quantization.kernels.listing import Listing, active
 from snip_megatron.quantization.kernels.replay import recording
 
+Seen = tuple[Tensor, torch.dtype]
+"""A tensor, and the dtype as which a kernel sees it."""
 _KEPT = 4096
 _ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not
 _compiled: dict[tuple[object, ...], Any] = {}
@@ -26,27 +28,27 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def launch(
     kernel: Any,
     grid: tuple[int, int],
-    tensors: tuple[Tensor, ...],
-    dtypes: tuple[torch.dtype, ...],
+    memory: Sequence[Tensor | Seen],
     numbers: tuple[int, ...],
     counters: tuple[int, ...],
     constants: Mapping[str, object],
     options: Mapping[str, int],
 ) -> None:
-    """Run ``kernel[grid](*tensors, *numbers, *counters, **constants, **options)`` on the first tensor's device.
+    """Run ``kernel[grid](*memory, *numbers, *counters, **constants, **options)`` on the first tensor's device.
 
     Args:
-        kernel: a Triton kernel with parameters in this order: tensors, numbers, counters, constants. None has a
+        kernel: a Triton kernel with parameters in this order: memory, numbers, counters, constants. None has a
             default.
         grid: numbers of programs.
-        tensors: tensors that the kernel reads and writes.
-        dtypes: dtype under which the kernel sees each tensor: its own, or one that it can be viewed as.
+        memory: tensors that the kernel reads and writes, with the dtype under which it sees them if it is another one.
         numbers: sizes and strides. A compiled kernel is remembered for each combination, so a run must have few.
         counters: integers on which the kernel does not specialise (``do_not_specialize``), so a run may have any
             number.
         constants: compile-time constants, in the order of the kernel's parameters.
         options: Triton's launch options.
     """
+    tensors = [each if isinstance(each, Tensor) else each[0] for each in memory]
+    dtypes = tuple([each.dtype if isinstance(each, Tensor) else each[1] for each in memory])
     device = tensors[0].get_device()
     with torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else _HERE:
         pointers = [t.data_ptr() for t in tensors]

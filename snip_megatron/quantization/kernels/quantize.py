@@ -1,4 +1,4 @@
-"""The quantisers of ``packed.py`` as Triton kernels: same names, arguments and results, one read of the matrix.
+"""The quantisers of ``packed.py`` as Triton kernels: same names, arguments and results.
 
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 """
@@ -8,23 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.kernels.arguments import (
-    COL_TYPES,
-    ROW_TYPES,
     WIDTH,
-    are_pairs,
-    has_hopper_instructions,
-    key_arguments,
-    key_memory,
+    bits_of,
+    checked,
+    device_options,
+    draws_of,
     memory_of,
     parts_of,
     stride_of,
     tile_output,
-    types_of,
     values_like,
+    widths_of,
 )
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.programs import (
@@ -37,8 +34,8 @@ from snip_megatron.quantization.kernels.programs import (
 from snip_megatron.quantization.kernels.wire import add_partials as add_partials
 from snip_megatron.quantization.kernels.wire import pack_fp4 as pack_fp4
 from snip_megatron.quantization.kernels.wire import unpack_fp4 as unpack_fp4
-from snip_megatron.quantization.packed import CachedOperands, Operand, Operands, stored_format
-from snip_megatron.quantization.rounding import Key
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.quantization.packed import Operand
 
 LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
@@ -50,108 +47,93 @@ LAUNCH: dict[str, dict[str, int]] = {
 }
 """Launch options of each kind of kernel (``quantize --sweep`` in benchmarks tries others): tiles do not cross warps, so
 that many warps with few registers each hide each other's latency."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize_tiles(
-    x: Tensor,
-    row_format: Format | str | None,
-    col_format: Format | str | None,
-    *,
-    row_seed: Key | None = None,
-    col_seed: Key | None = None,
-    first_row: int = 0,
-    cols: Tensor | None = None,
-) -> Operands:
-    """See :func:`snip_megatron.quantization.packed.quantize_tiles`. The first call
-    with given ``cols`` waits for the device to look at them."""
-    x = _checked(x)
+def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+    """See :func:`snip_megatron.quantization.packed.quantize_operands`.
+
+    One kernel reads the matrix for all operands with tiles or blocks, and one for those with a scale for the whole
+    tensor, after its amax.
+    """
+    x = checked(x)
     if not _is_readable(x):
-        seeds = {"row_seed": row_seed, "col_seed": col_seed}
-        return packed.quantize_tiles(x, row_format, col_format, **seeds, first_row=first_row, cols=cols)
+        return packed.quantize_operands(x, spec, cached)
+    row: Operand | None = None
+    col: Operand | None = None
+    if not WIDTH.keys().isdisjoint(spec.formats):
+        row, col = _blocks(x, spec, cached) if spec.weight else _tiles(x, spec)
+    if Format.FP8_TENSOR in spec.formats:
+        whole = _whole(x, spec, cached)
+        row, col = row or whole[0], col or whole[1]
+    return (row, col) if cached is None else cached.operands
+
+
+def _tiles(x: Tensor, spec: OperandSpec) -> OperandPair:
     M, K = x.shape
-    row, row_width = tile_output(x, row_format, M, K)
-    col, col_width = tile_output(x, col_format, K, M)
-    row_random, col_random = row_seed is not None and row_width == 4, col_seed is not None and col_width == 4
-    if not (row_random or col_random):
-        cols = x  # one kernel with and without them
-    elif cols is None:
-        cols = torch.arange(K, device=x.device)
-    row_key = key_memory(row_seed if row_random else None, x)
-    col_key = key_memory(col_seed if col_random else None, x)
+    row, col = tile_output(x, spec.rowwise, M, K), tile_output(x, spec.columnwise, K, M)
     if x.numel():
+        draws = draws_of(spec, K, x)
+        random = draws.constants["ROW_RANDOM"] or draws.constants["COL_RANDOM"]
         launch(
-            tile_kernel, (parts_of(K), parts_of(M)),
-            (x, *memory_of(row, x), *memory_of(col, x), cols, row_key, col_key),
-            (
-                torch.int32, *types_of(row, ROW_TYPES, x), *types_of(col, COL_TYPES, x), cols.dtype, row_key.dtype,
-                col_key.dtype,
-            ),
-            (M, K, K // 2, stride_of(col)), (first_row, *key_arguments(row_seed), *key_arguments(col_seed)),
+            tile_kernel, (parts_of(K), parts_of(M)), [(x, torch.int32), *memory_of(row, col, x), *draws.memory],
+            (M, K, K // 2, stride_of(col)), (0 if spec.keys is None else spec.keys.first_row, *draws.words),
             {
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2,
-                "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
-                "LOADED": row_key is not x or col_key is not x,
-                "PAIRED": cols is x or are_pairs(cols), **device_options(x),
+                **widths_of(spec), **draws.constants, **device_options(x),
             },
-            LAUNCH["stochastic" if row_random or col_random else "fp8 rows" if row_width == 8 and col else "tiles"],
+            LAUNCH["stochastic" if random else "fp8 rows" if row and col and spec.rowwise is Format.FP8 else "tiles"],
         )  # fmt: skip
-    return Operands(row, col)
+    return row, col
 
 
-def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`snip_megatron.quantization.wire.pack_partial`."""
-    made = quantize_tiles(x, "fp8", None).row
-    assert made is not None
-    return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
-
-
-def quantize_blocks(
-    w: Tensor, row_format: Format | str | None, col_format: Format | str | None, *, held: CachedOperands | None = None
-) -> Operands:
-    """See :func:`snip_megatron.quantization.packed.quantize_blocks`."""
-    w = _checked(w)
-    if not _is_readable(w):
-        return packed.quantize_blocks(w, row_format, col_format, held=held)
+def _blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandPair:
     N, K = w.shape
-    row, row_width = _block_output(w, row_format, N, K, None if held is None else held.operands.row)
-    col, col_width = _block_output(w, col_format, K, N, None if held is None else held.operands.col)
+    old = (None, None) if cached is None else cached.operands
+    row, col = (
+        None if fmt not in WIDTH else _block_output(w, rows, depth) if kept is None else kept
+        for fmt, rows, depth, kept in zip(spec.formats, (N, K), (K, N), old, strict=True)
+    )
     if w.numel():
-        current = w if held is None else held.current
         launch(
-            block_kernel, (parts_of(K), parts_of(N)), (w, *memory_of(row, w), *memory_of(col, w), current),
-            (torch.int32, *types_of(row, ROW_TYPES, w), *types_of(col, COL_TYPES, w), current.dtype),
+            block_kernel, (parts_of(K), parts_of(N)),
+            [(w, torch.int32), *memory_of(row, col, w), w if cached is None else cached.current],
             (N, K, K // 2, w.stride(0) // 2, stride_of(row) // 2, stride_of(col)),
             (_scale_stride(row), _scale_stride(col)),
-            {
-                "ROW": row_width, "COL": col_width, "GROUP": 0, "GUARDED": held is not None, **device_options(w),
-            },
+            {**widths_of(spec), "GROUP": 0, "GUARDED": cached is not None, **device_options(w)},
             LAUNCH["blocks"],
         )  # fmt: skip
-    return Operands(row, col)
+    return row, col
 
 
-def quantize_tensor(
-    x: Tensor, *, row: bool = True, col: bool = False, amax: Tensor | None = None, held: CachedOperands | None = None
-) -> Operands:
-    """See :func:`snip_megatron.quantization.packed.quantize_tensor`; without ``amax`` the matrix is read twice."""
-    x = _checked(x)
-    if not _is_readable(x):
-        return packed.quantize_tensor(x, row=row, col=col, amax=amax, held=held)
+def _block_output(w: Tensor, rows: int, depth: int) -> Operand:
+    padded = -(-parts_of(depth) // 4) * 4
+    create = torch.empty if padded == parts_of(depth) else torch.ones
+    scale = create(parts_of(rows), padded, dtype=torch.float32, device=w.device)
+    return Operand(values_like(w, rows, depth), scale.t(), "block", depth)
+
+
+def _scale_stride(side: Operand | None) -> int:
+    return 0 if side is None else side.scale.stride(1)
+
+
+def _whole(x: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandPair:
+    """Quantise with one scale for the whole tensor; without its amax the matrix is read twice."""
     M, K = x.shape
-    current = None if held is None else held.current
-    row_side, col_side = _tensor_outputs(x, row, col) if held is None else (held.operands.row, held.operands.col)
+    row, col = (fmt is Format.FP8_TENSOR for fmt in spec.formats)
+    if cached is None:  # the scale is 1 if nothing will write it
+        scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
+        row_side = Operand(values_like(x, M, K), scale, "tensor", K) if row else None
+        col_side = Operand(values_like(x, K, M), scale, "tensor", M) if col else None
+    else:
+        row_side, col_side = (old if own else None for own, old in zip((row, col), cached.operands, strict=True))
     written = row_side or col_side
     if x.numel() and written is not None:
-        maxima = largest_magnitudes(x, current) if amax is None else _bits(amax)
-        scale, flag = written.scale, maxima if current is None else current
+        current = None if cached is None else cached.current
+        maxima = largest_magnitudes(x, current) if spec.amax is None else bits_of(spec.amax)
+        row_values, _, col_values, _ = memory_of(row_side, col_side, x)
         launch(
             tensor_kernel, (parts_of(K), parts_of(M)),
-            (x, maxima, memory_of(row_side, x)[0], memory_of(col_side, x)[0], scale, flag),
-            (
-                torch.int32, maxima.dtype, types_of(row_side, ROW_TYPES, x)[0], types_of(col_side, COL_TYPES, x)[0],
-                scale.dtype, flag.dtype,
-            ),
+            [(x, torch.int32), maxima, row_values, col_values, written.scale, maxima if current is None else current],
             (M, K, K // 2, stride_of(col_side)), (maxima.numel(),),
             {
                 "x_stride": x.stride(0) // 2, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
@@ -159,15 +141,7 @@ def quantize_tensor(
             },
             LAUNCH["tensor"],
         )  # fmt: skip
-    return Operands(row_side, col_side)
-
-
-def _tensor_outputs(x: Tensor, row: bool, col: bool) -> tuple[Operand | None, Operand | None]:
-    """Allocate both operands with one scale, which is 1 if nothing will write it."""
-    M, K = x.shape
-    scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
-    row_side = Operand(values_like(x, M, K), scale, "tensor", K) if row else None
-    return row_side, Operand(values_like(x, K, M), scale, "tensor", M) if col else None
+    return row_side, col_side
 
 
 def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
@@ -183,49 +157,19 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
     maxima = torch.empty(min(parts_of(M) * parts_of(K), MAXIMA.value), dtype=torch.int32, device=x.device)
     flag = maxima if current is None else current
     launch(
-        amax_kernel, (maxima.numel(), 1), (x, maxima, flag), (torch.int32, maxima.dtype, flag.dtype),
-        (M, K // 2), (), {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **device_options(x)},
+        amax_kernel, (maxima.numel(), 1), ((x, torch.int32), maxima, flag), (M, K // 2), (),
+        {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **device_options(x)},
         LAUNCH["amax"],
     )  # fmt: skip
     return maxima
 
 
-def _bits(amax: Tensor) -> Tensor:
-    return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
-
-
-def _checked(x: Tensor) -> Tensor:
-    if x.dim() != 2:
-        raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
-    if x.dtype not in _DTYPES:
-        raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
-    x = x.detach()
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _block_output(
-    w: Tensor, format: Format | str | None, rows: int, depth: int, held: Operand | None
-) -> tuple[Operand | None, int]:
-    if format is None:
-        return None, 0
-    width = WIDTH.get(format) or WIDTH[stored_format(format)]  # type: ignore[call-overload]
-    if held is not None:
-        return held, width
-    padded = -(-parts_of(depth) // 4) * 4
-    create = torch.empty if padded == parts_of(depth) else torch.ones
-    scale = create(parts_of(rows), padded, dtype=torch.float32, device=w.device)
-    return Operand(values_like(w, rows, depth), scale.t(), "block", depth), width
-
-
-def _scale_stride(side: Operand | None) -> int:
-    return 0 if side is None else side.scale.stride(1)
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.quantization.wire.pack_partial`."""
+    made, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
+    return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
 
 
 def _is_readable(x: Tensor) -> bool:
     """Return whether the kernels take x: they read words of two 16-bit numbers. Torch quantises other matrices."""
     return x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
-
-
-def device_options(x: Tensor) -> dict[str, object]:
-    """Return the constants of a kernel that depend on the dtype and the device of x."""
-    return {"DTYPE": "bf16" if x.dtype is torch.bfloat16 else "fp16", "HARDWARE": has_hopper_instructions(x)}

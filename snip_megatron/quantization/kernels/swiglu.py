@@ -8,20 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.kernels.arguments import (
-    COL_TYPES,
-    ROW_TYPES,
-    are_pairs,
+    draws_of,
     has_hopper_instructions,
-    key_arguments,
-    key_memory,
     memory_of,
     parts_of,
     stride_of,
     tile_output,
-    types_of,
+    widths_of,
 )
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.swiglu_programs import (
@@ -30,8 +25,7 @@ from snip_megatron.quantization.kernels.swiglu_programs import (
     swiglu_gradient_kernel,
     swiglu_kernel,
 )
-from snip_megatron.quantization.packed import Operands
-from snip_megatron.quantization.rounding import Key
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 LAUNCH: dict[str, dict[str, int]] = {
     "swiglu": {"num_warps": 8, "maxnreg": 80},
@@ -49,64 +43,39 @@ def fits(y: Tensor) -> bool:
     return y.dtype is torch.bfloat16 and words and y.shape[1] % (2 * TILE) == 0
 
 
-def quantize_swiglu(y: Tensor, row_format: Format | None, col_format: Format | None) -> Operands:
+def quantize_swiglu(y: Tensor, spec: OperandSpec) -> OperandPair:
     """See :func:`snip_megatron.quantization.swiglu.quantize_swiglu`. Requires :func:`fits`."""
     M, K = y.shape[0], y.shape[1] // 2
-    row, row_width = tile_output(y, row_format, M, K)
-    col, col_width = tile_output(y, col_format, K, M)
+    row, col = tile_output(y, spec.rowwise, M, K), tile_output(y, spec.columnwise, K, M)
     if y.numel():
         launch(
-            swiglu_kernel, (parts_of(K), parts_of(M)), (y, *memory_of(row, y), *memory_of(col, y)),
-            (_WORD, *types_of(row, ROW_TYPES, y), *types_of(col, COL_TYPES, y)), (M, K, stride_of(col)), (),
+            swiglu_kernel, (parts_of(K), parts_of(M)), [(y, _WORD), *memory_of(row, col, y)],
+            (M, K, stride_of(col)), (),
             {
-                "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2, "ROW": row_width, "COL": col_width,
+                "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2, **widths_of(spec),
                 "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["swiglu"],
         )  # fmt: skip
-    return Operands(row, col)
+    return row, col
 
 
-def quantize_swiglu_gradient(
-    d: Tensor,
-    y: Tensor,
-    row_format: Format | None,
-    col_format: Format | None,
-    *,
-    row_seed: Key | None = None,
-    col_seed: Key | None = None,
-    cols: Tensor | None = None,
-) -> Operands:
+def quantize_swiglu_gradient(d: Tensor, y: Tensor, spec: OperandSpec) -> OperandPair:
     """See :func:`snip_megatron.quantization.swiglu.quantize_swiglu_gradient`. Requires :func:`fits`."""
     M, K = d.shape
-    row, row_width = tile_output(y, row_format, M, 2 * K)
-    col, col_width = tile_output(y, col_format, 2 * K, M)
-    row_random, col_random = row_seed is not None and row_width == 4, col_seed is not None and col_width == 4
-    if cols is None and (row_random or col_random):
-        cols = torch.arange(2 * K, device=y.device)
-    if not (row_random or col_random):
-        cols = None  # one kernel with and without them
-    row_key = key_memory(row_seed if row_random else None, y)
-    col_key = key_memory(col_seed if col_random else None, y)
-    ids = y if cols is None else cols
+    row, col = tile_output(y, spec.rowwise, M, 2 * K), tile_output(y, spec.columnwise, 2 * K, M)
     if y.numel():
+        draws = draws_of(spec, 2 * K, y)
         launch(
             swiglu_gradient_kernel, (2 * parts_of(K), parts_of(M)),
-            (d, y, *memory_of(row, y), *memory_of(col, y), ids, row_key, col_key),
-            (
-                _WORD, _WORD, *types_of(row, ROW_TYPES, y), *types_of(col, COL_TYPES, y), ids.dtype, row_key.dtype,
-                col_key.dtype,
-            ),
-            (M, K, stride_of(col)), (*key_arguments(row_seed), *key_arguments(col_seed)),
+            [(d, _WORD), (y, _WORD), *memory_of(row, col, y), *draws.memory], (M, K, stride_of(col)), draws.words,
             {
                 "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2,
-                "ROW": row_width, "COL": col_width, "ROW_RANDOM": row_random, "COL_RANDOM": col_random,
-                "LOADED": row_key is not y or col_key is not y, "PAIRED": cols is None or are_pairs(cols),
-                "HARDWARE": has_hopper_instructions(y),
+                **widths_of(spec), **draws.constants, "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["gradient"],
         )  # fmt: skip
-    return Operands(row, col)
+    return row, col
 
 
 def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +84,7 @@ def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
     x, amax = y.new_empty(M, K), torch.zeros((), dtype=torch.int32, device=y.device)
     if y.numel():
         launch(
-            swiglu_amax_kernel, (parts_of(K), parts_of(M)), (y, x, amax), (_WORD, _WORD, amax.dtype), (M, K), (),
+            swiglu_amax_kernel, (parts_of(K), parts_of(M)), [(y, _WORD), (x, _WORD), amax], (M, K), (),
             {"y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)}, LAUNCH["swiglu, amax"],
         )  # fmt: skip
     return x, amax.view(torch.float32)
@@ -127,8 +96,8 @@ def swiglu_gradient_with_amax(d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     g, amax = y.new_empty(M, 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
     if y.numel():
         launch(
-            swiglu_gradient_amax_kernel, (parts_of(K), parts_of(M)), (d, y, g, amax),
-            (_WORD, _WORD, _WORD, amax.dtype), (M, K), (),
+            swiglu_gradient_amax_kernel, (parts_of(K), parts_of(M)), [(d, _WORD), (y, _WORD), (g, _WORD), amax],
+            (M, K), (),
             {"d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)},
             LAUNCH["gradient, amax"],
         )  # fmt: skip

@@ -57,7 +57,7 @@ def pack_fp4(values: Tensor) -> Tensor:
     count = packed.numel()
     if count:
         launch(
-            pack_kernel, (-(-count // _BLOCK), 1), (values, packed), (torch.int16, torch.uint8), (count,), (),
+            pack_kernel, (-(-count // _BLOCK), 1), ((values, torch.int16), packed), (count,), (),
             {"BLOCK": _BLOCK}, LAUNCH["packing"],
         )  # fmt: skip
     return packed
@@ -70,7 +70,7 @@ def unpack_fp4(parts: Tensor) -> Tensor:
     if parts.numel():
         block = min(_BLOCK, triton.next_power_of_2(columns))
         launch(
-            unpack_kernel, (ranks * rows, -(-columns // block)), (parts, values), (torch.uint8, torch.int16),
+            unpack_kernel, (ranks * rows, -(-columns // block)), (parts, (values, torch.int16)),
             (columns, rows, ranks), (), {"BLOCK": block}, LAUNCH["packing"],
         )  # fmt: skip
     return values
@@ -126,7 +126,6 @@ def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Te
         piece = min(_PIECE, triton.next_power_of_2(tiles))
         launch(
             add_kernel, (rows, -(-tiles // piece)), (elements, scales, own, out),
-            (elements.dtype, scales.dtype, own.dtype, out.dtype),
             (rows, columns, tiles, own.stride(0), rank), (), {"RANKS": ranks, "PIECE": piece}, LAUNCH["sums"],
         )  # fmt: skip
     return out

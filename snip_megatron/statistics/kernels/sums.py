@@ -60,8 +60,8 @@ def tensor_sums(
     error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
     largest = _amax(x, places, amax)
     if x.numel():
-        _launch(
-            tensor_kernel, (k_parts, m_parts), (x, rows, cols, error, largest), (M, K, x.stride(0)),
+        launch(
+            tensor_kernel, (k_parts, m_parts), (x, rows, cols, error, largest), (M, K, x.stride(0)), (),
             {**places, "RANDOM": stochastic}, LAUNCH["tensor"],
         )  # fmt: skip
     of_cols = cols.sum(1, dtype=torch.float64)
@@ -74,8 +74,8 @@ def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: 
     M, K = x.shape
     found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
     if x.numel():
-        _launch(
-            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (M, K, x.stride(0), d.stride(0)),
+        launch(
+            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (M, K, x.stride(0), d.stride(0)), (),
             {**places, "ROWS": _ROWS}, LAUNCH["dots"],
         )  # fmt: skip
     return found.sum(1, dtype=torch.float64)
@@ -94,7 +94,7 @@ def weight_sums(
     sums = torch.empty(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
     if w.numel():
         tensors = (w, sums, _amax(w, places, amax))
-        _launch(weight_kernel, (_parts(K), _parts(N)), tensors, (N, K, w.stride(0)), places, LAUNCH["weight"])
+        launch(weight_kernel, (_parts(K), _parts(N)), tensors, (N, K, w.stride(0)), (), places, LAUNCH["weight"])
     totals = sums.sum(1, dtype=torch.float64)
     if len(own) == len(formats):
         return totals
@@ -111,7 +111,7 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
     sums = torch.empty(2, blocks, R, dtype=torch.float32, device=g.device)
     if quantised.numel():
         tensors = (quantised.contiguous(), exact.contiguous(), g, sums)
-        _launch(output_kernel, (R, blocks), tensors, (N, g.stride(0)), {"BLOCK": _ROW_BLOCK}, LAUNCH["sums"])
+        launch(output_kernel, (R, blocks), tensors, (N, g.stride(0)), (), {"BLOCK": _ROW_BLOCK}, LAUNCH["sums"])
     return sums[0].sum(0, dtype=torch.float64), sums[1].sum(dtype=torch.float64)
 
 
@@ -123,20 +123,8 @@ def sum_squares(x: Tensor) -> Tensor:
     blocks = -(-x.numel() // _BLOCK)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
     if blocks:
-        _launch(squares_kernel, (blocks, 1), (x, sums), (x.numel(),), {"BLOCK": _BLOCK}, LAUNCH["sums"])
+        launch(squares_kernel, (blocks, 1), (x, sums), (x.numel(),), (), {"BLOCK": _BLOCK}, LAUNCH["sums"])
     return sums.sum(dtype=torch.float64)
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
-    constants: Mapping[str, object],
-    options: Mapping[str, int],
-) -> None:
-    """Run a kernel over tensors of their own dtypes. Triton's own launch takes longer than most of these kernels."""
-    launch(kernel, grid, tensors, tuple([t.dtype for t in tensors]), numbers, (), constants, options)
 
 
 def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:

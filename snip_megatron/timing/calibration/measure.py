@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.workload import Size
 from snip_megatron.timing.table import OPERANDS, Triple

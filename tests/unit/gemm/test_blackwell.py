@@ -17,10 +17,11 @@ from torch import Tensor
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell import BlackwellBackend
 from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec, UnquantizedOperand, assemble, flatten
+from snip_megatron.gemm.operands import UnquantizedOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import quantize_dequantize
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from .emulated_transformer_engine import engine
 

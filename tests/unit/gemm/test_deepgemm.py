@@ -13,7 +13,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import deepgemm
 from snip_megatron.gemm.deepgemm import DeepGemm, difference
 from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
+from snip_megatron.quantization.operands import OperandSpec
+from snip_megatron.quantization.packed import Operand
 
 from .emulated_scaled_mm import TILE, scaled_mm
 
@@ -57,12 +60,15 @@ def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
+    return packed.quantize_operands(x, OperandSpec(fmt, None, weight=weight))[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("depth", [128, 512, 640, 1000])  # blocks with and without cuBLASLt's padding
-@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize("fmt", [Format.FP8, Format.FP4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_equal_the_other_librarys(depth: int, fmt: str, dtype: torch.dtype) -> None:
-    a = packed.quantize_tiles(matrix(64, depth), fmt, None).row
-    b = packed.quantize_blocks(matrix(48, depth, 1), fmt, None).row
+def test_products_equal_the_other_librarys(depth: int, fmt: Format, dtype: torch.dtype) -> None:
+    a, b = operand(matrix(64, depth), fmt), operand(matrix(48, depth, 1), fmt, weight=True)
     found = ScaledProducts(scaled_mm, faster=DeepGemm(fp8_gemm_nt)).multiply(a, b, dtype)
     assert torch.equal(found, ScaledProducts(scaled_mm).multiply(a, b, dtype))
 
@@ -73,10 +79,9 @@ def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
 
     products = ScaledProducts(scaled_mm, faster=DeepGemm(gemm, accumulates=True))
     x = matrix(66, 256)  # rows: no multiple of 4
-    blocks = packed.quantize_blocks(matrix(48, 256, 1), "fp8", None).row
-    assert products.multiply(packed.quantize_tiles(x, "fp8", None).row, blocks, torch.bfloat16).shape == (66, 48)
-    whole = packed.quantize_tensor(matrix(64, 256)).row
-    other = packed.quantize_tensor(matrix(48, 256, 1)).row
+    blocks = operand(matrix(48, 256, 1), Format.FP8, weight=True)
+    assert products.multiply(operand(x, Format.FP8), blocks, torch.bfloat16).shape == (66, 48)
+    whole, other = (operand(matrix(rows, 256), Format.FP8_TENSOR) for rows in (64, 48))
     assert products.multiply(whole, other, torch.bfloat16).shape == (64, 48)
 
 

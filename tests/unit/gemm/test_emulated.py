@@ -14,11 +14,11 @@ from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization.operands import OperandSpec
 
 from .emulated_scaled_mm import scaled_mm
 from .test_hopper import assert_reference, keys, operands

@@ -12,10 +12,11 @@ from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import HopperGroups, stacked
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
+from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from . import emulated_grouped
 from .emulated_scaled_mm import scaled_mm

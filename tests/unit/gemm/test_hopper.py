@@ -16,11 +16,12 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec, assemble, flatten
+from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from .emulated_scaled_mm import scaled_mm
 from .interpreted import differences

@@ -10,12 +10,12 @@ import torch
 from snip_megatron.gemm.backend import REPLAYED
 from snip_megatron.gemm.check import decibel, wrong_numbers
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GradientKeys, OperandSpec
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import replay
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.kernels import replay_build
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from .emulated_scaled_mm import scaled_mm
 from .test_hopper import operands

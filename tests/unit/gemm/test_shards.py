@@ -14,7 +14,7 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.operands import GemmOperand, OperandSpec, assemble, flatten
+from snip_megatron.gemm.operands import GemmOperand, assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
@@ -22,6 +22,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.hadamard import ROTATED
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.wire import bytes_per_element
 
 from .emulated_scaled_mm import scaled_mm

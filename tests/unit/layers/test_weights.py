@@ -11,7 +11,6 @@ import torch.distributed as dist
 from linears import convert, one_rank, operands, stock_linear
 
 from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import (
@@ -19,6 +18,7 @@ from snip_megatron.precision import (
     LinearRow,
     PrecisionMap,
 )
+from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 

@@ -10,7 +10,7 @@ import torch
 
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import OperandSpec, flatten
+from snip_megatron.gemm.operands import flatten
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
     layer_activations,
@@ -21,6 +21,7 @@ from snip_megatron.planner.memory import (
 from snip_megatron.planner.models import Llama
 from snip_megatron.precision import Format
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.timing.shapes import Formats
 
 from .formula import layout

@@ -7,8 +7,10 @@ import torch
 
 from snip_megatron.quantization import derive_seeds, fake_quantize
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
-from snip_megatron.quantization.packed import quantize_tiles
+from snip_megatron.quantization.packed import quantize_operands
 from snip_megatron.quantization.rounding import key_words, random_bits
+
+from .specs import spec
 
 LINEARS = [Identity(0, 1, 0), Identity(87, 8, 3), Identity(2**48 + 12345, 2, 1)]
 GEMMS = (1, 2)
@@ -56,9 +58,7 @@ def test_draws_are_equal_for_a_seed_and_its_words() -> None:
         assert torch.equal(random_bits(seed, rows, cols), random_bits(key, rows, cols))
         expected = fake_quantize(x, "fp4", rounding="stochastic", seed=seed)
         assert torch.equal(fake_quantize(x, "fp4", rounding="stochastic", seed=key), expected)
-    expected_tiles = quantize_tiles(x, "fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1])
-    tiles = quantize_tiles(x, "fp4", "fp4", row_seed=words[0], col_seed=words[1])
-    for found, wanted in ((tiles.row, expected_tiles.row), (tiles.col, expected_tiles.col)):
-        assert found is not None
-        assert wanted is not None
+    expected_tiles = quantize_operands(x, spec("fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1]))
+    tiles = quantize_operands(x, spec("fp4", "fp4", row_seed=words[0], col_seed=words[1]))
+    for found, wanted in zip(tiles, expected_tiles, strict=True):
         assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from snip_megatron.errors import SnipError
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 
 from . import oracle
+from .specs import spec
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
 FOLDED = ("nvfp4", "mxfp4", "mxfp8")
@@ -27,7 +27,7 @@ def matrix(rows: int, cols: int) -> torch.Tensor:
 def test_both_orientations_are_the_oracle_s_numbers(fmt: str, square: bool) -> None:
     """Powers of two and one FP32 factor at a time are exact; nvfp4's two factors may round once more."""
     x = matrix(150, 210)
-    row, col = quantize_exact(x, fmt, fmt, square=square)
+    row, col = quantize_exact(x, spec(fmt, fmt, weight=square))
     granularity = "block" if square else "tile"
     expected = oracle.quantize_dequantize(x.float().numpy(), fmt, granularity)
     transposed = oracle.quantize_dequantize(x.float().t().contiguous().numpy(), fmt, granularity).T
@@ -44,7 +44,7 @@ def test_both_orientations_are_the_oracle_s_numbers(fmt: str, square: bool) -> N
 @pytest.mark.parametrize("fmt", FOLDED)
 def test_values_have_the_formats_own_significant_bits(fmt: str) -> None:
     """nvfp4: 2 + 4 bits, mxfp4: 2, mxfp8: 4. With a factor more, they would fill bf16's 8."""
-    row, _ = quantize_exact(matrix(64, 512), fmt, None)
+    row, _ = quantize_exact(matrix(64, 512), spec(fmt))
     assert row is not None
     mantissas = (row.values[row.values != 0].view(torch.int16).int() & 0x7F) | 0x80
     trailing = (mantissas & -mantissas).log2()
@@ -55,7 +55,7 @@ def test_values_have_the_formats_own_significant_bits(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
 def test_seeds_draw_the_reference_bits(fmt: str) -> None:
     x, cols = matrix(70, 96), torch.arange(96) * 3 + 1
-    sides = quantize_exact(x, fmt, fmt, row_seed=2**63 + 1, col_seed=5, cols=cols)
+    sides = quantize_exact(x, spec(fmt, fmt, row_seed=2**63 + 1, col_seed=5, cols=cols))
     for side, axis, seed in zip(sides, (1, 0), (2**63 + 1, 5), strict=True):
         assert side is not None
         expected = fake_quantize(x, fmt, axis=axis, rounding="stochastic", seed=seed, cols=cols)
@@ -66,7 +66,7 @@ def test_seeds_draw_the_reference_bits(fmt: str) -> None:
 def test_a_not_a_number_spoils_its_own_tiles_only(fmt: str) -> None:
     x = matrix(256, 256)
     x[5, 200] = float("inf")
-    row, col = quantize_exact(x, fmt, fmt)
+    row, col = quantize_exact(x, spec(fmt, fmt))
     assert row is not None
     assert col is not None
     spoiled = row.dequantize().isnan()
@@ -80,11 +80,6 @@ def test_a_not_a_number_spoils_its_own_tiles_only(fmt: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_empty_matrices(shape: tuple[int, int], fmt: str) -> None:
-    for side in quantize_exact(torch.zeros(shape, dtype=torch.bfloat16), fmt, fmt):
+    for side in quantize_exact(torch.zeros(shape, dtype=torch.bfloat16), spec(fmt, fmt)):
         assert isinstance(side, ExactOperand)
         assert side.values.shape == shape
-
-
-def test_bf16_cannot_be_quantised_to() -> None:
-    with pytest.raises(SnipError, match="format 'bf16' cannot be quantised to"):
-        quantize_exact(matrix(4, 4), "bf16", None)

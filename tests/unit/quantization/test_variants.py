@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import hadamard
 
-from snip_megatron.gemm import reference
+from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.precision import VARIANTS, Gemm
 from snip_megatron.quantization import fake_quantize, quantize
 from snip_megatron.quantization.formats import SPECS, STOCHASTIC
 from snip_megatron.quantization.hadamard import Rotation, rotate
 
 from . import variants_oracle
+from .specs import spec
 
 
 def matrix(rows: int, cols: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
@@ -95,20 +96,24 @@ def test_the_transform_is_hadamards_matrix_for_each_group(rows: int, cols: int, 
     np.testing.assert_allclose(found.double().square().sum(0), x.double().square().sum(0), rtol=1e-6)
 
 
+def wgrad(g: torch.Tensor, x: torch.Tensor, of_g: Rotation, of_x: Rotation, seed: int = 1) -> torch.Tensor:
+    _, left = REFERENCE.quantize(g, spec(None, "nvfp4_hadamard", col_seed=seed, rotation=of_g))
+    _, right = REFERENCE.quantize(x, spec(None, "nvfp4_hadamard", rotation=of_x))
+    return REFERENCE.multiply(Gemm.WGRAD, left, right, torch.float32)
+
+
 def test_signs_of_one_operand_alone_give_another_product() -> None:
     x, g = matrix(64, 24, 1), matrix(64, 40, 2)
     exact = g.double().t() @ x.double()
     for signs, close in (((5, 5), True), ((5, 6), False)):
-        rotation = (Rotation(signs[0]), Rotation(signs[1]))
-        found = reference.wgrad(g, x, "nvfp4_hadamard", seed=1, rotation=rotation)
+        found = wgrad(g, x, Rotation(signs[0]), Rotation(signs[1]))
         assert bool((found - exact).norm() < 0.5 * exact.norm()) is close
 
 
 def test_stochastic_rounding_stays_unbiased_under_the_transform() -> None:
     """The mean over draws is the transformed G as far as its tiles reach: scales that round down saturate a little."""
     x, g = matrix(64, 24, 1), matrix(64, 40, 2)
-    rotation = (Rotation(3), Rotation(3))
-    draws = torch.stack([reference.wgrad(g, x, "nvfp4_hadamard", seed=i, rotation=rotation) for i in range(300)])
+    draws = torch.stack([wgrad(g, x, Rotation(3), Rotation(3), seed=i) for i in range(300)])
     of_g, of_x = quantize(rotate(g, 3), "nvfp4", axis=0), fake_quantize(rotate(x, 3), "nvfp4", axis=0)
     largest = 6.0 * of_g.scale.repeat_interleave(16, 0)
     expected = rotate(g, 3).clamp(-largest, largest).t() @ of_x

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from snip_megatron.quantization.exact import CachedExactPair, ExactOperand
-from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
+from snip_megatron.quantization.hadamard import Rotation
+from snip_megatron.quantization.operands import CachedPair
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -23,7 +23,7 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 
 
 class Quantizers:
-    """``call("quantize_tiles", x, "fp8", None)`` and so on; tensors go in and come back on the CPU."""
+    """``call("quantize_operands", x, spec("fp8"))`` and so on; tensors go in and come back on the CPU."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self.on_gpu = torch.cuda.is_available()
@@ -96,18 +96,12 @@ class _Packed:
 
 
 def _map(value: Any, function: Any) -> Any:
-    if isinstance(value, CachedOperands):
-        return CachedOperands(_map(value.operands, function), function(value.current))
-    if isinstance(value, CachedExactPair):
-        return CachedExactPair(_map(value.operands, function), function(value.current))
-    if isinstance(value, ExactOperand):
-        return ExactOperand(function(value.values), function(value.scale), value.tile)
-    if isinstance(value, Operands):
-        return Operands(_map(value.row, function), _map(value.col, function))
-    if isinstance(value, Operand):
-        return Operand(function(value.values), function(value.scale), value.scaling, value.depth)
+    if isinstance(value, CachedPair):
+        return CachedPair(_map(value.operands, function), function(value.current))
+    if isinstance(value, Rotation):
+        return Rotation(function(value.signs), function(value.amax))
     if isinstance(value, tuple):
-        return tuple(_map(part, function) for part in value)
+        return tuple.__new__(type(value), [_map(part, function) for part in value])
     if isinstance(value, dict):
         return {key: _map(part, function) for key, part in value.items()}
     return function(value)

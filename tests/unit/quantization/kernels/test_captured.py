@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from snip_megatron.quantization import derive_seeds
+from snip_megatron.quantization import derive_seeds, packed
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity, advance
-from snip_megatron.quantization.packed import CachedOperands, Operand, Operands
+from snip_megatron.quantization.operands import CachedPair, OperandPair
+from snip_megatron.quantization.packed import Operand
 
+from ..specs import spec
 from .interpreter import Quantizers
 
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
@@ -57,38 +59,29 @@ def test_tiles_with_keys_from_memory(kernels: Quantizers) -> None:
     keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
     keys.start_step(1, 2)
     words = [key.clone() for key in keys.next(0)]
-    expected = kernels.call("quantize_tiles", x, *formats, row_seed=seeds[0], col_seed=seeds[1], cols=cols)
-    found = kernels.call("quantize_tiles", x, *formats, row_seed=words[0], col_seed=words[1], cols=cols)
-    same(found.row, expected.row)
-    same(found.col, expected.col)
-    other = kernels.call("quantize_tiles", x, *formats, row_seed=KEYS[0], col_seed=KEYS[1], cols=cols)
-    assert not torch.equal(*(each.row.values.view(torch.uint8) for each in (other, expected)))
+
+    def tiles(keys: Any) -> OperandPair:
+        how = spec(*formats, row_seed=keys[0], col_seed=keys[1], cols=cols)
+        return kernels.call("quantize_operands", x, how)  # type: ignore[no-any-return]
+
+    expected = tiles(seeds)
+    for found, wanted in zip(tiles(words), expected, strict=True):
+        same(found, wanted)
+    assert not torch.equal(*(each[0].values.view(torch.uint8) for each in (tiles(KEYS), expected)))
 
 
-@pytest.mark.parametrize("call", ["blocks", "tensor", "one side"])
-def test_a_kept_weight(kernels: Quantizers, call: str) -> None:
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp8_tensor", "fp8_tensor"), ("fp8", None)])
+def test_a_kept_weight(kernels: Quantizers, formats: tuple[str, str | None]) -> None:
     """Written anew where it is not current; untouched, whatever the weight, where it is."""
-    from snip_megatron.quantization import packed
-
-    def quantised(quantizers: Any, w: torch.Tensor, **held: Any) -> Operands:
-        ask = (
-            quantizers.call
-            if isinstance(quantizers, Quantizers)
-            else lambda name, *a, **k: getattr(packed, name)(*a, **k)
-        )
-        if call == "tensor":
-            return ask("quantize_tensor", w, row=True, col=True, **held)
-        return ask("quantize_blocks", w, "fp8", "fp4" if call == "blocks" else None, **held)
-
-    first, second = matrix(160, 128), matrix(160, 128, seed=1)
-    for quantizers in (kernels, packed):
+    how = spec(*formats, weight=True)
+    for quantize in (partial(kernels.call, "quantize_operands"), packed.quantize_operands):
+        first, second = (quantize(matrix(160, 128, seed), how) for seed in (0, 1))
         for current in (0, 1):
             flag = torch.tensor([current], dtype=torch.int32)
-            held = CachedOperands(quantised(quantizers, first), flag)
-            found = quantised(quantizers, second, held=held)
-            expected = quantised(quantizers, first if current else second)
-            same(found.row, expected.row)
-            if call == "tensor":  # both have one scale, of which the interpreter's process makes two
-                found = replace(found, col=found.col._replace(scale=found.row.scale))
-            if call != "one side":
-                same(found.col, expected.col)
+            made = quantize(matrix(160, 128), how)
+            if formats[0] == "fp8_tensor":  # both have one scale, of which the interpreter's process makes two
+                made = made[0], made[1]._replace(scale=made[0].scale)
+            found = quantize(matrix(160, 128, seed=1), how, CachedPair(made, flag))
+            for one, other in zip(found, first if current else second, strict=True):
+                if other is not None:
+                    same(one._replace(scale=found[0].scale) if formats[0] == "fp8_tensor" else one, other)

@@ -14,11 +14,13 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.tiled_kernel import tiled_kernel
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
-from snip_megatron.quantization.exact import CachedExactPair, ExactOperand, ExactPair
+from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.exact import SHAPES
 from snip_megatron.quantization.kernels.exact_programs import amax_kernel, side_kernel
+from snip_megatron.quantization.operands import CachedPair, OperandPair
 
+from ..specs import spec
 from .interpreter import Quantizers, matrix
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46")
@@ -29,7 +31,7 @@ def kernels(interpreter: ProcessPoolExecutor) -> Quantizers:
     return Quantizers(interpreter)
 
 
-def assert_same(found: ExactPair, expected: ExactPair, *, drawn: bool = False) -> None:
+def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
     """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
     for one, other in zip(found, expected, strict=True):
         if other is None:
@@ -45,19 +47,17 @@ def assert_same(found: ExactPair, expected: ExactPair, *, drawn: bool = False) -
 
 
 def check(kernels: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
-    found = kernels.call("quantize_exact", x, row, col, **options)
-    assert_same(
-        found, exact.quantize_exact(x, row, col, **options), drawn=bool({"row_seed", "col_seed"} & set(options))
-    )
+    how = spec(row, col, **options)
+    assert_same(kernels.call("quantize_exact", x, how), exact.quantize_exact(x, how), drawn=how.keys is not None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("square", [False, True])
 def test_tails_and_what_is_not_finite(kernels: Quantizers, fmt: str, square: bool) -> None:
     x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
-    check(kernels, x, fmt, fmt, square=square)
+    check(kernels, x, fmt, fmt, weight=square)
     x[3, 200], x[-4, 5] = float("nan"), float("-inf")
-    check(kernels, x, fmt, fmt, square=square)
+    check(kernels, x, fmt, fmt, weight=square)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -113,9 +113,9 @@ def test_keys_from_memory(kernels: Quantizers) -> None:
     keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
     keys.start_step(1, 2)
     row, col = keys.next(0)
-    found = kernels.call("quantize_exact", x, "nvfp4", "mxfp4", row_seed=row, col_seed=col)
+    found = kernels.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
     seeds = derive_seeds((1, 2, 3, 4), (1, 2))
-    assert_same(found, exact.quantize_exact(x, "nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1]))
+    assert_same(found, exact.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
 
 
 @pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
@@ -124,7 +124,7 @@ def test_each_side_has_a_format_of_its_own(kernels: Quantizers, row: str | None,
     x[3, 20] = float("nan")
     check(kernels, x, row, col)
     check(kernels, x.t(), row, col)
-    check(kernels, x[:, 16:112], row, col, square=True)
+    check(kernels, x[:, 16:112], row, col, weight=True)
 
 
 def test_the_amax_of_a_shard(kernels: Quantizers) -> None:
@@ -135,13 +135,14 @@ def test_the_amax_of_a_shard(kernels: Quantizers) -> None:
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp4"])
 @pytest.mark.parametrize("current", [0, 1])
 def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
-    old = exact.quantize_exact(matrix(40, 70), fmt, fmt, square=True)
+    how = spec(fmt, fmt, weight=True)
+    old = exact.quantize_exact(matrix(40, 70), how)
     flag = torch.tensor([current], dtype=torch.int32)
-    held = CachedExactPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
+    held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
-    found = kernels.call("quantize_exact", new, fmt, fmt, square=True, held=held)
-    assert_same(found, old if current else exact.quantize_exact(new, fmt, fmt, square=True))
+    found = kernels.call("quantize_exact", new, how, held)
+    assert_same(found, old if current else exact.quantize_exact(new, how))
 
 
 HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard")
@@ -157,8 +158,8 @@ def test_transformed_sides(kernels: Quantizers, fmt: str, rows: int) -> None:
     check(kernels, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
     check(kernels, x, "mxfp8", fmt)
     on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
-    found = kernels.call("quantize_exact", x, "nvfp4", fmt, col_seed=5, rotation=on_device)
-    assert_same(found, exact.quantize_exact(x, "nvfp4", fmt, col_seed=5, rotation=rotation))
+    found = kernels.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
+    assert_same(found, exact.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
     assert found[1] is not None
     assert found[1].values.shape == (-(-rows // 16) * 16, 530)
 
@@ -174,9 +175,9 @@ def test_transformed_sides_of_what_is_not_finite(kernels: Quantizers, fmt: str) 
 
 def test_bad_input(kernels: Quantizers) -> None:
     with pytest.raises(SnipError, match="2-D tensor"):
-        kernels.call("quantize_exact", torch.zeros(3), "nvfp4", None)
+        kernels.call("quantize_exact", torch.zeros(3), spec("nvfp4"))
     with pytest.raises(SnipError, match="not torch"):
-        kernels.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), "nvfp4", None)
+        kernels.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), spec("nvfp4"))
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -9,6 +9,7 @@ import torch
 
 from snip_megatron.quantization import packed, wire
 
+from ..specs import spec
 from .interpreter import Quantizers
 
 
@@ -23,8 +24,7 @@ def test_packing(quantizers: Quantizers, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(shape[1])
     x = torch.randn(shape, generator=generator).bfloat16()
     x[:1, 0] = torch.nan
-    operand = packed.quantize_tiles(x, "fp4", None).row
-    assert operand is not None
+    operand, _ = packed.quantize_operands(x, spec("fp4"))
     values = operand.values.view(torch.uint8)
     assert torch.equal(quantizers.call("pack_fp4", values), wire.pack_fp4(values))
 

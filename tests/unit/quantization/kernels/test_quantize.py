@@ -9,8 +9,10 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 
+from ..specs import spec
 from .interpreter import Quantizers, matrix
 
 
@@ -34,11 +36,14 @@ def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool 
     assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
 
 
+def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
+    found, expected = quantizers.call("quantize_operands", x, how), packed.quantize_operands(x, how)
+    for one, other, random in zip(found, expected, drawn, strict=True):
+        assert_same(one, other, drawn=random)
+
+
 def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
-    found = quantizers.call("quantize_tiles", x, row, col, **options)
-    expected = packed.quantize_tiles(x, row, col, **options)
-    assert_same(found.row, expected.row, drawn="row_seed" in options)
-    assert_same(found.col, expected.col, drawn="col_seed" in options)
+    check(quantizers, x, spec(row, col, **options), drawn=("row_seed" in options, "col_seed" in options))
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp8", None), (None, "fp8")])
@@ -81,8 +86,7 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -
     for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
         check_tiles(quantizers, x, "fp4", "fp8", **seeds)
         check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
-    found = packed.quantize_tiles(x, "fp4", None, row_seed=3).row
-    assert found is not None
+    found, _ = packed.quantize_operands(x, spec("fp4", row_seed=3))
     assert found.values.float().abs().max() == 6
 
 
@@ -91,9 +95,7 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -
 def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: tuple[str | None, str | None]) -> None:
     w = matrix(*shape)
     w[128:, :128] = 0
-    found, expected = quantizers.call("quantize_blocks", w, *formats), packed.quantize_blocks(w, *formats)
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
+    check(quantizers, w, spec(*formats, weight=True))
 
 
 @pytest.mark.parametrize("shape", [(256, 700), (3, 5)])
@@ -101,10 +103,8 @@ def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: 
 def test_tensor_scaling(quantizers: Quantizers, shape: tuple[int, int], amax: torch.Tensor | None) -> None:
     x = matrix(*shape)
     x[-1, -1] = -1e6  # more than the maxima of all other parts
-    found = quantizers.call("quantize_tensor", x, col=True, amax=amax)
-    expected = packed.quantize_tensor(x, col=True, amax=amax)
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
+    check(quantizers, x, spec("fp8_tensor", "fp8_tensor", amax=amax))
+    check(quantizers, x, spec("fp8_tensor", "fp8", amax=amax))
 
 
 def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
@@ -121,10 +121,8 @@ def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers, poison: float) -
     x[3, 130] = poison
     check_tiles(quantizers, x, "fp8", "fp4", row_seed=1, col_seed=2)
     check_tiles(quantizers, x, "fp4", "fp8")
-    found, expected = quantizers.call("quantize_blocks", x, "fp8", "fp4"), packed.quantize_blocks(x, "fp8", "fp4")
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
-    assert quantizers.call("quantize_tensor", x).row.scale.isnan().all()
+    check(quantizers, x, spec("fp8", "fp4", weight=True))
+    assert quantizers.call("quantize_operands", x, spec("fp8_tensor"))[0].scale.isnan().all()
 
 
 def test_every_quotient_of_bf16_numbers_rounds_as_ieee_division(quantizers: Quantizers) -> None:
@@ -147,33 +145,29 @@ def test_scales_of_16_bit_numbers_are_ieee_quotients(quantizers: Quantizers) -> 
     mantissas = (1 + torch.arange(1024) / 1024).to(torch.float16)
     for fmt in ("fp8", "fp4"):
         for numbers in (tiny, mantissas, (1 + torch.arange(128) / 128).to(torch.bfloat16)):
-            found = quantizers.call("quantize_tiles", numbers.view(-1, 1), fmt, None)
-            assert torch.equal(found.row.scale, packed.quantize_tiles(numbers.view(-1, 1), fmt, None).row.scale)
+            x = numbers.view(-1, 1)
+            found, expected = quantizers.call("quantize_operands", x, spec(fmt)), packed.quantize_operands(x, spec(fmt))
+            assert torch.equal(found[0].scale, expected[0].scale)
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
 def test_empty_matrices(quantizers: Quantizers, shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
     check_tiles(quantizers, x, "fp8", "fp4")
-    found = quantizers.call("quantize_tensor", x)
-    assert_same(found.row, packed.quantize_tensor(x).row)
+    check(quantizers, x, spec("fp8_tensor"))
 
 
 def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
     x = torch.zeros(2, 128, dtype=torch.bfloat16)
-    for arguments, message in (
-        (("quantize_tiles", x, "nvfp4", None), "nvfp4"),
-        (("quantize_tiles", x[0], "fp8", None), "2-D"),
-        (("quantize_blocks", x.double(), "fp8", None), "float64"),
-    ):
+    for given, message in ((x[0], "2-D"), (x.double(), "float64")):
         with pytest.raises(SnipError, match=message):
-            quantizers.call(*arguments)
+            quantizers.call("quantize_operands", given, spec("fp8"))
 
 
 def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None)):
-        found = quantizers.call("quantize_group_blocks", w, *formats)
-        expected = grouped.quantize_group_blocks(w, *formats)
-        assert_same(found.row, expected.row)
-        assert_same(found.col, expected.col)
+        how = spec(*formats, weight=True)
+        found, expected = quantizers.call("quantize_group_blocks", w, how), grouped.quantize_group_blocks(w, how)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from snip_megatron.quantization import packed, swiglu
-from snip_megatron.quantization.packed import Operands
+from snip_megatron.quantization.operands import OperandPair
 
+from ..specs import spec
 from .interpreter import Quantizers
 from .test_quantize import assert_same
 
@@ -55,23 +56,23 @@ def gradient(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return rounded(np.concatenate([g * sigmoid * (1 + gate * (1 - sigmoid)) * up, g * (gate / (1 + np.exp(-gate)))], 1))
 
 
-def assert_operands(found: Operands, expected: Operands) -> None:
-    assert_same(found.row, expected.row)
-    assert_same(found.col, expected.col)
+def assert_operands(found: OperandPair, expected: OperandPair) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
     _, y = tensors(200, 256)
-    expected = packed.quantize_tiles(activation(y), *formats)
-    assert_operands(quantizers.call("quantize_swiglu", y, *formats), expected)
+    expected = packed.quantize_operands(activation(y), spec(*formats))
+    assert_operands(quantizers.call("quantize_swiglu", y, spec(*formats)), expected)
 
 
 @pytest.mark.parametrize("formats", FORMATS)
 def test_gradient_of_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
     d, y = tensors(200, 256)
-    expected = packed.quantize_tiles(gradient(d, y), *formats)
-    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, *formats), expected)
+    expected = packed.quantize_operands(gradient(d, y), spec(*formats))
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, spec(*formats)), expected)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -81,9 +82,12 @@ def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, o
     keys: list[int | torch.Tensor] = [2**63 + 5, 7]
     if on_device:
         keys = [torch.tensor(packed_words(key), dtype=torch.int64).to(torch.int32) for key in (2**63 + 5, 7)]
-    options = {"row_seed": keys[0], "col_seed": keys[1], "cols": torch.arange(256) * step + 4}
-    expected = packed.quantize_tiles(gradient(d, y), "fp4", "fp4", **{**options, "row_seed": 2**63 + 5, "col_seed": 7})
-    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, "fp4", "fp4", **options), expected)
+    cols = torch.arange(256) * step + 4
+    wanted = spec("fp4", "fp4", row_seed=2**63 + 5, col_seed=7, cols=cols)
+    how = spec("fp4", "fp4", row_seed=keys[0], col_seed=keys[1], cols=cols)
+    how = how._replace(keys=how.keys._replace(paired=step == 1))  # type: ignore[union-attr]
+    expected = packed.quantize_operands(gradient(d, y), wanted)
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how), expected)
 
 
 def packed_words(seed: int) -> list[int]:

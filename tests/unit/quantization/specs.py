@@ -1,0 +1,25 @@
+"""How a matrix is quantised, in the names of formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from snip_megatron.precision import Format
+from snip_megatron.quantization.operands import GradientKeys, OperandSpec
+
+
+def spec(
+    row: str | None,
+    col: str | None = None,
+    *,
+    row_seed: Any = None,
+    col_seed: Any = None,
+    first_row: int = 0,
+    cols: torch.Tensor | None = None,
+    **more: Any,
+) -> OperandSpec:
+    formats = (None if name is None else Format(name) for name in (row, col))
+    keys = GradientKeys(row_seed, col_seed, cols, first_row, paired=cols is None)
+    return OperandSpec(*formats, keys=None if row_seed is col_seed is None else keys, **more)
