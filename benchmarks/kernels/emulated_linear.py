@@ -34,7 +34,7 @@ def microbatch(backend: GemmBackend, fmt: Format, *, cached: bool) -> Callable[[
     columns = torch.arange(SIZE, device="cuda")
     seeds = (None, None) if fmt is Format.BF16 else (2**63 + 5, 6)
     of_weight, of_input = OperandSpec(fmt, fmt, weight=True), OperandSpec(fmt, fmt)
-    of_gradient = OperandSpec(fmt, fmt, keys=GradientKeys(*seeds, columns))
+    of_gradient = OperandSpec(fmt, fmt, keys=GradientKeys(*seeds, columns, paired=True))
     kept = backend.quantize(w, of_weight)
 
     def run() -> None:

@@ -58,7 +58,7 @@ def case(name: str, x: Tensor) -> Call:
     _, row, col, weight, random = CASES[name]
     formats = (None if fmt is None else Format(fmt) for fmt in (row, col))
     amax = x.abs().amax().float()
-    keys = GradientKeys(2**63 + 11, 12, torch.arange(x.shape[1], device=x.device)) if random else None
+    keys = GradientKeys(2**63 + 11, 12, torch.arange(x.shape[1], device=x.device), paired=True) if random else None
     spec = OperandSpec(*formats, weight=weight, amax=amax, keys=keys, rotation=Rotation(12345, amax))
     return lambda quantize: quantize(x, spec)
 

@@ -45,7 +45,7 @@ def calls(backend: GemmBackend, shape: tuple[int, int], fmt: Format) -> dict[str
     y = torch.randn(tokens, 2 * features, device="cuda", generator=generator).bfloat16()
     d = (torch.randn(tokens, features, device="cuda", generator=generator) * 1e-3).bfloat16()
     seeds = (2**63 + 11, 12) if fmt is Format.FP4 else (None, None)
-    keys = GradientKeys(*seeds, torch.arange(2 * features, device="cuda"))
+    keys = GradientKeys(*seeds, torch.arange(2 * features, device="cuda"), paired=True)
 
     def with_amax() -> OperandPair:
         x, amax = backend.swiglu(y, None, None)

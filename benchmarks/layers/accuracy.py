@@ -69,7 +69,7 @@ def sqnr(problem: Problem, contender: Contender) -> dict[str, float]:
 def gemm_errors(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[str, float]:
     """Return the errors of the GEMMs alone: FP32 results against the float64 product of the quantised operands."""
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
-    keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"))
+    keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"), paired=True)
     x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
     w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
     g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))

@@ -37,7 +37,7 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
     """
     x, w, g = problem.x.detach(), problem.weight.detach(), problem.g
     main_grad = problem.weight.main_grad  # type: ignore[attr-defined]
-    keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"))
+    keys = GradientKeys(1, 2, torch.arange(w.shape[0], device="cuda"), paired=True)
     x_row, x_col = backend.quantize(x, OperandSpec(fmt, fmt))
     w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
     g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))

@@ -72,7 +72,7 @@ class Measurer:
         """
         m, features = size
         sets = [self._normal(m, features) for _ in range(_sets(2 * m * features))]
-        keys = GradientKeys(*_KEYS, torch.arange(features, device=self.clock.device))
+        keys = GradientKeys(*_KEYS, torch.arange(features, device=self.clock.device), paired=True)
         calls: dict[tuple[str, Format, int], Call] = {}
         for fmt in self.formats:
             for side, pair in enumerate(((fmt, None), (None, fmt), (fmt, fmt))):
@@ -102,7 +102,7 @@ class Measurer:
         """Quantise one set of operands in every format, and return the call of each format and GEMM."""
         x, w, g = self._normal(m, k), self._normal(n, k, scale=k**-0.5), self._normal(m, n, scale=1e-3)
         main_grad = torch.zeros(n, k, device=self.clock.device)
-        keys = GradientKeys(*_KEYS, torch.arange(n, device=self.clock.device))
+        keys = GradientKeys(*_KEYS, torch.arange(n, device=self.clock.device), paired=True)
         calls: dict[tuple[Format, Gemm], Callable[[], object]] = {}
         for fmt in (Format.BF16, *self.formats):
             x_row, x_col = self.backend.quantize(x, OperandSpec(fmt, fmt))
