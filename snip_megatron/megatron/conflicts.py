@@ -65,11 +65,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         dest="gtp_weight_remat_size",
         derived=True,
     ),
-    Conflict(
-        "--num-distributed-optimizer-instances",
-        "not supported yet: probes take the optimizer's state to be sharded once; use 1",
-        _more_than_one,
-    ),
     Conflict("--mlp-chunks-for-training", "statistics would count each chunk as a microbatch; use 1", _more_than_one),
     Conflict(
         "--overlap-dispatch-backward-with-experts-wgrad",

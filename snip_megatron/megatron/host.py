@@ -303,5 +303,12 @@ class MegatronStep:
                 dist.all_reduce(weight.main_grad, group=group)
 
     def update_of(self, weight: torch.nn.Parameter) -> Update | None:
-        """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`."""
-        return compat.update_of(self.call.optimizer, weight, self.step)
+        """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`.
+
+        None if a rank of the first distributed optimizer has the same elements.
+        """
+        return (
+            None
+            if compat.optimizer_instance(self.call.model[0])
+            else compat.update_of(self.call.optimizer, weight, self.step)
+        )

@@ -35,6 +35,7 @@ SNIP = shlex.split(
 )
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+_INSTANCES = "--num-distributed-optimizer-instances 2"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
@@ -97,6 +98,7 @@ MODELS: dict[str, Model] = {
         "--snip-budget fp4=0.4",
         probed=4,
         at=AT + 1,
+        ragged=True,
     ),
 }
 
@@ -136,6 +138,7 @@ LAYOUTS: dict[str, Layout] = {
     "dp2-per-token-loss": Layout(2, "--calculate-per-token-loss", data=2),
     "dp2-distributed-optimizer": Layout(2, SHARDED, data=2),
     "dp2-distributed-optimizer-overlap": Layout(2, f"{SHARDED} {OVERLAP}", data=2),
+    "dp2-two-distributed-optimizers": Layout(2, f"{SHARDED} {OVERLAP} {_INSTANCES}", data=2),
     "tp2-pp2-dp2": Layout(
         8,
         f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 {SHARDED} {OVERLAP}",
@@ -167,6 +170,7 @@ for _model in ("experts", "experts-dropless", "experts-shared"):
             "ep2": Layout(2, _EP2, data=2),
             "ep2-distributed-optimizer-overlap": Layout(2, f"{_EP2} {SHARDED} {OVERLAP}", data=2),
             "ep2-dp2": Layout(4, _EP2, data=4),
+            "ep2-dp2-two-distributed-optimizers": Layout(4, f"{_EP2} {SHARDED} {_INSTANCES}", data=4),
             "pp2": Layout(2, "--pipeline-model-parallel-size 2"),
             "tp2-sp": Layout(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
             "tp2-sp-ep2": Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +29,15 @@ def resumes(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Resume
 REPEATS = ("tp2", "recompute-selective")
 """What tp2-sp and recompute-full show as well: on request."""
 TRAINED = [name for name in FAST if name not in REPEATS]
+INSTANCES = pytest.param(
+    "dp2-two-distributed-optimizers",
+    marks=pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="Megatron's groups need einops"),
+)
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.matrix) for name in REPEATS)])
+@pytest.mark.parametrize(
+    "name", [*TRAINED, INSTANCES, *(pytest.param(name, marks=pytest.mark.matrix) for name in REPEATS)]
+)
 def test_a_layout_measures_maps_and_trains_like_one_rank(layouts: LayoutRuns, name: str) -> None:
     row = layouts.compare(name)
     assert row["passed"], row

@@ -16,7 +16,7 @@ from snip_megatron.megatron.compat.graphs import (
     graphs_bypassed,
     schedule_without_graph,
 )
-from snip_megatron.megatron.compat.groups import embedding_group, process_groups
+from snip_megatron.megatron.compat.groups import embedding_group, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
@@ -66,6 +66,7 @@ __all__ = [
     "let_snip_choose",
     "loss_tokens_counted",
     "microbatches_of",
+    "optimizer_instance",
     "peek",
     "process_groups",
     "quiet_schedule",

@@ -37,6 +37,11 @@ def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None
         )
     if not args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False):
         raise SnipError(f"{here}: only the distributed optimizer scatters gradients; add --use-distributed-optimizer")
+    if args.num_distributed_optimizer_instances > 1:
+        raise SnipError(
+            f"{here} cannot be combined with --num-distributed-optimizer-instances"
+            f" {args.num_distributed_optimizer_instances}: Megatron has no such reduction between instances; use 1"
+        )
     if args.ddp_average_in_collective:
         raise SnipError(
             f"{here} cannot be combined with --ddp-average-in-collective: gradients are summed; leave one out"

@@ -52,6 +52,15 @@ def process_groups(model_chunk: torch.nn.Module) -> ProcessGroups:
     )
 
 
+def optimizer_instance(model_chunk: torch.nn.Module) -> int:
+    """Return the number of this rank's distributed optimizer. Those of other instances hold the same state."""
+    own = get_attr_wrapped_model(model_chunk, "pg_collection")
+    group = getattr(own, "inter_dist_opt", None)
+    if group is None:
+        group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    return 0 if group is None else int(group.rank())
+
+
 def embedding_group(model: Any) -> Group | None:
     """Return the ranks of the pipeline that hold the word embedding's weight, of which one is in the output layer.
 

@@ -17,7 +17,6 @@ VALUES: dict[str, Any] = {
     "te_precision_config_file": "recipe.yaml",
     "kitchen_config_file": "kitchen.yaml",
     "gtp_weight_remat_size": 2,
-    "num_distributed_optimizer_instances": 2,
     "mlp_chunks_for_training": 2,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
