@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from snip_megatron.config import SnipConfig, add_arguments
+from snip_megatron.config.options import given_options
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup
 
@@ -94,11 +95,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     args = add_arguments(parser).parse_args()
     try:
-        snip = SnipConfig.from_args(args)
-        decided = startup.prepare([], snip.no_compat)  # before Megatron is imported
-        from snip_megatron.gemm.selection import native_backend
-
-        snip = SnipConfig.from_args(args, native_backend(snip.gemm))
+        decided = startup.prepare([], SnipConfig.from_args(args).no_compat)  # before Megatron is imported
         # This import comes first: it says in one line that Bridge is missing.
         from snip_megatron.bridge import SnipCallback, prepare  # isort: skip
 
@@ -107,9 +104,12 @@ def main() -> int:
 
         prepare(decided)
         config = container(args.steps, on_cpu=decided.on_cpu)
-        with SnipCallback(snip) as callback:
-            callback.attach(config)
-            pretrain(config, forward_step, callbacks=[callback])
+        if not args.snip:
+            pretrain(config, forward_step)
+            return 0
+        with SnipCallback(**given_options(args, SnipConfig)) as snip:
+            snip.attach(config)
+            pretrain(config, forward_step, callbacks=[snip])
     except SnipError as error:
         print(f"bridge_pretrain: {error}", file=sys.stderr)
         return error.exit_code

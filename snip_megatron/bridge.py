@@ -1,6 +1,6 @@
 """SNIP in Megatron Bridge 0.6: a callback for its ``pretrain`` and a hook for its model providers.
 
-    with SnipCallback(SnipConfig(enabled=True, budget="fp4=0.75")) as snip:
+    with SnipCallback(dir="run") as snip:
         snip.attach(config)
         pretrain(config, forward_step, callbacks=[snip])
 
@@ -32,7 +32,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.config.defaults import dominated
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.selection import native_backend
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.evaluation import share
@@ -48,15 +50,17 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     """Adds SNIP to one training run. Leaving it as a context manager stops the sidecar and writes the last files.
 
     Args:
-        snip: SNIP's configuration.
+        options: Fields of :class:`snip_megatron.config.SnipConfig`. The others are as ``--snip`` chooses them.
 
     Raises:
-        SnipError: If the signature of Bridge's ``train_step`` is not that of version 0.6.
+        SnipError: If the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
     """
 
-    def __init__(self, snip: SnipConfig) -> None:
+    def __init__(self, **options: Any) -> None:
         bridge_compat.check_interface()
-        self._snip = snip
+        native = native_backend(options.get("gemm", SnipConfig.gemm))
+        self._snip = SnipConfig.from_options(options, native, ends=True)
+        self._said = dominated(self._snip.wanted, self._snip.formats, native) if self._snip.updates else None
         self._run: _BridgeRun | None = None
         self._container: Any = None
         self._undo: Callable[[], None] | None = None
@@ -80,8 +84,6 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         Raises:
             SnipError: If this callback was attached before, or if the model has no pre-wrap hooks.
         """
-        if not self._snip.enabled:
-            return self
         if self._container is not None:
             raise SnipError("SnipCallback.attach() was called before: one callback serves one training run")
         self._container = container
@@ -102,6 +104,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         Raises:
             SnipError: If the configuration cannot be combined with SNIP or with SNIP under Bridge.
         """
+        if self._said is not None and is_rank_zero():
+            print(f"snip: {self._said}", flush=True)
         args = bridge_arguments(self._container)
         validate.check(self._snip, args)
         if (args.virtual_pipeline_model_parallel_size or 1) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -369,8 +370,33 @@ class SnipConfig:
         if useless:
             named = f"--snip-{useless[0].replace('_', '-')}"
             raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
-        if enabled:
-            ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
-            recipe = getattr(args, "snip_recipe", ())  # of Megatron's own FP8 or FP4
-            values = defaults(values, backend, ends=ends, recipe=recipe) | values
-        return cls(enabled=enabled, **values)
+        if not enabled:
+            return cls(**values)
+        ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
+        recipe = getattr(args, "snip_recipe", ())  # of Megatron's own FP8 or FP4
+        return cls.from_options(values, backend, ends=ends, recipe=recipe)
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: Sequence[str] = ()
+    ) -> SnipConfig:
+        """Build the configuration of a training under SNIP from the fields that were given.
+
+        Args:
+            options: fields by name. A tuple may be given as text with commas.
+            backend: the GEMM backend that decides what is left open; None if formats are emulated.
+            ends: whether the end of training is known.
+            recipe: candidate formats in place of the backend's.
+
+        Raises:
+            SnipError: there is no such field, or a value is invalid or conflicts with another.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(options) - set(known)):
+            raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
+        given = {name: _tuple(v) if isinstance(known[name].default, tuple) else v for name, v in options.items()}
+        return cls(enabled=True, **(defaults(given, backend, ends=ends, recipe=recipe) | given))
+
+
+def _tuple(value: Any) -> tuple[str, ...]:
+    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)

@@ -13,8 +13,9 @@ from torch import nn
 
 from snip_megatron import __version__
 from snip_megatron.config import SnipConfig
+from snip_megatron.config.defaults import dominated
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.gemm.selection import native_backend, select_backend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, load_map
 from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
@@ -227,19 +228,14 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
     for name in options:
         if name in _WITH_MEGATRON:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
-    known = {field.name: field for field in dataclasses.fields(SnipConfig)}
-    if unknown := sorted(set(options) - set(known)):
-        raise SnipError(f"convert(): unknown option {unknown[0]}=; the options are the fields of SnipConfig")
-    several = {name for name, field in known.items() if isinstance(field.default, tuple)}
-    values: dict[str, Any] = {name: _tuple(v) if name in several else v for name, v in options.items()}
-    config = SnipConfig(enabled=True, **{"lag": 1, **values})
-    if config.timed:
-        raise SnipError(f"budget={config.budget}: a plain loop takes fp4=SHARE; times need Megatron's entry")
+    native = native_backend(options.get("gemm", SnipConfig.gemm))
+    config = SnipConfig.from_options({"lag": 1, **options}, native, ends=False)
+    if config.timed and config.updates:
+        default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
+        raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")
     if config.late or config.phases is not None:
         named = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
         raise SnipError(f"{named} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
+    if config.updates and (line := dominated(config.wanted, config.formats, native)):
+        print(f"snip: {line}", flush=True)
     return config
-
-
-def _tuple(value: Any) -> tuple[str, ...]:
-    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import backend_of, defaults
+from snip_megatron.config.defaults import backend_of
 from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf
@@ -79,8 +79,7 @@ def parse_request(
         SnipError: a training would refuse the configuration, or the cost model lacks a format.
     """
     with plain_arguments():
-        found = defaults(given, backend_of(model), ends=train_iters is not None)
-        config = SnipConfig(enabled=True, **found | dict(given))
+        config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None)
     missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(

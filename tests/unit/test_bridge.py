@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 
 
@@ -94,7 +93,7 @@ class Provider:
 @pytest.mark.parametrize("spec", [default_layer_spec, max])
 def test_a_provider_s_own_layer_stays(stood_in: Any, spec: Any) -> None:
     model = Provider(spec)
-    with stood_in.SnipCallback(SnipConfig(enabled=True)) as snip:
+    with stood_in.SnipCallback() as snip:
         snip.attach(types.SimpleNamespace(model=model))
         assert model.hooks == [snip.pre_wrap_hook]
         assert model.transformer_layer_spec is spec
@@ -109,7 +108,7 @@ def test_the_loop_is_known(bridge: Any) -> None:
 def test_a_changed_step_is_refused(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge.bridge_compat.train, "train_step", lambda model, data_iterator: None)
     with pytest.raises(SnipError, match="train_step"):
-        bridge.SnipCallback(SnipConfig(enabled=True))
+        bridge.SnipCallback()
 
 
 def test_events_exist(bridge: Any) -> None:

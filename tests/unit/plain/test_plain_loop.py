@@ -281,7 +281,7 @@ def _shared() -> nn.Module:
         (_wrapped(), {}, "the model is wrapped by FSDP1; use fully_shard"),
         (_shared(), {}, r"decoder.layers.2.qkv is also decoder.layers.0.qkv"),
         (nn.Linear(4, 4), {}, "no blocks found in Linear"),
-        (example.Model(), {"budget": "speedup=1.2"}, "a plain loop takes fp4=SHARE"),
+        (example.Model(), {"budget": "speedup=1.2"}, "takes budget=.fp4=SHARE"),
         (example.Model(), {"budget": "fp4=0.9", "pin": ("*=fp8",)}, "fp4=0.9 is unreachable"),
         (example.Model(), {"colour": "blue"}, "unknown option colour="),
         (example.Model(), {"communication": "gather"}, "communication= has no effect in a plain loop"),
