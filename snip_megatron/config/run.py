@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -378,7 +378,7 @@ class SnipConfig:
 
     @classmethod
     def from_options(
-        cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: Sequence[str] = ()
+        cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
     ) -> SnipConfig:
         """Build the configuration of a training under SNIP from the fields that were given.
 

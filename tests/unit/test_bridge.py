@@ -8,8 +8,6 @@ import inspect
 import os
 import subprocess
 import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,65 +36,6 @@ def test_says_what_is_missing() -> None:
         pytest.skip("Megatron Bridge is installed")
     with pytest.raises(SnipError, match=r"needs megatron-bridge 0\.6.*No module named 'megatron\.bridge'"):
         importlib.import_module("snip_megatron.bridge")
-
-
-@pytest.fixture
-def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module over a stand-in of the interface of Bridge that it imports."""
-    if installed():
-        pytest.skip("Megatron Bridge is installed")
-    names = ("snip_megatron.bridge", "snip_megatron.megatron.compat.bridge")
-    modules = {"megatron.bridge": types.ModuleType("megatron.bridge")}
-    modules["megatron.bridge.training"] = types.ModuleType("megatron.bridge.training")
-    for name in ("callbacks", "initialize", "setup", "train"):
-        module: Any = types.ModuleType(f"megatron.bridge.training.{name}")
-        setattr(modules["megatron.bridge.training"], name, module)
-        modules[module.__name__] = module
-    module.train_step, module.train = _train_step, _train
-    modules["megatron.bridge.training.callbacks"].Callback = object  # type: ignore[attr-defined]
-    for name, each in modules.items():
-        monkeypatch.setitem(sys.modules, name, each)
-    yield importlib.import_module("snip_megatron.bridge")
-    for name in names:
-        package, _, module_name = name.rpartition(".")
-        del sys.modules[name]
-        delattr(sys.modules[package], module_name)
-
-
-def _train_step(
-    forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, scheduler: Any, global_state: Any,
-    pg_collection: Any, forward_backward_func: Any,
-) -> None: ...  # fmt: skip
-
-
-def _train() -> None:
-    train_step()  # type: ignore[name-defined]  # noqa: F821 - looked up, not called
-
-
-def default_layer_spec(config: Any) -> None: ...
-
-
-default_layer_spec.__module__ = "megatron.bridge.models.gpt_provider"
-
-
-class Provider:
-    """A provider of Bridge's, as far as it is read."""
-
-    def __init__(self, spec: Any, transformer_impl: str = "transformer_engine") -> None:
-        self.transformer_layer_spec, self.transformer_impl = spec, transformer_impl
-        self.hooks: list[Any] = []
-
-    def register_pre_wrap_hook(self, hook: Any) -> None:
-        self.hooks.append(hook)
-
-
-@pytest.mark.parametrize("spec", [default_layer_spec, max])
-def test_a_provider_s_own_layer_stays(stood_in: Any, spec: Any) -> None:
-    model = Provider(spec)
-    with stood_in.SnipCallback() as snip:
-        snip.attach(types.SimpleNamespace(model=model))
-        assert model.hooks == [snip.pre_wrap_hook]
-        assert model.transformer_layer_spec is spec
 
 
 def test_the_loop_is_known(bridge: Any) -> None:
