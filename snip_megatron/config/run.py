@@ -308,16 +308,8 @@ class SnipConfig:
 
     def is_update_step(self, step: int) -> bool:
         """Return whether an update starts before the 0-based ``step``."""
-        return self.next_update(step) == step
-
-    def next_update(self, step: int) -> int | None:
-        """Return the first 0-based step from ``step`` on before which an update starts; None if there is none."""
-        if not self.updates:
-            return None
         since = step - self.first_update
-        if since <= 0:
-            return self.first_update
-        return step + -since % self.update_interval
+        return self.updates and since >= 0 and since % self.update_interval == 0
 
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.precision.formats import FORMATS, FOUR_BIT, Format, Gemm, misplaced
+from snip_megatron.precision.formats import FOUR_BIT, Format, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
 from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_object, whole
 
@@ -98,25 +98,9 @@ class PrecisionMap:
         """Return a map with one format for every GEMM of ``linears``."""
         return cls(choices={option_id(name, gemm): fmt for name in linears for gemm in Gemm}, **fields)
 
-    # -- int8 codec --------------------------------------------------------------------------------------------
     def to_codes(self, linears: Sequence[str]) -> np.ndarray:
-        """Return the codes that a broadcast carries: int8 [len(linears), 3], in the order fprop, dgrad, wgrad."""
+        """Return the codes of the formats: int8 [len(linears), 3], in the order fprop, dgrad, wgrad."""
         return np.array([[self.format_of(n, g).code for g in Gemm] for n in linears], dtype=np.int8).reshape(-1, 3)
-
-    @classmethod
-    def from_codes(cls, linears: Sequence[str], codes: np.ndarray, **fields: Any) -> PrecisionMap:
-        """Build a map from :meth:`to_codes`. Raises SnipError on a wrong shape or an unknown code."""
-        codes = np.asarray(codes)
-        if codes.shape != (len(linears), 3):
-            raise SnipError(f"map codes have shape {codes.shape}, expected {(len(linears), 3)}")
-        if codes.size and not (int(codes.min()) >= 0 and int(codes.max()) < len(FORMATS)):
-            raise SnipError(f"map codes hold an unknown format code (known: 0..{len(FORMATS) - 1})")
-        choices = {
-            option_id(name, gemm): FORMATS[int(codes[i, j])]
-            for i, name in enumerate(linears)
-            for j, gemm in enumerate(Gemm)
-        }
-        return cls(choices=choices, **fields)
 
     def digest(self, linears: Sequence[str]) -> str:
         """Return the SHA-256 over names and codes, which all ranks compare when they adopt a map."""

@@ -68,33 +68,6 @@ class Stretch:
         return self.steps * (self.bf16_s - self.step_s) if self.step_s and self.bf16_s else None
 
 
-@dataclass(frozen=True)
-class Slower:
-    """The finding that steps under a map take longer than in bf16.
-
-    Attributes:
-        version: the map's version.
-        bf16_s: median seconds of a step in bf16.
-        map_s: median seconds of a step under the map.
-    """
-
-    version: int
-    bf16_s: float
-    map_s: float
-
-    @property
-    def ratio(self) -> float:
-        """The step time under the map divided by that in bf16."""
-        return self.map_s / self.bf16_s
-
-    def __str__(self) -> str:
-        return (
-            f"steps take {self.ratio:.2f} of what they took in bf16 (medians: {self.map_s * 1e3:.1f} ms,"
-            f" {self.bf16_s * 1e3:.1f} ms) under map {self.version}. If the GPU waits for its host, larger microbatches"
-            " or fewer tensor parallel ranks help; else ask for what pays: --snip without a budget, snip plan"
-        )
-
-
 @dataclass
 class _Open:
     """A stretch of the machine in use. ``usual`` holds its times while it runs, ``step_s`` their median afterwards.
@@ -231,14 +204,13 @@ class Account:
         """Return the stretch in progress; None before the first step."""
         return self._stretch(len(self._open) - 1) if self._open else None
 
-    def slower(self) -> Slower | None:
-        """Return the finding about the map in force, once, as soon as there are enough steps under it and in bf16."""
+    def slower(self) -> Stretch | None:
+        """Return the stretch in progress, once, as soon as it is known that its map makes steps longer than bf16."""
         now = self.now()
-        if now is None or now.begin == self._judged or not (now.quantised and now.step_s and now.bf16_s):
+        if now is None or now.begin == self._judged or not now.quantised or now.speedup is None:
             return None
         self._judged = now.begin
-        found = Slower(now.version or 0, now.bf16_s, now.step_s)
-        return found if found.ratio > TOLERANCE else None
+        return now if 1.0 / now.speedup > TOLERANCE else None
 
     def stretches(self) -> list[Stretch]:
         """Return all stretches with at least one step, in the order of time."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,6 +40,20 @@ class Decision:
     precision_map: PrecisionMap | None = None
     plan: PrecisionPlan | None = None
 
+    def to_bytes(self) -> bytes:
+        """Return the decision as JSON."""
+        parts = {"map": self.precision_map, "plan": self.plan}
+        body = {name: None if part is None else part.as_dict() for name, part in parts.items()}
+        return json.dumps({"verdict": self.verdict, **body}).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Decision:
+        """Return the decision of :meth:`to_bytes`."""
+        body = json.loads(content)
+        found = None if body["map"] is None else PrecisionMap.from_dict(body["map"])
+        plan = None if body["plan"] is None else PrecisionPlan.from_dict(body["plan"])
+        return cls(Verdict(body["verdict"]), found, plan)
+
 
 class MapMismatchError(SnipError):
     """Ranks received different maps in every attempt, so that training must end."""
@@ -52,7 +65,7 @@ class MapChannel:
     """Broadcasts decisions of rank 0. Its methods are collectives, which all ranks must call at the same step.
 
     Args:
-        names: global names of all linears, in the order of the codes.
+        names: global names of all linears, in order. They are a part of the hash.
         device: the device of tensors in collectives of the group.
         group: all training ranks; None for the default group. Its rank 0 decides.
     """
@@ -71,8 +84,7 @@ class MapChannel:
         Raises:
             MapMismatchError: the hashes differed in each of three attempts.
         """
-        message = self._agreed(None if decision is None else self._encode(decision))
-        return self._decode(message) if decision is None else decision
+        return Decision.from_bytes(self._agreed(None if decision is None else decision.to_bytes()))
 
     def agree_steps(self, steps: Sequence[int] | None) -> list[int]:
         """Broadcast the steps of a recorded schedule from rank 0. ``steps`` is None on other ranks."""
@@ -107,29 +119,6 @@ class MapChannel:
         buffer = buffer.to(self._device)
         dist.broadcast(buffer, src=source, group=self._group)
         return buffer.cpu().numpy().tobytes()
-
-    def _encode(self, decision: Decision) -> bytes:
-        """Encode a decision as a line of JSON, and the map's choices as int8 codes behind it."""
-        found = decision.precision_map
-        figures, codes = None, b""
-        if found is not None:
-            figures = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "choices"}
-            figures["achieved_per_stage"] = dict(found.achieved_per_stage)
-            codes = found.to_codes(self._names).tobytes()
-        plan = None if decision.plan is None else decision.plan.as_dict()
-        header = {"verdict": decision.verdict, "figures": figures, "plan": plan}
-        return json.dumps(header).encode() + b"\n" + codes
-
-    def _decode(self, message: bytes) -> Decision:
-        line, _, codes = message.partition(b"\n")
-        header = json.loads(line)
-        found = plan = None
-        if header["figures"] is not None:
-            array = np.frombuffer(codes, dtype=np.int8).reshape(-1, 3)
-            found = PrecisionMap.from_codes(self._names, array, **header["figures"])
-        if header["plan"] is not None:
-            plan = PrecisionPlan.from_dict(header["plan"])
-        return Decision(Verdict(header["verdict"]), found, plan)
 
     def _same_everywhere(self, message: bytes) -> bool:
         digest = hashlib.sha256(message + "\0".join(self._names).encode()).digest()

@@ -20,7 +20,7 @@ from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.guard import Guard
 from snip_megatron.runtime.protocols import Kernels, ProbeResult, Sink, Unmeasured
-from snip_megatron.runtime.schedule_state import ScheduleState, Timeline, moved_line
+from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
 from snip_megatron.runtime.state import ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.updates import Updates, since
@@ -238,7 +238,10 @@ class Controller:
         if moved is not None:
             self._event(step, "plan_moved", **moved)
             if self._coordinator is not None:
-                print(f"snip: {moved_line(moved)}", flush=True)
+                ends = "training now ends at step {last} instead of {last_before}".format_map(moved)
+                print(f"snip: {ends}: phases begin at the same fractions of the run", flush=True)
+            if self._schedule.plan is not None:
+                self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
             own = Decision(Verdict.MAP, plan=fixed) if self._coordinator is not None else None
@@ -258,8 +261,8 @@ class Controller:
             state.pending.phases = self._schedule.request(step, state.pending.due, self._registry.current)
         if self._coordinator is not None and state.precision_map is not None:
             what = "map" if state.plan is None else "plan"
-            ends = self._updates.until(step)
-            print(f"snip: the checkpoint is of a run with {changed}: its {what} goes on {ends}", flush=True)
+            line = f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
+            print(f"snip: {line}", flush=True)
 
     def _next_phase(self, step: int) -> None:
         """Adopt the map of the phase that ``step`` lies in."""

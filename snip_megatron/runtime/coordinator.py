@@ -248,8 +248,17 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.step_s = seconds
         if slower is not None:
-            self.event(step, "slower", **dataclasses.asdict(slower), ratio=slower.ratio)
-            print(f"snip: {slower}", flush=True)
+            assert slower.bf16_s is not None
+            assert slower.step_s is not None
+            ratio, version = slower.step_s / slower.bf16_s, slower.version
+            self.event(step, "slower", version=version, bf16_s=slower.bf16_s, map_s=slower.step_s, ratio=ratio)
+            print(
+                f"snip: steps take {ratio:.2f} of what they took in bf16 (medians: {slower.step_s * 1e3:.1f} ms,"
+                f" {slower.bf16_s * 1e3:.1f} ms) under map {version}. If the GPU waits for its host, larger"
+                " microbatches or fewer tensor parallel ranks help; else ask for what pays: --snip without a budget,"
+                " snip plan",
+                flush=True,
+            )
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         """Record the figures of a step in metrics.jsonl."""

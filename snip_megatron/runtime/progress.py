@@ -13,7 +13,7 @@ import torch
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
-from snip_megatron.runtime.account import Account, Slower, duration, is_quantised
+from snip_megatron.runtime.account import Account, Stretch, duration, is_quantised
 
 
 class Progress:
@@ -46,8 +46,8 @@ class Progress:
         if not self._account.updates:
             self._of(step - 1)["peak_bytes"] = peak_bytes()
 
-    def step(self, step: int, seconds: float) -> Slower | None:
-        """Note the duration of a usual training step. Returns the finding that a map makes steps longer, once."""
+    def step(self, step: int, seconds: float) -> Stretch | None:
+        """Note the duration of a usual training step. Returns the steps under a map that makes them longer, once."""
         self._account.step(step, seconds)
         self._of(step)["step_s"] = seconds
         return self._account.slower() if self._unjudged is None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,15 +86,14 @@ class ScheduleState:
         return self._state.spent
 
     # -- start -------------------------------------------------------------------------------------------------
-    def begin(self, step: int) -> dict[str, Any] | None:
+    def begin(self, step: int) -> dict[str, int] | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
         The count starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
         count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
 
         Returns:
-            The fields of the event ``plan_moved``: the end, the phases' first steps and the average over the run,
-            before and now. None if the end is the same.
+            The fields of the event ``plan_moved``, the end before and now; None if it is the same.
         """
         state, timeline = self._state, self._timeline
         if state.spent is None or state.spent.next_step > step:
@@ -110,29 +109,13 @@ class ScheduleState:
             return None
         if before is None or before == timeline.last or not self.ends_after(step):
             return None
-        return self._move(step, before, timeline.last)
+        if state.plan is not None:
+            state.plan = self._fixed_from(step) or state.plan.moved(self.spent.origin, timeline.last, step)
+        return {"last_before": before, "last": timeline.last}
 
     def ends_after(self, step: int) -> bool:
         """Return whether ``step`` is a step of the run."""
         return self._timeline is not None and step < self._timeline.last
-
-    def _move(self, step: int, before: int, last: int) -> dict[str, Any]:
-        old = self._state.plan
-        begins = [self._begins(before), self._begins(last)]
-        averages: list[float | None] = [None, None]
-        if old is not None:
-            new = self._state.plan = self._fixed_from(step) or old.moved(self.spent.origin, last, step)
-            averages = [self.average(old, step), self.average(new, step)]
-            if not self.solves:
-                begins = [[phase.begin for phase in plan.phases] for plan in (old, new)]
-        found: dict[str, Any] = {}
-        for name, pair in (("last", (before, last)), ("begins", begins), ("average", averages)):
-            found[f"{name}_before"], found[name] = pair
-        return found
-
-    def _begins(self, last: int) -> list[int]:
-        schedule, origin = None if self._timeline is None else self._timeline.schedule, self.spent.origin
-        return [] if schedule is None or last <= origin else list(schedule.first_steps(origin, last))
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
         """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet.
@@ -264,13 +247,3 @@ class ScheduleState:
                 for phase, steps in zip(plan.phases, plan.steps, strict=True)
             ],
         }
-
-
-def moved_line(moved: Mapping[str, Any]) -> str:
-    """Return what :meth:`ScheduleState.begin` found, as the run prints it."""
-    begins, before = (", ".join(map(str, moved[name])) for name in ("begins", "begins_before"))
-    text = f"training now ends at step {moved['last']} instead of {moved['last_before']}: phases begin at {begins}"
-    text += f" instead of {before}"
-    if moved["average"] is None:
-        return text
-    return f"{text}; the average over the run becomes {moved['average']:.4f} instead of {moved['average_before']:.4f}"

@@ -68,18 +68,6 @@ class Updates:
             state.postponed = step + self._config.lag
             self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
-    def until(self, step: int) -> str:
-        """Return how long the maps in force at ``step`` go on, as the end of a sentence."""
-        config, pending = self._config, self._state.pending
-        if pending is not None:
-            begins, due = pending.step, pending.due
-        else:
-            found = config.next_update(step) if self._state.postponed is None else self._state.postponed
-            if found is None or (self._schedule.last is not None and found + config.lag >= self._schedule.last):
-                return "until training ends"
-            begins, due = found, found + config.lag
-        return f"until step {due}, where that of the update at step {begins} takes over"
-
     def _start(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         if self._state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")

@@ -7,8 +7,7 @@ addition. If one rank lacks memory for a single sequence, all ranks skip the upd
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,9 @@ _GIB = 2.0**30
 _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Memory of a rank's device, in bytes.
-
-    Attributes:
-        available: memory that is free on the device, or cached by torch's allocator and unused.
-        peak: peak of allocated memory minus the memory that is allocated now.
-    """
-
-    available: float
-    peak: float
-
-
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of ``device`` between two steps. Returns None for a CPU, whose memory ranks share.
+def device_memory(device: torch.device) -> tuple[float, float] | None:
+    """Return what is free on ``device`` between two steps, or cached by torch's allocator and unused, and the peak of
+    allocated memory minus what is allocated now, in bytes. None for a CPU, whose memory ranks share.
 
     What torch has reserved for CUDA graphs is not available, because only the graphs can use it.
     """
@@ -54,59 +41,52 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
         for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         if segment["device"] == index and tuple(segment["segment_pool_id"]) == _SHARED_POOL
     )
-    return DeviceMemory(float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
+    return float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated))
 
 
-class ProbeMemory:
-    """Predicts the memory that an update takes on this rank.
+def needed(
+    registry: LinearRegistry,
+    host: Host,
+    probe_tokens: int,
+    peak: float | None,
+    microbatches: int,
+    step_microbatches: int,
+    part: float = 1.0,
+) -> float:
+    """Return the bytes that an update takes on this rank beyond the memory that is allocated between two steps.
 
     Args:
-        shapes: shapes of the linears that are recorded on this rank.
-        handles: linears of this rank in the same order. Their formats tell what training saves of their inputs.
-        host: the training loop.
+        registry: linears of this rank. Their formats tell what training saves of their inputs.
+        host: the training loop, which knows its tokens.
         probe_tokens: the setting ``probe_tokens``.
+        peak: bytes that training steps took, or None before the first step of this process. Inputs and outputs of the
+            linears are then used as an estimate.
+        microbatches: microbatches of the probe on this rank.
+        step_microbatches: microbatches of a training step on this rank.
+        part: the part of each microbatch that the probe runs.
     """
+    assert host.tokens is not None
+    handles, shapes = list(registry), probed_shapes(registry, host, max(1, int(part * host.tokens)))
+    blocks = len({(handle.id.stack, handle.id.layer) for handle in handles})
+    at_once = host.in_flight(microbatches) / (max(1, blocks) if host.recomputes else 1)
+    if peak is None:
+        of_pass = at_once * shapes.element * shapes.features
+    else:
+        share = min(1.0, host.in_flight(microbatches) / host.in_flight(step_microbatches))
+        # The bf16 inputs of a pass exceed the quantised inputs that training saves.
+        excess = sum(_excess(host, *pair, shapes.element) for pair in zip(handles, shapes.linears, strict=True))
+        of_pass = part * share * peak + at_once * excess
+    return shapes.samples(probe_tokens, microbatches) + of_pass + shapes.recording
 
-    def __init__(self, shapes: ProbedShapes, handles: Sequence[LinearHandle], host: Host, probe_tokens: int) -> None:
-        self._shapes = shapes
-        self._handles = list(handles)
-        self._host = host
-        self._probe_tokens = probe_tokens
-        self._blocks_at_once = (
-            1.0 / max(1, len({(h.id.stack, h.id.layer) for h in self._handles})) if host.recomputes else 1.0
-        )
 
-    def needed(self, peak: float | None, microbatches: int, step_microbatches: int, part: float = 1.0) -> float:
-        """Bytes that an update takes beyond the memory that is allocated between two steps.
-
-        Args:
-            peak: bytes that training steps took, or None before the first step of this process. Inputs and outputs of
-                the linears are then used as an estimate.
-            part: the part of each microbatch that the probe runs. The shapes are those of this part.
-            microbatches: microbatches of the probe on this rank.
-            step_microbatches: microbatches of a training step on this rank.
-        """
-        shapes = self._shapes
-        flights = self._host.in_flight(microbatches)
-        if peak is None:
-            of_pass = flights * self._blocks_at_once * shapes.element * shapes.features
-        else:
-            share = min(1.0, flights / self._host.in_flight(step_microbatches))
-            of_pass = part * share * peak + flights * self._blocks_at_once * self._quantised_inputs()
-        return shapes.samples(self._probe_tokens, microbatches) + of_pass + shapes.recording
-
-    def _quantised_inputs(self) -> float:
-        """Bytes by which the bf16 inputs of a microbatch exceed the quantised inputs that training saves."""
-        return float(sum(map(self._excess, self._handles, self._shapes.linears)))
-
-    def _excess(self, handle: LinearHandle, linear: LinearRows) -> float:
-        fmt, size, elements = handle.formats[GEMM_INDEX[Gemm.WGRAD]], self._shapes.element, linear.rows * linear.k
-        if fmt is Format.BF16:
-            return 0.0
-        if not (self._host.gathers and handle.parallel == "column"):
-            return (size - 1) * elements
-        kept = bytes_per_element(fmt) if handle.context.packs else size
-        return (size - kept) * elements / handle.tp_size
+def _excess(host: Host, handle: LinearHandle, linear: LinearRows, size: int) -> float:
+    fmt, elements = handle.formats[GEMM_INDEX[Gemm.WGRAD]], linear.rows * linear.k
+    if fmt is Format.BF16:
+        return 0.0
+    if not (host.gathers and handle.parallel == "column"):
+        return (size - 1) * elements
+    kept = bytes_per_element(fmt) if handle.context.packs else size
+    return (size - kept) * elements / handle.tp_size
 
 
 def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedShapes:

@@ -6,10 +6,10 @@ they are.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -27,14 +27,6 @@ from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
 
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """What a pass runs: the first ``sequences`` of each of the first ``microbatches``."""
-
-    microbatches: int
-    sequences: int
 
 
 class ProbeRunner:
@@ -85,14 +77,12 @@ class ProbeRunner:
         found = memory.device_memory(host.device)
         if found is None or host.tokens is None:
             return most
-        tokens, handles, peak = host.tokens, list(self._registry), found.peak if self.has_trained else None
-
-        def needed(part: float) -> float:
-            shapes = memory.probed_shapes(self._registry, host, max(1, int(part * tokens)))
-            predicted = memory.ProbeMemory(shapes, handles, host, self._config.probe_tokens)
-            return predicted.needed(peak, self._microbatches(step), step.microbatches, part)
-
-        part = memory.fitting(step.sequences, needed, found.available, host.groups, host.device)
+        available, peak = found
+        needed = functools.partial(
+            memory.needed, self._registry, host, self._config.probe_tokens, peak if self.has_trained else None,
+            self._microbatches(step), step.microbatches,
+        )  # fmt: skip
+        part = memory.fitting(step.sequences, needed, available, host.groups, host.device)
         return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
 
     def _microbatches(self, step: HostStep) -> int:
@@ -110,7 +100,6 @@ class ProbeRunner:
             sequences: sequences of each microbatch that the passes run, from :meth:`fit`.
         """
         config, microbatches = self._config, self._microbatches(step)
-        taken = _Taken(microbatches, sequences)
         seconds: dict[str, float] = {}
         recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
         stream = self._stream()
@@ -119,9 +108,9 @@ class ProbeRunner:
             stack.enter_context(attached(recorders))
             stack.enter_context(stream.attached())
             stack.enter_context(self._probing())
-            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, taken, recorders, stream)
+            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream)
             started = time.perf_counter()
-            scale = self._scale(step, clip, taken, recorders)
+            scale = self._scale(step, clip, sequences, recorders)
             stream.finish_statistics(microbatches)
             table = self._reduce_statistics(recorders, stream, scale)
             if self._weighs_updates:
@@ -131,7 +120,7 @@ class ProbeRunner:
             seconds["reduction"] = time.perf_counter() - started
             for phase in self._noise_passes():
                 sigma = self._sigma(phase, table, scale)
-                seconds[phase.value] = self._run_pass(phase, step, taken, recorders, stream, sigma)
+                seconds[phase.value] = self._run_pass(phase, step, sequences, recorders, stream, sigma)
             started = time.perf_counter()
             late = self._partial(scale)
             self._collect(late, recorders, stream)
@@ -169,7 +158,7 @@ class ProbeRunner:
         self,
         phase: Pass,
         step: HostStep,
-        taken: _Taken,
+        sequences: int,
         recorders: Sequence[LinearRecorder],
         stream: ResidualStream,
         sigma: float = 0.0,
@@ -180,24 +169,24 @@ class ProbeRunner:
             recorder.start(phase)
         stream.start(phase, sigma)
         self._registry.start_step(step.step)
-        step.run(taken.microbatches, taken.sequences)
+        step.run(self._microbatches(step), sequences)
         if self._host.device.type == "cuda":
             torch.cuda.synchronize(self._host.device)  # else the reduction, which waits for it, would take the blame
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
-    def _scale(self, step: HostStep, clip: float, taken: _Taken, recorders: Sequence[LinearRecorder]) -> StepScale:
+    def _scale(self, step: HostStep, clip: float, sequences: int, recorders: Sequence[LinearRecorder]) -> StepScale:
         """Return the scales of the gradient, after the statistics pass. Collective."""
-        ranks, of_microbatch = self._host.groups.dp_size, self._host.tokens
+        microbatches, of_microbatch = self._microbatches(step), self._host.tokens
         if of_microbatch is None:
             rows = {recorder.rows for recorder in recorders}
             if len(rows) != 1 or 0 in rows:
                 raise SnipError(
                     "the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream"
                 )
-            of_microbatch = rows.pop() // taken.microbatches
-        each = ranks * of_microbatch
-        tokens = taken.microbatches * each * taken.sequences // step.sequences
+            of_microbatch = rows.pop() // microbatches
+        each = self._host.groups.dp_size * of_microbatch
+        tokens = microbatches * each * sequences // step.sequences
         return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
 
     def _partial(self, scale: StepScale) -> PartialTable:

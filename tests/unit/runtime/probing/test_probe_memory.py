@@ -23,7 +23,7 @@ from snip_megatron.precision import (
     LinearRow,
 )
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.probing.memory import ProbeMemory, fitting, probed_shapes
+from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
 from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
@@ -39,8 +39,8 @@ def one_rank() -> Iterator[ProbeGroups]:
     dist.destroy_process_group()
 
 
-def handles(layers: int = 2) -> list[LinearHandle]:
-    shapes = dict(zip(DENSE_LAYER, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
+def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) -> list[LinearHandle]:
+    shapes = sizes or dict(zip(DENSE_LAYER, [(96, 64), (64, 64), (256, 64), (64, 128)], strict=True))
     found = []
     for layer in range(layers):
         for kind, (n, k) in shapes.items():
@@ -61,12 +61,8 @@ def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
 
 def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
     flights = functools.partial(microbatches_in_flight, stage=stage, pp=stages)
-    whole = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "hidden": 64}
-    return Host(**whole, shard=TokenShard(0, 1, True), sinks=(), local_sinks=[], in_flight=flights, **fields)
-
-
-def memory(stage: int = 0, stages: int = 1, **fields: Any) -> ProbeMemory:
-    return ProbeMemory(shapes(), handles(), host(stage, stages, **fields), 128)
+    whole: dict[str, Any] = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "hidden": 64, **fields}
+    return Host(**whole, shard=TokenShard(0, 1, True), sinks=(), local_sinks=[], in_flight=flights)
 
 
 def registry(linears: list[LinearHandle], active: int = 1) -> LinearRegistry:
@@ -101,10 +97,10 @@ def test_the_same_as_is_planned() -> None:
     """With the planner's own activations for the peak of a training pass."""
     chosen = Layout(Llama("small", 8, 512, 1408, 8, 4, 64, 1000, 256).model(4), 1, 4, 1, 2, 256, 1, 64)
     planned = stage_memory(chosen, 0, lambda row: (Format.BF16,) * 3, SnipConfig(enabled=True))
-    local = [LinearRows(256, s.n, s.k) for s in list(chosen.shapes.values())[:8]]
-    own = ProbedShapes(linears=local, tokens=256, hidden=512, boundaries=4)
-    here = ProbeMemory(own, handles(), host(0, 4), SnipConfig.probe_tokens)
-    assert here.needed(planned.activations, 1, chosen.microbatches) == pytest.approx(planned.probe, rel=1e-12)
+    sizes = {LinearId.parse(name).path: (s.n, s.k) for name, s in list(chosen.shapes.items())[:4]}
+    local, loop = registry(handles(sizes=sizes)), host(0, 4, tokens=256, hidden=512)
+    found = needed(local, loop, SnipConfig.probe_tokens, planned.activations, 1, chosen.microbatches)
+    assert found == pytest.approx(planned.probe, rel=1e-12)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------
@@ -123,8 +119,5 @@ def test_too_little_for_one_sequence_is_said_in_words_and_figures(one_rank: Prob
 
 
 def test_a_part_of_a_microbatch_needs_less() -> None:
-    def needed(part: float) -> float:
-        own = shapes(int(512 * part))
-        return ProbeMemory(own, handles(), host(), 128).needed(2.0**30, 1, 1, part)
-
-    assert needed(0.25) < 0.27 * needed(1.0)
+    whole, part = (needed(registry(handles()), host(tokens=512), 128, 2.0**30, 1, 1, part) for part in (1.0, 0.25))
+    assert part < 0.27 * whole
