@@ -70,6 +70,12 @@ def cut(text: object) -> str:
     return whole if len(whole) <= QUOTED else whole[: QUOTED - 3] + "..."
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message that is not empty, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
 def quoted(value: object) -> str:
     """Return ``repr(value)``, shortened as :func:`cut` does. For values in error lines."""
     try:

@@ -1,6 +1,6 @@
 """One linear with forward, backward and all quantisation, against bf16 and Transformer Engine: accuracy and speed.
 
-    python -m benchmarks.layers.linear --out results/layers/F.json [--small] [--profile 2] [--commit SHA]
+    python -m benchmarks.layers.linear --out results/layers/F.json [--profile 2] [--commit SHA]
 
 The weights K→N are those of Llama-like models, with M tokens per microbatch and four microbatches per quantisation of
 the weight. Every contender accumulates the weight gradient into FP32. bf16 is the fastest of several ways, which each
@@ -8,8 +8,7 @@ row names. The result is written after every row, so that a run that is stopped 
 figure is out of bounds.
 
 ``geomean`` is format → speedup over bf16, over all rows. ``geomean_te`` is the same for Transformer Engine's recipe of
-the same scaling (block for fp8, current for fp8_tensor). ``--small`` also measures small weights, and writes
-``shapes.json`` beside the result, which belongs into ``snip_megatron/gemm/``.
+the same scaling (block for fp8, current for fp8_tensor).
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ WEIGHTS = (  # K, N
     (8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192),
 )  # fmt: skip
 TOKENS = (8192, 16384)
-SMALL = ((512, 512), (768, 768), (512, 2048), (1024, 1024), (768, 3072), (1024, 2048), (1024, 4096), (1536, 1536),
-         (2048, 2048), (2048, 512), (2048, 5632), (3072, 3072))  # fmt: skip
 
 
 def working(problem: Problem, contenders: dict[str, Contender], row: dict[str, Any]) -> dict[str, Contender]:
@@ -123,19 +120,6 @@ def measure_all(result: dict[str, Any], backend: GemmBackend, arguments: argpars
             write(arguments.out, result)
 
 
-def measure_small(result: dict[str, Any], backend: GemmBackend, arguments: argparse.Namespace) -> None:
-    """Measure small weights at 8,192 tokens, for which fp8 may be slower than bf16."""
-    for k, n in SMALL:
-        row = measure(8192, k, n, backend, arguments.rounds)
-        result["small"].append(row)
-        show(row)
-    write(arguments.out, result)
-    if arguments.out is not None:
-        shapes = [{"n": row["n"], "k": row["k"], **row["speedup"]} for row in result["small"] + result["rows"][:8]]
-        kept = {key: result[key] for key in ("device", "date", "commit", "command", "versions")}
-        write(arguments.out.with_name("shapes.json"), kept | {"tokens": 8192, "rows": shapes})
-
-
 def profile(result: dict[str, Any], backend: GemmBackend, count: int) -> str:
     """Return torch's profile of one step of the rows that gain least, for SNIP and for the others."""
     from torch.profiler import ProfilerActivity
@@ -164,7 +148,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of every contender a row")
     parser.add_argument("--seconds", type=float, default=400.0, help="start no further row after this time")
-    parser.add_argument("--small", action="store_true", help="also measure small weights; writes shapes.json")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="profile the rows that gain least")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     return parser.parse_args()
@@ -183,13 +166,10 @@ def main() -> int:
         "bounds": BOUNDS,
         "copy_tb_s": copy_bandwidth() / 1e12,
         "rows": [],
-        "small": [],
     }
     if not has_transformer_engine():
         print("transformer_engine cannot be imported: its contenders are left out")
     measure_all(result, selection.backend, arguments, deadline)
-    if arguments.small:
-        measure_small(result, selection.backend, arguments)
     if arguments.profile:
         text = profile(result, selection.backend, arguments.profile)
         print(text)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import torch
 
+from snip_megatron.errors import first_line
 from snip_megatron.gemm.blackwell_engine import NATIVE, transformer_engine
 from snip_megatron.precision import Format
 
@@ -56,7 +57,7 @@ def _no_transformer_engine() -> str | None:
     try:
         transformer_engine()
     except Exception as error:  # an incompatible shared object may raise anything
-        return f"Transformer Engine {version} cannot be imported ({_line(error)})"
+        return f"Transformer Engine {version} cannot be imported ({first_line(error)})"
     return None
 
 
@@ -69,9 +70,3 @@ def _no_format(formats: Collection[Format] | None, sharded: bool) -> str | None:
     if sharded and wants_nvfp4 and not transformer_engine().takes_amax:
         return "nvfp4 under tensor parallelism needs Transformer Engine 2.17 or later: one amax for all shards"
     return None
-
-
-def _line(error: Exception) -> str:
-    """Return the error's type and the first non-empty line of its message, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, first_line
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.precision import FOUR_BIT, Format, Gemm
 from snip_megatron.quantization.formats import STOCHASTIC
@@ -44,7 +44,7 @@ def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Col
                 " again with --snip-gemm reference"
             ) from error
         except Exception as error:  # compilers, drivers and libraries raise what they like
-            fault = f"fails ({_line(error)})"
+            fault = f"fails ({first_line(error)})"
         if fault is not None:
             return f"{fmt.value} {fault} on this device"
     return None
@@ -100,9 +100,3 @@ def _operands(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
 
 def _keys(seed: int, device: torch.device | str) -> GradientKeys:
     return GradientKeys(2**40 + 2 * seed, 2**41 + 2 * seed, torch.arange(_EDGE, device=device), paired=True)
-
-
-def _line(error: Exception) -> str:
-    """Return the error's type and the first non-empty line of its message, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

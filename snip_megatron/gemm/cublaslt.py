@@ -153,14 +153,15 @@ class CublasLt:
         problem = _product(a, b, result, fast, choice)
         return self._run(problem, (b.values, a.values), (b.scale, a.scale), None)
 
-    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor) -> bool:
-        """Compute out += gᵀ·x. Returns False, and does nothing, if the library has no kernel for the operands.
+    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor, factor: Tensor | None = None) -> bool:
+        """Compute out += factor · gᵀ·x. Returns False, and does nothing, if the library has no kernel for the operands.
 
         Args:
             g, x: bf16 or fp16 [T, N] and [T, K], row-major.
             out: FP32 or bf16 [N, K], row-major.
+            factor: FP32 [1] on the device; None: 1.
         """
-        return self._run(_plain((g, x), (True, False), _result(out)), (x, g), None, out) is not None
+        return self._run(_plain((g, x), (True, False), _result(out), factor), (x, g), None, out, factor) is not None
 
     def multiply_plain(
         self,
@@ -183,10 +184,6 @@ class CublasLt:
         # torch's allocator aligns new memory to more than _ALIGNMENT.
         result = _Matrix(dtype, cols, rows, cols, False, None, _ALIGNMENT)
         return self._run(_plain((a, b), transposed, result, factor), (b, a), None, None, factor)
-
-    def accumulate_scaled(self, a: Tensor, b: Tensor, out: Tensor, factor: Tensor | None) -> bool:
-        """Compute out += factor · aᵀ·b as :meth:`accumulate_plain`, with a factor in device memory."""
-        return self._run(_plain((a, b), (True, False), _result(out), factor), (b, a), None, out, factor) is not None
 
     def _run(
         self,

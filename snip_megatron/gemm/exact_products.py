@@ -69,7 +69,7 @@ class ExactProducts:
         aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
         if self._library is None or not aligned:
             return False
-        return self._library.accumulate_scaled(g.values, x.values, out, _factor(g, x))
+        return self._library.accumulate_plain(g.values, x.values, out, _factor(g, x))
 
     def _run_tiled(
         self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool

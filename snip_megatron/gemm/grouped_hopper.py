@@ -9,8 +9,7 @@ had no or few rows (tests/gpu/test_grouped_gpu.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +22,6 @@ from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
 _ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the weights
-
-
-class GroupQuantizers(Protocol):
-    """The function of ``quantization.grouped``, which ``quantization.kernels.grouped`` has as a Triton kernel."""
-
-    quantize_group_blocks: Callable[..., OperandPair]
 
 
 class RowsOperand(NamedTuple):
@@ -48,7 +41,7 @@ class HopperGroups(GroupLoop):
 
     Args:
         quantize, multiply: see :class:`GroupLoop`.
-        quantizers: the module that quantises weights.
+        quantizers: the module ``quantization.grouped``, or its function in Triton.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation.
     """
 
@@ -58,11 +51,11 @@ class HopperGroups(GroupLoop):
         self,
         quantize: Callable[..., OperandPair],
         multiply: Callable[..., Tensor],
-        quantizers: GroupQuantizers | ModuleType,
+        quantizers: Any,
         library: Any,
     ) -> None:
         super().__init__(quantize, multiply)
-        self._quantizers: Any = quantizers
+        self._quantizers = quantizers
         self._library = library
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:

@@ -8,18 +8,18 @@ formats. See README.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.grouped_hopper import GroupQuantizers, HopperGroups
+from snip_megatron.gemm.grouped_hopper import HopperGroups
 from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.gemm.shards import Packing, QuantizedShard, operand_shard
+from snip_megatron.gemm.shards import QuantizedShard, operand_shard
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
@@ -31,42 +31,26 @@ _TILED, _QUANTIZED = frozenset(STORED), NATIVE - {Format.BF16}
 _OTHERS = frozenset(Format) - _QUANTIZED
 
 
-class Quantizers(Packing, Protocol):
-    """The functions of ``quantization.packed``, which ``quantization.kernels.quantize`` has as Triton kernels."""
-
-    quantize_operands: Callable[..., OperandPair]
-
-
-class Activations(Protocol):
-    """The functions of ``quantization.swiglu`` and, as kernels, of ``quantization.kernels.swiglu``."""
-
-    fits: Callable[..., bool]
-    quantize_swiglu: Callable[..., OperandPair]
-    quantize_swiglu_gradient: Callable[..., OperandPair]
-    swiglu_with_amax: Callable[..., tuple[Tensor, Tensor]]
-    swiglu_gradient_with_amax: Callable[..., tuple[Tensor, Tensor]]
-
-
 class HopperBackend(GemmBackend):
     """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
     Args:
-        quantizers: the module that quantises.
+        quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``, its functions in Triton.
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
-        activations: the module that quantises the results of activation functions; None if none does.
-        groups: the module that quantises for grouped products, and DeepGEMM's module; None without it.
+        activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
+        groups: the module ``quantization.grouped``, or its function in Triton, and DeepGEMM's module; None without it.
     """
 
     name = "hopper"
 
     def __init__(
         self,
-        quantizers: Quantizers,
+        quantizers: Any,
         products: ScaledProducts,
         others: GemmBackend = REFERENCE,
-        activations: Activations | None = None,
-        groups: tuple[GroupQuantizers, Any] | None = None,
+        activations: Any = None,
+        groups: tuple[Any, Any] | None = None,
     ) -> None:
         self._quantizers = quantizers
         self._products = products
@@ -92,9 +76,12 @@ class HopperBackend(GemmBackend):
         """See the base class."""
         kernels = self._activations
         assert kernels is not None
+        made: OperandPair
         if spec is None:
-            return kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
-        return kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)
+            made = kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
+        else:
+            made = kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)
+        return made
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""

@@ -1,13 +1,11 @@
-"""Selection of the GEMM backend (``--snip-gemm``), and the rule for linears that are too small to gain from fp8."""
+"""Selection of the GEMM backend (``--snip-gemm``)."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +23,6 @@ from snip_megatron.precision import Format
 _AMPERE = (8, 0)
 _HOPPER = (9, 0)
 _CHECKED = (Format.FP8, Format.NVFP4, Format.MXFP8)  # one of each kind of scale
-_MEASURED = Path(__file__).with_name("shapes.json")
-
-# A linear without a measurement is assumed to gain if its N·K/(N+K) is at least this. On one H200 (shapes.json) the
-# smallest linear that gains has 1,502 (2048→5632) and the largest that does not has 1,024 (2048→2048). Device speeds
-# alone would put the break-even at 412 (bf16 670, fp8 1080 and 910 TFLOP/s, quantisation 4.06·(N+K) bytes per token at
-# 3.2 TB/s). The rest is host time, because a quantised linear launches more kernels.
-_BREAK_EVEN = 1500.0
 
 
 @dataclass(frozen=True)
@@ -261,23 +252,3 @@ def replay(backend: GemmBackend, extension: Any) -> GemmBackend:
     for name, replayed in backend.replayed.items():
         setattr(backend, name, replayed.call)
     return backend
-
-
-# -- small linears -------------------------------------------------------------------------------------------------
-def gains(n: int, k: int) -> bool:
-    """Return whether a linear with weight [N, K] is faster in fp8 than in bf16, in forward and backward together.
-
-    Uses the measurement in ``shapes.json`` if it has the shape [N, K] or [K, N], which have the same three GEMMs, and
-    the rule of ``_BREAK_EVEN`` otherwise. Both hold for 8,192 tokens. Fewer tokens gain less.
-    """
-    measured = _table().get((min(n, k), max(n, k)))
-    return n * k / (n + k) >= _BREAK_EVEN if measured is None else measured > 1.0
-
-
-@functools.cache
-def _table() -> dict[tuple[int, int], float]:
-    """Return (smaller, larger dimension) → speedup of fp8 over bf16, from ``benchmarks.layers.linear --small``."""
-    if not _MEASURED.exists():
-        return {}
-    rows = json.loads(_MEASURED.read_text())["rows"]
-    return {(min(row["n"], row["k"]), max(row["n"], row["k"])): float(row["fp8"]) for row in rows}

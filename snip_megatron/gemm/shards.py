@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,21 +65,14 @@ def _opened_wire(axis: int, spec: OperandSpec, cols: int, sent: int, *tensors: T
 
 
 # -- operands of Hopper's GEMMs ----------------------------------------------------------------------------------------
-class Packing(Protocol):
-    """The functions of :mod:`snip_megatron.quantization.wire`, in torch or in Triton."""
-
-    pack_fp4: Callable[..., Tensor]
-    unpack_fp4: Callable[..., Tensor]
-
-
-def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Packing) -> QuantizedShard:
+def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Any) -> QuantizedShard:
     """Return the shard of an operand with scales of tiles, or of a whole tensor that all ranks share.
 
     Args:
         shard: rows are tokens, or the reduction runs over tokens, whose number is then a multiple of 128.
         fmt: the format. Four-bit elements are packed two to a byte.
         axis: the dimension that the GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
-        packing: the functions that pack them.
+        packing: the module :mod:`snip_megatron.quantization.wire`, or its functions in Triton.
     """
     values = shard.values.view(torch.uint8)
     if fmt in FOUR_BIT:
@@ -91,7 +84,7 @@ def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Packing) -> Q
 
 
 def _opened_operand(
-    scaling: str, depth: int, fmt: Format, axis: int, packing: Packing, values: Tensor, scale: Tensor
+    scaling: str, depth: int, fmt: Format, axis: int, packing: Any, values: Tensor, scale: Tensor
 ) -> Operand:
     """Return the operand of all tokens. ``values`` [ranks, rows, depth]; ``scale`` [ranks, tiles, rows] or [1]."""
     along_tokens = axis == 0

@@ -16,8 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.selection import Selection, gains, select_backend
+from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.meta_model import stages_on_meta
@@ -90,7 +90,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     if HAVE_TE:
         te_experts.pad_rows(model_chunks)
     if int(os.environ.get("RANK", "0")) == 0:
-        _announce(selection, registry)
+        print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
         for stays in what_stays(registry.stock):
             print(f"snip: {stays}; it counts in the fp4 share", flush=True)
     if config.fusions == "auto" and not recipes:
@@ -127,17 +127,6 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
         text = Path(config.map).read_text(encoding="utf-8")
         return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
     return formats_of(config.policy, config.formats, config.pins)
-
-
-def _announce(selection: Selection, registry: LinearRegistry) -> None:
-    """Print the GEMM backend and the linears that are too small for it to be faster than bf16."""
-    print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
-    if selection.backend is REFERENCE:
-        return
-    small = {h.id.path: tuple(h.weight.shape) for h in registry if not gains(*h.weight.shape)}
-    if small:
-        listed = ", ".join(f"{kind} {list(shape)}" for kind, shape in small.items())
-        print(f"snip: too small to be faster in fp8 or fp4: {listed} (--snip-pin '*.KIND=bf16' keeps bf16)", flush=True)
 
 
 def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:

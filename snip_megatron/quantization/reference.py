@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,59 +78,12 @@ def quantize_dequantize(
     return fake_quantize(x, format, block=granularity == "block", rounding=rounding, seed=seed, offset=offset)
 
 
-class QuantizeOptions(TypedDict, total=False):
-    """Keyword arguments of :func:`fake_quantize` and :func:`quantize`.
-
-    Attributes:
-        axis: dimension along which tiles run: -1 or 1 (the last dimension, the default), or 0 (tiles along tokens, for
-            the operands of wgrad). The random draw of an element does not depend on it.
-        block: use square blocks instead of tiles, where the format has them.
-        rounding: "nearest" (ties to even, the default) or "stochastic".
-        seed: 64-bit seed, or key words on the device. Required by stochastic rounding.
-        offset: global (row, column) of ``x[0, 0]``. Default: (0, 0).
-        rows, cols: 1-D integer tensors of global row and column ids that replace ``offset``, for shards that are not
-            contiguous.
-        tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard. Default: that of ``x``.
-    """
-
-    axis: int
-    block: bool
-    rounding: str
-    seed: Key | None
-    offset: tuple[int, int]
-    rows: Tensor | None
-    cols: Tensor | None
-    tensor_amax: Tensor | None
+def fake_quantize(x: Tensor, format: Format | str, **options: Any) -> Tensor:
+    """Quantise ``x`` and dequantise it, FP32 [rows, cols]. Arguments and errors are those of :func:`quantize`."""
+    return quantize(x, format, **options).dequantize()
 
 
-def fake_quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Tensor:
-    """Quantise ``x`` and dequantise it, with the options that quantised linears need.
-
-    Args:
-        x: fp32, bf16 or fp16 [rows, cols].
-        format: a quantised format.
-        options: see :class:`QuantizeOptions`.
-
-    Returns:
-        FP32 [rows, cols].
-
-    Raises:
-        SnipError: as :func:`quantize_dequantize`.
-    """
-    values, scale, *_ = _quantized_tiles(x, format, **options)
-    return _cropped(_untiled(values.mul_(scale)), *x.shape)
-
-
-def quantize(x: Tensor, format: Format | str, **options: Unpack[QuantizeOptions]) -> Quantized:
-    """Quantise ``x`` and return element values and scales. Arguments and errors are those of :func:`fake_quantize`."""
-    values, scale, tile, factors = _quantized_tiles(x, format, **options)
-    if factors is not None:
-        # The amax of a tile of negative zeros may be a negative zero.
-        factors = factors[0][:, 0, :, 0].abs(), factors[1]
-    return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile, factors)
-
-
-def _quantized_tiles(
+def quantize(
     x: Tensor,
     format: Format | str,
     *,
@@ -139,15 +92,25 @@ def _quantized_tiles(
     rounding: str = "nearest",
     seed: Key | None = None,
     offset: tuple[int, int] = (0, 0),
-    rows: Tensor | None = None,
     cols: Tensor | None = None,
     tensor_amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, tuple[int, int], Factors | None]:
-    """Quantise ``x`` padded to whole tiles.
+) -> Quantized:
+    """Quantise ``x``, with the options that quantised linears need.
 
-    Returns:
-        Element values [row tiles, tile rows, column tiles, tile columns] in memory of their own, scales that broadcast
-        against them, the tile's shape, and the factors of the scales (:func:`_nvfp4_factors`).
+    Args:
+        x: fp32, bf16 or fp16 [rows, cols].
+        format: a quantised format.
+        axis: dimension along which tiles run: -1 or 1 (the last dimension), or 0 (tiles along tokens, for the operands
+            of wgrad). The random draw of an element does not depend on it.
+        block: use square blocks instead of tiles, where the format has them.
+        rounding: "nearest" (ties to even) or "stochastic".
+        seed: 64-bit seed, or key words on the device. Required by stochastic rounding.
+        offset: global (row, column) of ``x[0, 0]``.
+        cols: 1-D integer tensor of global column ids that replaces the offset, for shards that are not contiguous.
+        tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard. Default: that of ``x``.
+
+    Raises:
+        SnipError: as :func:`quantize_dequantize`.
     """
     spec = _validated(x, format, axis)
     if rounding not in ROUNDINGS:
@@ -156,17 +119,20 @@ def _quantized_tiles(
     tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
         # Not ``tiled``, which is x itself: the caller changes it in place, which autograd would take for a change of x.
-        scale = torch.ones(tiled.shape[0], 1, tiled.shape[2], 1, device=x.device)
+        scale = torch.ones(tiled.shape[0], tiled.shape[2], device=x.device)
         whole = torch.zeros((), device=x.device) if tensor_amax is None else tensor_amax
         factors = (scale, _tensor_scale(whole, spec)) if spec.scaling is Scaling.E4M3_FP32 else None
-        return torch.empty_like(tiled), scale, tile, factors
-    bits = _draws(x, rounding, seed, offset, rows, cols)
+        return Quantized(torch.empty(x.shape, device=x.device), scale, tile, factors)
+    bits = _draws(x, seed, offset, cols) if rounding == "stochastic" else None
     draws = None if bits is None else _tiled(_padded(bits, tile), tile)
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
     divisor, scale, factors = _scales(amax, spec, tensor_amax, tiled)
-    return round_to_element(tiled / divisor, spec.element, draws), scale, tile, factors
+    values = round_to_element(tiled / divisor, spec.element, draws)
+    if factors is not None:  # the amax of a tile of negative zeros may be a negative zero
+        factors = factors[0][:, 0, :, 0].abs(), factors[1]
+    return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile, factors)
 
 
 def squared_error(x: Tensor, xq: Tensor, dim: int | None = None) -> Tensor:
@@ -199,22 +165,16 @@ def _tile(spec: FormatSpec, x: Tensor, axis: int, block: bool) -> tuple[int, int
     return spec.tile_shape(axis, block)
 
 
-def _draws(
-    x: Tensor, rounding: str, seed: Key | None, offset: tuple[int, int], rows: Tensor | None, cols: Tensor | None
-) -> Tensor | None:
-    """Return random bits [rows, cols] for stochastic rounding, or None for rounding to nearest."""
-    if rounding == "nearest":
-        return None
+def _draws(x: Tensor, seed: Key | None, offset: tuple[int, int], cols: Tensor | None) -> Tensor:
+    """Return the random bits [rows, cols] of stochastic rounding."""
     if seed is None:
         raise SnipError("stochastic rounding needs a seed")
-    ids = []
-    for name, given, size, start in (("rows", rows, x.shape[0], offset[0]), ("cols", cols, x.shape[1], offset[1])):
-        if given is None:
-            given = torch.arange(start, start + size, device=x.device)
-        elif given.shape != (size,):
-            raise SnipError(f"stochastic rounding: {name} has shape {tuple(given.shape)}, expected ({size},)")
-        ids.append(given)
-    return random_bits(seed, ids[0], ids[1])
+    rows, count = x.shape
+    if cols is None:
+        cols = torch.arange(offset[1], offset[1] + count, device=x.device)
+    elif cols.shape != (count,):
+        raise SnipError(f"stochastic rounding: cols has shape {tuple(cols.shape)}, expected ({count},)")
+    return random_bits(seed, torch.arange(offset[0], offset[0] + rows, device=x.device), cols)
 
 
 def _amax(tiled: Tensor) -> Tensor:

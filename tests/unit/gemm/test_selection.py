@@ -8,7 +8,7 @@ import torch
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import BACKENDS, deepgemm, selection
 from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.gemm.selection import gains, select_backend
+from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
 
 
@@ -93,11 +93,3 @@ def test_unknown_name() -> None:
     with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, emulated, hopper"):
         select_backend("fast")
     assert BACKENDS[0] == "auto"
-
-
-def test_small_linears_do_not_gain() -> None:
-    assert gains(4096, 4096)
-    assert gains(2048, 5632)
-    assert not gains(1024, 4096)
-    assert not gains(512, 512)
-    assert not gains(28672, 256)  # measured by nobody
