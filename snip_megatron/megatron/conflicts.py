@@ -55,10 +55,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--use-transformer-engine-op-fuser", "it replaces the linears by fused operations; leave it out"),
     Conflict(
-        "--defer-embedding-wgrad-compute",
-        "Megatron implements it for Transformer Engine's linears only; leave it out",
-    ),
-    Conflict(
         "--tensor-parallel-num-weight-shards",
         "quantised linears hold their whole shard of the weight; leave it out",
         _more_than_one,
@@ -72,12 +68,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
     Conflict("--mtp-use-repeated-layer", "probes take every layer to run once; leave it out"),
-    Conflict("--fp16", "loss scaling would scale the statistics; use --bf16"),
-    Conflict(
-        "--loss-scale",
-        "loss scaling, in bf16 as well, would scale the statistics; leave it out",
-        lambda value: value not in (None, 0, 1),
-    ),
     Conflict(
         "--non-persistent-ckpt-type",
         "SNIP cannot tell whether such a checkpoint holds its state; use global",

@@ -269,15 +269,19 @@ class MegatronStep:
             )
 
     def gradient_scale(self) -> float:
-        """Return the factor to gradients of the mean token loss; a loss mask may leave tokens out. Collective."""
+        """Return the factor to gradients of the mean token loss, which fp16 scales, and a mask may keep from tokens.
+
+        Collective.
+        """
+        unscaled = 1.0 / float(self.call.optimizer.get_loss_scale())
         if not self.call.config.calculate_per_token_loss:
-            return 1.0 / self._groups.dp_size
+            return unscaled / self._groups.dp_size
         device = next(self.call.model[0].parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self._groups.tp_rank == 0:  # tensor parallel ranks count the same tokens
             total += sum(count.to(device) for count in self._loss_tokens)
         dist.all_reduce(total, group=self._groups.world)
-        return 1.0 / max(float(total), 1.0)  # as Megatron
+        return unscaled / max(float(total), 1.0)  # as Megatron
 
     def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """Return ``main_grad`` in FP32. That of a norm under sequence parallelism is summed over token shards.

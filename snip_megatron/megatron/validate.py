@@ -47,7 +47,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             "--ckpt-format torch cannot be combined with --snip: it has no place for SNIP's state, so that a resumed"
             " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
         )
-    _check_context_parallel(config, args)
+    _check_engine(args)
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_gradients(config, args)
@@ -83,16 +83,19 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
     _check_reachable(config, args, linears)
 
 
-def _check_context_parallel(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if context parallelism lacks what it needs or is combined with what is not supported."""
-    if args.context_parallel_size == 1:
+def _check_engine(args: argparse.Namespace) -> None:
+    """Raise SnipError if what Megatron implements for Transformer Engine alone is asked of its local layers."""
+    if args.transformer_impl == "transformer_engine":
         return
-    here = f"--context-parallel-size {args.context_parallel_size} cannot be combined with"
-    if args.transformer_impl != "transformer_engine":
-        raise SnipError(
-            f"{here} --transformer-impl {args.transformer_impl}: it needs Transformer Engine's attention; use"
-            " --transformer-impl transformer_engine"
-        )
+    for argument, given in (
+        (f"--context-parallel-size {args.context_parallel_size}", args.context_parallel_size > 1),
+        ("--defer-embedding-wgrad-compute", getattr(args, "defer_embedding_wgrad_compute", False)),
+    ):
+        if given:
+            raise SnipError(
+                f"{argument} cannot be combined with --transformer-impl {args.transformer_impl}: it needs Transformer"
+                " Engine's layers; use --transformer-impl transformer_engine"
+            )
 
 
 def check_layers_of_experts(args: argparse.Namespace) -> None:
@@ -174,9 +177,9 @@ def _check_sharding(args: argparse.Namespace) -> None:
 
 def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
     """Raise SnipError if something needs weight gradients in FP32 and they are summed and reduced in bf16."""
-    if not args.bf16 or args.accumulate_allreduce_grads_in_fp32:
+    if not (args.bf16 or args.fp16) or args.accumulate_allreduce_grads_in_fp32:
         return
-    argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+    argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
     if config.gradient_reduction != "fp32":
         raise SnipError(
             f"{argument} cannot be combined with --snip-gradient-reduction {config.gradient_reduction}, which sums"

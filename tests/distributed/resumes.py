@@ -90,6 +90,7 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         every=4,
         fast=(4,),
     ),
+    "dp2-fp16": Interrupted(2, f"{_NOISE} {_DROPOUT} {_TWO_LAYERS} --fp16 --initial-loss-scale 65536", 9, every=4),
     "expert-parallel": Interrupted(
         2,
         f"{_NOISE} {_DROPOUT} {EXPERTS} --expert-model-parallel-size 2 --moe-input-jitter-eps 0.05"

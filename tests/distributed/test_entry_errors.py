@@ -52,7 +52,7 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
         (["--non-persistent-ckpt-type", "local"], "Megatron refuses the arguments: nvidia_resiliency_ext is required "),
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported by this entry"),
         (["--snip", "--ckpt-format", "torch"], "--ckpt-format torch cannot be combined with --snip: it has no place"),
-        (["--snip", "--fp16"], "--fp16 cannot be combined with --snip: "),
+        (["--snip", "--mtp-use-repeated-layer"], "--mtp-use-repeated-layer cannot be combined with --snip: "),
         (
             ["--snip", "--snip-map", "map.json"],
             "--snip-map map.json: names decoder.layers.4.mlp.linear_fc1, which this ",

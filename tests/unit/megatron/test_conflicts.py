@@ -9,7 +9,6 @@ from llama_arguments import DEFAULTS, arguments, megatron_parser
 from refusals import refused
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.megatron import validate
 from snip_megatron.megatron.conflicts import CONFLICTS, Conflict
 
 # A value that conflicts, where it is not True.
@@ -20,7 +19,6 @@ VALUES: dict[str, Any] = {
     "mlp_chunks_for_training": 2,
     "experimental_attention_variant": "dsa",
     "heterogeneous_layers_config_path": "blocks.json",
-    "loss_scale": 1024.0,
     "non_persistent_ckpt_type": "local",
 }
 # Arguments that exist only with an optional library.
@@ -45,10 +43,3 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
     assert conflict.argument in dests
     assert dests[conflict.argument] == conflict.attribute or conflict.derived
     assert not conflict.present(DEFAULTS.get(conflict.attribute))
-
-
-def test_a_constant_loss_scale_is_refused_under_bf16_too() -> None:
-    """Megatron scales the loss by it in bf16 as well, and probes would record gradients of the scaled loss."""
-    message = refused(SnipConfig(enabled=True), arguments(loss_scale=1024.0))
-    assert message.startswith("--loss-scale 1024.0 cannot be combined with --snip: ")
-    validate.check(SnipConfig(enabled=True), arguments(loss_scale=1.0))
