@@ -320,11 +320,8 @@ class SnipConfig:
         from snip_megatron.sensitivity.request import SolveRequest
 
         shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
-        kind, value = self.wanted.kind, self.wanted.value
         own = {
-            "target": value if kind == "fp4" else 0.0,
-            "speedup": value if kind == "speedup" else None,
-            "loss": value if kind == "loss" else None,
+            "budget": self.wanted,
             "stage_tolerance": self.tolerance,
             "pins": self.pins,
             "deterministic_time": self.solver_time,

@@ -254,7 +254,7 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
         return
     tokens = 1 if request.unquantised_stage_flops is None else _tokens_per_step(args)
     share = reachable_share(linears.covered, request, tokens_per_step=tokens)
-    budgets = [(f"--snip-budget {config.budget}", request.target)]
+    budgets = [(f"--snip-budget {config.budget}", request.budget.value)]
     for i, phase in enumerate(() if config.phases is None else config.phases.phases):
         if phase.budget is not None:
             budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.budget.value))

@@ -202,12 +202,10 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     phases = None if change.static else stored.phases()
     budget = budget or request.budget
     _check_unit(stored, phases, request.budget, budget)
-    wanted: dict[str, Any] = {"speedup": None, "loss": None}
-    wanted["target" if budget.kind == "fp4" else budget.kind] = budget.value
     fields = dict(change.fields)
     if budget.timed != request.timed and "formats" not in fields:
         fields["formats"] = _candidates(stored, change, request, budget)
-    request = dataclasses.replace(request, **wanted, **fields, phases=phases)
+    request = dataclasses.replace(request, budget=budget, **fields, phases=phases)
     if phases is not None and request.granularity != "gemm":
         raise SnipError(
             f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"

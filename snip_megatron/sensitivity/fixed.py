@@ -138,7 +138,7 @@ def late_shares(
     """Return both maps of :func:`late_maps` with their fp4 shares.
 
     Args:
-        request: the request, whose ``target`` is the average share.
+        request: the request, whose budget is the average share.
         flops: name of a linear → FLOPs a token of one of its GEMMs.
         unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
 
@@ -147,10 +147,10 @@ def late_shares(
     """
     first, last = late_maps(request, list(flops))
     high, low = (fp4_fraction(each, flops, unquantised) for each in (first, last))
-    if high < request.target - 1e-9:
+    if high < request.budget.value - 1e-9:
         raise SnipError(
             f"--snip-policy {request.policy} reaches an average fp4 share of {math.floor(high * 1e4) / 1e4:.4f} at"
-            f" most, less than the {request.target:g} of --snip-budget; lower the budget or pin less"
+            f" most, less than the {request.budget.value:g} of --snip-budget; lower the budget or pin less"
         )
     return (first, high), (last, low)
 
@@ -179,13 +179,13 @@ def late_plan(
     (early, high), (late, low) = late_shares(request, flops, unquantised)
     begin = origin if step is None else step
     steps, rest = last - origin, last - begin
-    spare = max(0.0, math.fsum([spent, rest * high, -request.target * steps]))
+    spare = max(0.0, math.fsum([spent, rest * high, -request.budget.value * steps]))
     precise = 0 if high <= low else min(rest, math.floor(spare / (high - low) + 1e-9))
     parts = [(begin, rest - precise, early, high), (last - precise, precise, late, low)]
     phases = tuple(
-        PlanPhase(begin, precision_map.with_fields(target=request.target, achieved=share))
+        PlanPhase(begin, precision_map.with_fields(target=request.budget.value, achieved=share))
         for begin, count, precision_map, share in parts
         if count
     )
     average = math.fsum([spent, *(count * share for _, count, _, share in parts)]) / steps
-    return PrecisionPlan(phases, last, target=request.target, achieved=average)
+    return PrecisionPlan(phases, last, target=request.budget.value, achieved=average)

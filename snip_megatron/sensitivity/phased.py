@@ -99,7 +99,7 @@ class PhasedRequest:
         begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
         steps: number of training steps of each phase, 1 or more.
         budgets: the smallest fp4 share that a phase must reach on its own, in addition to the average over the run
-            (``SolveRequest.target``); or the smallest speedup if ``SolveRequest.speedup`` is set. None: no requirement.
+            or the smallest speedup, in the kind of the run's budget. None: no requirement.
         change: globs over ``<linear>`` and ``<linear>:<gemm>`` of the options whose format may differ from the
             preceding phase's. None: all of them. The first entry is not used.
         standing: weight of the standing loss: ``STANDING_WEIGHTS`` for the last phase of a run, and 0.0

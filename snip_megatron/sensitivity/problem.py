@@ -123,11 +123,11 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
         _check_reachable_speedup(list_options(linears, request, tokens_per_step), request)
         return
     share, stage = _reachable_limit(list_options(linears, request, tokens_per_step), request)
-    if request.target * (1.0 - 1e-9) > share:
+    if request.budget.value * (1.0 - 1e-9) > share:
         where = "" if stage is None else f" (stage {stage} limits it)"
         shown = math.floor(share * 1e4) / 1e4  # rounded down, so that asking for the figure shown succeeds
         raise SnipError(
-            f"--snip-budget fp4={request.target:g} is unreachable: formats, pins and linears outside SNIP's choice"
+            f"--snip-budget {request.budget} is unreachable: formats, pins and linears outside SNIP's choice"
             f" leave at most fp4={shown:.4f}{where}; lower the budget or remove a pin"
         )
 
@@ -135,11 +135,11 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
 def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
     items = tuple(make_item(option, request, {}) for option in options)
     problem = Problem(request.budget, items)  # raises for a format without a predicted time
-    if request.speedup is None:
+    if request.budget.kind != "speedup":
         return
     if (fault := infeasibility(problem)) is not None:
         raise SnipError(
-            f"--snip-budget speedup={request.speedup:g} is unreachable with --snip-formats"
+            f"--snip-budget {request.budget} is unreachable with --snip-formats"
             f" {','.join(request.formats)} and the pins: by the times of {request.times and request.times.model},"
             f" {fault.why} (seconds a step in the decoder's linears)"
         )

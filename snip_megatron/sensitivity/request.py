@@ -10,7 +10,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
-from snip_megatron.precision.budget import MAX_SPEEDUP, Budget
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
@@ -35,7 +35,7 @@ def is_four_bit(fmt: str) -> bool:
 
 
 _LISTS = ("formats", "protected_kinds")
-_UNUSED: tuple[Any, ...] = (None, [], 0.0)  # a field of an earlier version that says nothing
+_BUDGET = Budget("fp4", 0.75)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class SolveRequest:
         policy, estimator, q: one of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
         formats: candidate formats of every option without a pin. bf16 among them costs its time and no loss.
         granularity: ``gemm`` (one choice per GEMM) or ``layer`` (one per linear, as in the paper).
-        target: fp4 share in [0, 1] of the FLOPs of *all* decoder linears (docs/how-it-works.md, definitions).
-        stage_tolerance: how far a pipeline stage may stay below ``target``. None: no stage constraint.
-        speedup: replaces ``target``: time of the decoder's linears in bf16 divided by their time under the map, on the
-            slowest pipeline stage; 1 or more. Exchanges whose bytes formats decide are part of both.
-        loss: replaces ``target``: largest Σ of scores that the fastest map may have, in the policy's unit (nats).
+        budget: what the map must reach. ``fp4``: its share of the FLOPs of *all* decoder linears
+            (docs/how-it-works.md, definitions). ``speedup``: time of the decoder's linears in bf16 divided by their
+            time under the map, on the slowest pipeline stage, exchanges whose bytes formats decide included. ``loss``:
+            largest Σ of scores that the fastest map may have, in the policy's unit (nats).
+        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None: no stage constraint.
         times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         seed: seed of the policy ``random``, and of the order that breaks ties.
@@ -71,10 +71,8 @@ class SolveRequest:
     q: str = "split"
     formats: tuple[str, ...] = ("fp8", "fp4")
     granularity: str = "gemm"
-    target: float = 0.75
+    budget: Budget = _BUDGET
     stage_tolerance: float | None = 0.02
-    speedup: float | None = None
-    loss: float | None = None
     times: OptionTimes | None = None
     pins: tuple[tuple[str, str], ...] = ()
     seed: int = 1234
@@ -94,13 +92,6 @@ class SolveRequest:
         _check_numbers(self)
 
     @property
-    def budget(self) -> Budget:
-        """The budget of the Problem."""
-        if self.speedup is not None:
-            return Budget("speedup", self.speedup)
-        return Budget("fp4", self.target) if self.loss is None else Budget("loss", self.loss)
-
-    @property
     def tolerance(self) -> float | None:
         """The stage tolerance of the Problem."""
         return None if self.timed else self.stage_tolerance
@@ -108,7 +99,7 @@ class SolveRequest:
     @property
     def timed(self) -> bool:
         """Whether an option costs seconds instead of FLOPs."""
-        return self.speedup is not None or self.loss is not None
+        return self.budget.timed
 
     def of_step(self, share: float) -> SolveRequest:
         """Return the request for a step with ``share`` of the tokens. Unquantised FLOPs scale with the tokens, as those
@@ -123,6 +114,7 @@ class SolveRequest:
         """
         body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         body |= {name: list(getattr(self, name)) for name in _LISTS}
+        body["budget"] = str(self.budget)
         body["pins"] = [list(pin) for pin in self.pins]
         body["times"] = None if self.times is None else self.times.as_dict()
         body["phases"] = None if self.phases is None else self.phases.as_dict()
@@ -134,14 +126,13 @@ class SolveRequest:
     def from_dict(cls, body: Any, where: str) -> SolveRequest:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         known = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(body, dict):
+        if not isinstance(body, dict) or not set(body) <= known:
             raise SnipError(f"{where}: not a request that this version knows")
-        values = {name: value for name, value in body.items() if name in known or value not in _UNUSED}
-        if not set(values) <= known:
-            raise SnipError(f"{where}: not a request that this version knows")
+        values = dict(body)
         try:
             for name in _LISTS:
                 values[name] = tuple(str(x) for x in body.get(name, getattr(cls, name)))
+            values["budget"] = Budget.parse(body.get("budget"), f"{where}.budget:")
             values["pins"] = tuple((str(glob), str(fmt)) for glob, fmt in body.get("pins", ()))
             stages = body.get("unquantised_stage_flops")
             values["unquantised_stage_flops"] = stages and {int(k): float(v) for k, v in stages.items()}
@@ -180,14 +171,6 @@ def _check_formats(request: SolveRequest) -> None:
 
 
 def _check_numbers(request: SolveRequest) -> None:
-    if request.speedup is not None and request.loss is not None:
-        raise SnipError("speedup and loss are two budgets: give one")
-    if request.speedup is not None and not 1.0 <= request.speedup <= MAX_SPEEDUP:
-        raise SnipError(f"speedup {cut(request.speedup)}: must be a factor from 1 to {MAX_SPEEDUP:g}")
-    if request.loss is not None and not math.isfinite(request.loss):
-        raise SnipError(f"loss {cut(request.loss)}: must be a finite number")
-    if not 0.0 <= request.target <= 1.0:
-        raise SnipError(f"target {cut(request.target)}: the fp4 share must lie between 0 and 1")
     if request.stage_tolerance is not None and not 0.0 <= request.stage_tolerance <= 1.0:
         raise SnipError(f"stage tolerance {cut(request.stage_tolerance)}: must lie between 0 and 1")
     if not 0.0 <= request.standing_share <= 1.0:

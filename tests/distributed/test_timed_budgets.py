@@ -55,7 +55,7 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     table = StatisticsTable.load(run / "stats" / "step_2.npz")
     assert table.formats == ("fp8", "fp8_tensor")  # bf16 is not measured
     request = SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json")
-    assert (request.speedup, request.pins) == (1.25, (("decoder.layers.3.*", "bf16"),))
+    assert (str(request.budget), request.pins) == ("speedup=1.25", (("decoder.layers.3.*", "bf16"),))
     maps = read_maps(run)
     assert sorted(maps) == [6, 12]
     for step, precision_map in maps.items():

@@ -12,6 +12,7 @@ import pytest
 from test_solve_command import one_line, snip
 
 from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
@@ -42,7 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drift2=rng.uniform(0.5, 2, (n, 1)) * np.minimum(RHO_GRID, 1)[None, :] ** 2,
         sink_drift2=np.zeros((0, len(RHO_GRID))), sink_w2=np.zeros(0),
     )  # fmt: skip
-    request = SolveRequest(target=0.5)
+    request = SolveRequest(budget=Budget("fp4", 0.5))
     path = tmp_path_factory.mktemp("runs") / "run"
     facts = {"request": request.as_dict(), "linear_shapes": {k: dataclasses.asdict(s) for k, s in SHAPES.items()}}
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=facts) as run:

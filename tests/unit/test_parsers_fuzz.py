@@ -188,7 +188,7 @@ class Parser:
 
 
 TABLE = make_table(layers=1)
-REQUEST = SolveRequest(policy="snip", version=1, target=0.75, stage_tolerance=0.02)
+REQUEST = SolveRequest(policy="snip", version=1, budget=Budget("fp4", 0.75), stage_tolerance=0.02)
 MAP = PrecisionMap.uniform([row.name for row in TABLE.linears], Format.FP4, version=2, status="optimal")
 
 

@@ -15,6 +15,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import (
@@ -169,7 +170,7 @@ def test_statistics_are_scored_by_the_policy_and_the_estimator(tmp_path: Path) -
 
     table = StatisticsTable.load(path)
     for policy in ("snip", "fisher", "backward-first"):
-        own, _ = score_problem(table, SolveRequest(policy=policy, target=0.5))
+        own, _ = score_problem(table, SolveRequest(policy=policy, budget=Budget("fp4", 0.5)))
         assert losses(policy=policy) == [choice.loss for item in own.items for choice in item.choices]
     assert losses(policy="fisher") != losses(policy="snip")
     with pytest.raises(SnipError, match=r"^--policy bf16 fixes the map"):

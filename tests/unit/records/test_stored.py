@@ -41,14 +41,14 @@ def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None
 
 @pytest.fixture
 def share(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "share", SolveRequest(target=0.5, pins=(("decoder.layers.0.*", "fp8"),)))
+    return write_run(tmp_path / "share", SolveRequest(budget=Budget("fp4", 0.5), pins=(("decoder.layers.0.*", "fp8"),)))
 
 
 @pytest.fixture
 def timed(tmp_path: Path) -> Path:
     formats = ("bf16", "fp8", "fp8_tensor")
     times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
-    return write_run(tmp_path / "timed", SolveRequest(formats=formats, speedup=1.5, times=times))
+    return write_run(tmp_path / "timed", SolveRequest(formats=formats, budget=Budget("speedup", 1.5), times=times))
 
 
 def stored(run: Path, step: int | None = None) -> Stored:
@@ -128,8 +128,8 @@ def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> 
         times, exchanges={"self_attention.linear_qkv": dict.fromkeys(("fprop", "dgrad", "wgrad"), row)}
     )
     budget, change = Budget("speedup", 1.4), Change({"formats": formats, "pins": ()}, cost="h200")
-    timed = write_run(tmp_path / "timed", SolveRequest(formats=formats, speedup=1.5, times=times))
-    share = write_run(tmp_path / "share", SolveRequest(target=0.5))
+    timed = write_run(tmp_path / "timed", SolveRequest(formats=formats, budget=Budget("speedup", 1.5), times=times))
+    share = write_run(tmp_path / "share", SolveRequest(budget=Budget("fp4", 0.5)))
     config = json.loads((share / "config.json").read_text())
     config["facts"]["predicted_times"] = times.as_dict()
     (share / "config.json").write_text(json.dumps(config))
@@ -155,7 +155,8 @@ def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
 
 
 def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "experts", SolveRequest(target=0.3, unquantised_stage_flops={0: 1e12, 1: 1e12}))
+    request = SolveRequest(budget=Budget("fp4", 0.3), unquantised_stage_flops={0: 1e12, 1: 1e12})
+    run = write_run(tmp_path / "experts", request)
     change = Change({"formats": ("bf16", "fp8", "fp8_tensor")}, cost="h200")
     with pytest.raises(SnipError, match="times of its linears that stay bf16 are not predicted"):
         rebuild(stored(run), change, Budget("speedup", 1.4))
@@ -203,7 +204,7 @@ PHASES = PhasedRequest(
 
 def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool = True) -> Stored:
     """One update that planned phases, as a run stores it."""
-    request = SolveRequest(target=0.5)
+    request = SolveRequest(budget=Budget("fp4", 0.5))
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
         table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
         problem, _ = build_problem(table, dataclasses.replace(request, phases=phases))

@@ -152,7 +152,7 @@ def test_a_pending_plan_becomes_a_map_in_a_run_without_phases() -> None:
 
 # -- plans without statistics --------------------------------------------------------------------------------------
 def late(policy: str, target: float) -> Timeline:
-    request = SolveRequest(policy=policy, target=target)
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
 
     def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
         return late_plan(request, FLOPS, origin, last, step=step, spent=spent)

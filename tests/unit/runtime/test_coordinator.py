@@ -18,6 +18,7 @@ from snip_megatron.precision import (
     PrecisionMap,
     dense_names,
 )
+from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -63,7 +64,7 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     """A checkpoint holds an undecided update, and the job resumes with another pipeline."""
     measured = table(8)
     halves = tuple(dataclasses.replace(row, stage=int("mlp" in row.name)) for row in measured.linears)
-    request = SolveRequest(target=0.5, stage_tolerance=0.0, granularity="gemm", policy="random")
+    request = SolveRequest(budget=Budget("fp4", 0.5), stage_tolerance=0.0, granularity="gemm", policy="random")
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, halves, None, None)
     coordinator.submit(8, measured, version=2)
     decision = coordinator.decision(12, version=2)
@@ -74,7 +75,7 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
 
 def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Else a run whose solver always fails trains on without a map and without a word."""
-    request = SolveRequest(target=0.5, formats=("fp8", "nvfp4"))
+    request = SolveRequest(budget=Budget("fp4", 0.5), formats=("fp8", "nvfp4"))
     rows = table(8).linears
     with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
         coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, run)

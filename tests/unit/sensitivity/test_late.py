@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.fixed import LATE, late_maps, late_plan
 
@@ -43,7 +44,7 @@ def test_pins_hold_in_both_maps() -> None:
 @pytest.mark.parametrize(("policy", "target", "begin"), [("late-forward", 0.97, 91), ("late-all", 0.9, 90)])
 def test_the_switch_comes_as_early_as_the_average_allows(policy: str, target: float, begin: int) -> None:
     """A share of 0.97 leaves 9 of 100 steps at a share of 2/3: 1 - 0.09/3 = 0.97."""
-    plan = late_plan(SolveRequest(policy=policy, target=target), FLOPS, 0, 100)
+    plan = late_plan(SolveRequest(policy=policy, budget=Budget("fp4", target)), FLOPS, 0, 100)
     assert [phase.begin for phase in plan.phases] == [0, begin]
     assert plan.achieved == pytest.approx(target)
     assert (plan.last, plan.target, plan.status) == (100, target, "static")
@@ -59,7 +60,7 @@ def test_the_switch_comes_as_early_as_the_average_allows(policy: str, target: fl
 def test_the_average_is_reached_and_one_more_precise_step_would_miss_it(
     policy: str, target: float, origin: int, steps: int, unquantised: float
 ) -> None:
-    request = SolveRequest(policy=policy, target=target)
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
     early, late = late_maps(request, NAMES)
     high, low = (fp4_fraction(each, FLOPS, unquantised) for each in (early, late))
     assume(target <= high)
@@ -75,17 +76,17 @@ def test_the_average_is_reached_and_one_more_precise_step_would_miss_it(
 
 
 def test_a_share_that_no_plan_reaches_is_refused_with_what_is_reachable() -> None:
-    request = SolveRequest(policy="late-all", target=0.9, pins=(("*.0.mlp.linear_fc1", "fp8"),))
+    request = SolveRequest(policy="late-all", budget=Budget("fp4", 0.9), pins=(("*.0.mlp.linear_fc1", "fp8"),))
     with pytest.raises(SnipError, match=r"an average fp4 share of 0\.7500 at most, less than the 0\.9"):
         late_plan(request, FLOPS, 0, 10)
     with pytest.raises(SnipError, match="begins in four bits, and none of --snip-formats fp8 has"):
-        late_plan(SolveRequest(policy="late-forward", formats=("fp8",), target=0.0), FLOPS, 0, 10)
+        late_plan(SolveRequest(policy="late-forward", formats=("fp8",), budget=Budget("fp4", 0.0)), FLOPS, 0, 10)
 
 
 @given(st.sampled_from(LATE), st.floats(0.0, 1.0), st.integers(2, 5000), st.data())
 def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, steps: int, data: st.DataObject) -> None:
     """A plan from any step of another plan on, with what that one has spent, ends in the same phases."""
-    request = SolveRequest(policy=policy, target=target)
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
     whole = late_plan(request, FLOPS, 0, steps)
     step = data.draw(st.integers(0, steps - 1))
     shares = {phase.begin: fp4_fraction(phase.precision_map, FLOPS) for phase in whole.phases}
@@ -98,6 +99,6 @@ def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, st
 
 
 def test_a_plan_that_comes_too_late_spends_all_that_is_left() -> None:
-    plan = late_plan(SolveRequest(policy="late-all", target=0.9), FLOPS, 0, 100, step=50, spent=20.0)
+    plan = late_plan(SolveRequest(policy="late-all", budget=Budget("fp4", 0.9)), FLOPS, 0, 100, step=50, spent=20.0)
     assert [(phase.begin, phase.precision_map.achieved) for phase in plan.phases] == [(50, 1.0)]
     assert plan.achieved == pytest.approx(0.7)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
 from snip_megatron.solver import Item, Problem, Spent, solve
 
@@ -23,7 +24,7 @@ PHASES = PhasedRequest(
     spent_steps=100,
     spent=0.9,
 )
-REQUEST = SolveRequest(target=0.8, phases=PHASES, standing_share=0.75)
+REQUEST = SolveRequest(budget=Budget("fp4", 0.8), phases=PHASES, standing_share=0.75)
 
 
 def built(**changes: Any) -> Problem:

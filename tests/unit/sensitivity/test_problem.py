@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
 from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.sensitivity.problem import list_options
@@ -163,7 +164,7 @@ def test_unquantised_flops_count_in_the_denominator() -> None:
 def test_unquantised_flops_go_with_the_tokens_of_a_step() -> None:
     """A batch that ramps up: the denominator stays in proportion."""
     rows = linear_rows(layers=4, stages=2)
-    whole = SolveRequest(unquantised_stage_flops={0: 3e9, 1: 1e9}, target=0.3)
+    whole = SolveRequest(unquantised_stage_flops={0: 3e9, 1: 1e9}, budget=Budget("fp4", 0.3))
     full = list_options(rows, whole, 1000)
     part = list_options(rows, whole.of_step(0.25), 250)
     assert [o.cost for o in part] == pytest.approx([o.cost / 4 for o in full], rel=1e-12)
@@ -182,11 +183,11 @@ def test_reachable_share_counts_pins_and_unquantised_linears() -> None:
 
 def test_a_stage_limits_the_budget() -> None:
     rows = linear_rows(2, stages=2)
-    request = SolveRequest(pins=(("decoder.layers.1.*:fprop", "bf16"),), stage_tolerance=0.1, target=0.8)
+    request = SolveRequest(pins=(("decoder.layers.1.*:fprop", "bf16"),), stage_tolerance=0.1, budget=Budget("fp4", 0.8))
     assert reachable_share(rows, request) == pytest.approx(2 / 3 + 0.1)
     with pytest.raises(SnipError, match=r"fp4=0\.8 is unreachable: .* at most fp4=0\.7666 \(stage 1 limits it\)"):
         check_reachable(rows, request)
-    check_reachable(rows, replace(request, target=0.7666))
+    check_reachable(rows, replace(request, budget=Budget("fp4", 0.7666)))
     check_reachable(rows, replace(request, stage_tolerance=None))
 
 
@@ -220,8 +221,6 @@ def test_a_table_with_a_nan_drops_the_update() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target": 1.7}, "target 1.7: the fp4 share must lie between 0 and 1"),
-        ({"target": math.nan}, "target nan"),
         ({"granularity": "block"}, "granularity 'block': unknown"),
         ({"formats": ("fp8", "int4")}, "format 'int4': unknown"),
         ({"formats": ()}, "formats .none.: give one or more"),

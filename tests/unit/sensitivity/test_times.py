@@ -30,7 +30,7 @@ def times(model: str = "h200", formats: tuple[str, ...] = FORMATS) -> OptionTime
 
 
 def request(**fields: object) -> SolveRequest:
-    return SolveRequest(**{"formats": FORMATS, "speedup": 1.3, "times": times(), **fields})  # type: ignore[arg-type]
+    return SolveRequest(**{"formats": FORMATS, "budget": Budget("speedup", 1.3), "times": times(), **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
@@ -118,14 +118,14 @@ def test_what_is_reachable_is_named_and_is_reachable() -> None:
     rows = linear_rows(4, stages=2)
     pins = (("decoder.layers.0.*", "bf16"),)
     with pytest.raises(SnipError) as caught:
-        check_reachable(rows, request(speedup=3.0, pins=pins))
+        check_reachable(rows, request(budget=Budget("speedup", 3.0), pins=pins))
     message = str(caught.value)
     assert message.startswith("--snip-budget speedup=3 is unreachable with --snip-formats bf16,fp8,fp8_tensor")
     assert "stage 0 costs at least" in message  # the pinned layer's
     reached = float(message.split("the highest reachable speedup is ")[1].split()[0])
-    check_reachable(rows, request(speedup=reached, pins=pins))
+    check_reachable(rows, request(budget=Budget("speedup", reached), pins=pins))
     with pytest.raises(SnipError):
-        check_reachable(rows, request(speedup=reached * 1.0001, pins=pins))
+        check_reachable(rows, request(budget=Budget("speedup", reached * 1.0001), pins=pins))
     # Half of stage 0 stays in bf16.
     whole = {f: math.fsum(times().of(r.name, g, f) for r in rows[4:8] for g in Gemm) for f in ("bf16", "fp8_tensor")}
     best = math.fsum(
@@ -142,7 +142,7 @@ def test_formats_without_figures_are_refused() -> None:
         check_reachable(linear_rows(2), bare)
     with pytest.raises(SnipError, match="need predicted times"):
         check_reachable(linear_rows(2), request(times=None))
-    check_reachable(linear_rows(2), request(speedup=None, loss=1e-9))  # what loss is reachable depends on scores
+    check_reachable(linear_rows(2), request(budget=Budget("loss", 1e-9)))  # what loss is reachable depends on scores
 
 
 # -- records ---------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_formats_without_figures_are_refused() -> None:
         SolveRequest(),
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
         request(granularity="layer"),
-        request(speedup=None, loss=0.002, q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
+        request(budget=Budget("loss", 0.002), q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
         request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED})),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, split_option_id
+from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
 from snip_megatron.sensitivity.fixed import late_maps
 from snip_megatron.sensitivity.globs import pinned_formats
@@ -55,12 +56,12 @@ def test_the_program_takes_a_variant_where_it_errs_less() -> None:
 
 
 def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
-    request = SolveRequest(formats=("mxfp8", "nvfp4_46"), target=0.3)
+    request = SolveRequest(formats=("mxfp8", "nvfp4_46"), budget=Budget("fp4", 0.3))
     rows = linear_rows(2)
     assert reachable_share(rows, request) == pytest.approx(1 / 3)
     check_reachable(rows, request)
     with pytest.raises(SnipError, match=r"leave at most fp4=0.3333"):
-        check_reachable(rows, dataclasses.replace(request, target=0.5))
+        check_reachable(rows, dataclasses.replace(request, budget=Budget("fp4", 0.5)))
     solution = solve(build_problem(table_of(("mxfp8", "nvfp4_46")), request)[0])
     assert {fmt for key, fmt in solution.choices.items() if not key.endswith(":fprop")} == {Format.MXFP8}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from snip_megatron.precision import Format
-from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.sidecar import SidecarResult, SolveJob
 from snip_megatron.solver import Choice, Item, Problem, solve
 
@@ -23,7 +22,7 @@ def plain(job: SolveJob) -> SidecarResult:
         Item(row.name, row.stage, 1.0, (Choice(Format.FP8, (0.0,), 0.0), Choice(Format.FP4, (float(x2),), 1.0)))
         for row, x2 in zip(job.table.linears, job.table.linear["x2"], strict=True)
     )
-    problem = Problem(Budget("fp4", job.request.target), items)
+    problem = Problem(job.request.budget, items)
     scores = {"pid": float(os.getpid())}
     return SidecarResult(
         precision_map=solve(problem).to_precision_map(job.request.version),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from sensitivity.synthetic import make_table
 
+from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.sensitivity.request import SolveRequest
 
@@ -21,7 +22,9 @@ def make_job(version: int = 1, *, target: float = 0.5, policy: str = "snip") -> 
     table = make_table(layers=2)
     size = np.arange(1.0, len(table.linears) + 1)
     table = replace(table, linear={**table.linear, "x2": size})
-    return SolveJob(table, SolveRequest(policy=policy, version=version, target=target, stage_tolerance=None))
+    return SolveJob(
+        table, SolveRequest(policy=policy, version=version, budget=Budget("fp4", target), stage_tolerance=None)
+    )
 
 
 def wait_until(condition: Callable[[], object]) -> None:

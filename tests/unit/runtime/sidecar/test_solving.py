@@ -9,6 +9,7 @@ import pytest
 from sensitivity.synthetic import make_table
 
 from snip_megatron.precision import fp4_fraction
+from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.sidecar import SolveJob
 from snip_megatron.runtime.sidecar.solving import solve_job
 from snip_megatron.sensitivity import SolveRequest
@@ -29,7 +30,9 @@ def job(target: float, spent_steps: int, spent: float, floor: float | None = Non
         spent_steps=spent_steps,
         spent=spent,
     )
-    return SolveJob(TABLE, SolveRequest(target=target, phases=phases, version=3, pins=(("*.1.*fc2", "bf16"),)))
+    return SolveJob(
+        TABLE, SolveRequest(budget=Budget("fp4", target), phases=phases, version=3, pins=(("*.1.*fc2", "bf16"),))
+    )
 
 
 def test_a_plan_meets_the_average_with_what_was_spent() -> None:
