@@ -2,7 +2,7 @@
 # Train a configuration on this machine, or as one node of several.
 #
 #   launch/torchrun.sh 1b --data data/mine --save checkpoints/1b            8 GPUs of this machine
-#   launch/torchrun.sh 7b --data mock --save checkpoints/7b --dry-run       what is expected, and the exact command
+#   launch/torchrun.sh 7b --data mock --save checkpoints/7b --dry-run       the exact command
 #   launch/torchrun.sh 70b --data data/mine --save /shared/70b --rendezvous node0:29500     on each of 8 nodes
 #   launch/torchrun.sh 1b --smoke --cpu --nodes 1 --gpus-per-node 2 --save /tmp/trial       a trial without a GPU
 #

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from snip_megatron.errors import SnipError
 
 if TYPE_CHECKING:
     from snip_megatron.launch.job import Job
+    from snip_megatron.planner.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check",
         action="store_true",
-        help="let Megatron and SNIP check all arguments of the job; start nothing",
+        help="let Megatron and SNIP check all arguments of the job, and print the forecast of snip plan for H200s;"
+        " start nothing",
     )
-    add("--dry-run", action="store_true", help="print the forecast and the exact command; start nothing")
+    add("--dry-run", action="store_true", help="print the exact command; start nothing")
     add("--hardware", action="store_true", help="print NODES GPUS_PER_NODE and exit; for scripts of schedulers")
     add("--progress", action="store_true", help="print SAVED STEPS (newest checkpoint, end of training) and exit")
     add(
@@ -95,12 +98,12 @@ def run(args: argparse.Namespace) -> int:
     if args.progress:
         print(*progress(job))
         return 0
-    rendezvous = args.rendezvous or ("HEAD_NODE:29500" if args.dry_run and job.nodes > 1 else None)
-    command = agent.torchrun(job, rendezvous, args.rendezvous_id, args.local_address) + megatron_arguments(job)
     added = agent.environment(job, cpu=args.cpu)
     if args.check:
-        check(megatron_arguments(job), job.layout.ranks, added)
+        print("\n".join(_expected(job, check(megatron_arguments(job), job.layout.ranks, added))))
         return 0
+    rendezvous = args.rendezvous or ("HEAD_NODE:29500" if args.dry_run and job.nodes > 1 else None)
+    command = agent.torchrun(job, rendezvous, args.rendezvous_id, args.local_address) + megatron_arguments(job)
     if args.dry_run:
         _show(job, added, command)
         return 0
@@ -116,21 +119,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
-    """Print a shell script: the forecast as comments, then the command."""
-    print("\n".join(f"# {line}" for line in [f"{job.configuration.title}: {job.layout.model.name}", *_expected(job)]))
+    """Print a shell script: the model as a comment, then the command."""
+    print(f"# {_title(job)}")
     variables = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
     print(" \\\n    ".join([" ".join([*variables, shlex.quote(command[0])]), *_lines(command[1:])]))
 
 
-def _expected(job: Job) -> list[str]:
-    if job.smoke:
-        return ["a trial of its arguments with a tiny model: nothing is expected of its speed"]
+def _title(job: Job) -> str:
+    trial = ", shrunk for a trial of its arguments" if job.smoke else ""
+    return f"{job.configuration.title}: {job.configuration.model.name}{trial}"
+
+
+def _expected(job: Job, built: Layout | str) -> list[str]:
+    """Return the forecast of a model as it was built; without one, why."""
+    if isinstance(built, str):
+        return [f"{built}: maps and budgets are checked when training starts"]
     from snip_megatron.launch.forecast import summary
 
+    vocabulary = built.model.vocabulary or job.configuration.model.vocabulary
     try:
-        return summary(job.layout, job.extra).splitlines()
+        return [_title(job), *summary(replace(built, model=replace(built.model, vocabulary=vocabulary)), job.extra)]
     except SnipError as error:
-        return [f"no forecast: {error}"]
+        return [_title(job), f"no forecast: {error}"]
 
 
 def _lines(words: Sequence[str]) -> list[str]:

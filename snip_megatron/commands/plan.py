@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
-from snip_megatron.errors import quoted
+from snip_megatron.errors import SnipError, quoted
 from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
 from snip_megatron.records.output_file import check_folder, deliver
 
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 _SHARED = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
     "update_interval", "probe_microbatches", "communication", "gradient_reduction",
+)  # fmt: skip
+_FLAGS = {
+    "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
+    "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
+    "no-gradient-accumulation-fusion": "Megatron's layers add weight gradients in a kernel of its own, as without Apex",
+    "overlap-grad-reduce": "gradients are reduced during the backward",
+    "overlap-param-gather": "parameters are gathered during the forward",
+    "account-for-embedding-in-pipeline-split": "the embedding counts as a layer of the first pipeline stage",
+    "account-for-loss-in-pipeline-split": "output layer and loss count as a layer of the last pipeline stage",
+}
+_SIZES = (
+    "tp", "pp", "vpp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute", "cuda-graph-impl",
 )  # fmt: skip
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
@@ -39,35 +52,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_model(add: Callable[..., Any]) -> None:
     add(
         "--model",
-        required=True,
         metavar="NAME|config.json",
-        help="the model: 1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama",
+        help="the model: 1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama; for any other give --megatron",
     )
     for name, text in (
-        ("tp", "tensor parallel size"),
-        ("pp", "pipeline parallel size"),
-        ("vpp", "model chunks per pipeline stage"),
+        ("tp", "tensor parallel size; default: 1"),
+        ("pp", "pipeline parallel size; default: 1"),
+        ("vpp", "model chunks per pipeline stage; default: 1"),
+        ("dp", "data parallel size; default: 1"),
+        ("seq-length", "tokens of a sequence; default: the model's context length"),
+        ("micro-batch-size", "sequences of a microbatch; default: 1"),
+        ("global-batch-size", "sequences of a step; default: 8 microbatches per pipeline stage"),
     ):
-        add(f"--{name}", type=_count, default=1, metavar="N", help=f"{text}; default: 1")
-    add("--dp", type=_count, default=1, metavar="N", help="data parallel size; default: 1")
-    add("--seq-length", type=_count, metavar="N", help="tokens of a sequence; default: the model's context length")
-    add("--micro-batch-size", type=_count, default=1, metavar="N", help="sequences of a microbatch; default: 1")
-    add(
-        "--global-batch-size",
-        type=_count,
-        metavar="N",
-        help="sequences of a step; default: 8 microbatches per pipeline stage",
-    )
-    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
-    add(
-        "--recompute",
-        choices=RECOMPUTE,
-        default="none",
-        help="activations to recompute in the backward; default: none",
-    )
-    add("--cuda-graph-impl", choices=CUDA_GRAPHS, default="none", help="CUDA graphs of training steps; default: none")
+        add(f"--{name}", type=_count, metavar="N", help=text)
+    add("--recompute", choices=RECOMPUTE, help="activations to recompute in the backward; default: none")
+    add("--cuda-graph-impl", choices=CUDA_GRAPHS, help="CUDA graphs of training steps; default: none")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
+    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
+    add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
+    add(
+        "--megatron",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="in place of all of these, --gpus and --vocab-size excepted: all arguments that follow are those of a"
+        " training, SNIP's too; Megatron checks them and builds the model without memory",
+    )
 
 
 def _add_losses(add: Callable[..., Any]) -> None:
@@ -111,17 +121,6 @@ def _add_hardware(add: Callable[..., Any]) -> None:
     )
 
 
-_FLAGS = {
-    "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
-    "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
-    "no-gradient-accumulation-fusion": "Megatron's layers add weight gradients in a kernel of its own, as without Apex",
-    "overlap-grad-reduce": "gradients are reduced during the backward",
-    "overlap-param-gather": "parameters are gathered during the forward",
-    "account-for-embedding-in-pipeline-split": "the embedding counts as a layer of the first pipeline stage",
-    "account-for-loss-in-pipeline-split": "output layer and loss count as a layer of the last pipeline stage",
-}
-
-
 def run(args: argparse.Namespace) -> int:
     """Plan, print tables and write JSON.
 
@@ -131,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SnipError: On bad input, or with exit code 3 if the budget is out of reach.
     """
+    from snip_megatron.config.command_line import given_arguments
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
@@ -140,6 +140,9 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
+    if args.megatron is not None:
+        own = given_arguments(args.megatron)
+        given = {name: own[name] for name in _SHARED if name in own} | given
     request = parse_request(
         given,
         model,
@@ -148,44 +151,62 @@ def run(args: argparse.Namespace) -> int:
         train_iters=args.train_iters,
     )
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    plan = make_plan(StepModel(_layout(args, request.config), model, _links(args)), request, gpu_memory=gpu)
+    layout = _named(args, request.config) if args.megatron is None else _built(args)
+    plan = make_plan(StepModel(layout, model, _links(args)), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")
     return 0
 
 
-def _layout(args: argparse.Namespace, config: SnipConfig) -> Layout:
-    from dataclasses import replace
-
+def _named(args: argparse.Namespace, config: SnipConfig) -> Layout:
+    """Return the layout of a model that the planner knows."""
     from snip_megatron.planner.models import load_llama
 
-    llama = load_llama(args.model)
-    model = llama.model(
-        args.pp,
-        args.vpp,
+    if args.model is None:
+        raise SnipError("the following arguments are required: --model, or --megatron with the arguments of a training")
+    pp, vpp, micro = args.pp or 1, args.vpp or 1, args.micro_batch_size or 1
+    model = load_llama(args.model).model(
+        pp,
+        vpp,
         embedding=args.account_for_embedding_in_pipeline_split,
         loss=args.account_for_loss_in_pipeline_split,
     )
     return Layout(
         model=model if args.vocab_size is None else replace(model, vocabulary=args.vocab_size),
-        tp=args.tp,
-        pp=args.pp,
-        vpp=args.vpp,
-        dp=args.dp,
+        tp=args.tp or 1,
+        pp=pp,
+        vpp=vpp,
+        dp=args.dp or 1,
         seq_length=args.seq_length or model.context,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size or 8 * args.pp * args.micro_batch_size * args.dp,
+        micro_batch_size=micro,
+        global_batch_size=args.global_batch_size or 8 * pp * micro * (args.dp or 1),
         sequence_parallel=args.sequence_parallel,
-        recompute=args.recompute,
+        recompute=args.recompute or "none",
         distributed_optimizer=not args.no_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
-        cuda_graph_impl=args.cuda_graph_impl,
+        cuda_graph_impl=args.cuda_graph_impl or "none",
         gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
         communication=config.communication,
         gradient_reduction=config.gradient_reduction,
     ).checked()
+
+
+def _built(args: argparse.Namespace) -> Layout:
+    """Return the layout that the arguments of a training ask for, with the linears of the model that they build."""
+    from snip_megatron.launch.check import check
+
+    for name in ("model", *_SIZES, *_FLAGS):
+        if getattr(args, name.replace("-", "_")):
+            raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
+    layout = check(args.megatron, args.gpus, {})
+    if isinstance(layout, str):
+        raise SnipError(f"--megatron: {layout}")
+    vocabulary = args.vocab_size or layout.model.vocabulary
+    if not vocabulary:
+        raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
+    return replace(layout, model=replace(layout.model, vocabulary=vocabulary))
 
 
 def _links(args: argparse.Namespace) -> Links:

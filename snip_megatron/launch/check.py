@@ -1,28 +1,29 @@
-"""Checks all arguments of a job in one process, before any rank is started.
+"""Checks all arguments of a job in one process, before any rank is started, and builds its model without memory.
 
-``python -m snip_megatron.launch.check ARGUMENTS`` parses and validates Megatron's and SNIP's arguments as the last of
-``WORLD_SIZE`` ranks would. It starts no process group and reads only the names of data files.
+The process parses and validates Megatron's and SNIP's arguments as the last of the job's ranks would. It starts no
+process group and reads only the names of data files.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from snip_megatron.config import add_arguments, parse_snip_arguments
 from snip_megatron.errors import SnipError
-
-#: Begins the line of a refusal, among what libraries write to standard error.
-_MARK = "snip-check: "
-#: Begins a line that the command shows.
-_NOTE = "snip-note: "
+from snip_megatron.planner.layout import Layout
 
 
-def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> None:
+def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Layout | str:
     """Check the arguments of the training entry in a new process, since Megatron keeps global state.
 
     Args:
@@ -30,34 +31,43 @@ def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Non
         ranks: number of ranks of the job.
         added: environment variables of its ranks.
 
+    Returns:
+        What a rank runs, read from the model on torch's meta device. Its vocabulary is 0 if the tokenizer decides it.
+        Or why the model cannot be built on this machine.
+
     Raises:
         SnipError: Megatron or SNIP refuses the arguments.
     """
     # Rank 0 would print a table of all arguments.
-    rank = {"WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, *arguments],
-        env={**os.environ, **added, **rank},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in done.stderr.splitlines():
-        if line.startswith(_NOTE):
-            print(line.removeprefix(_NOTE), flush=True)
-    refusals = [line for line in done.stderr.splitlines() if line.startswith(_MARK)]
-    if done.returncode and refusals:
-        raise SnipError(refusals[0].removeprefix(_MARK))
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        raise SnipError(f"the check of the arguments failed with exit code {done.returncode} (see above)")
+    variables = {**added, "WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}
+    with tempfile.TemporaryDirectory(prefix="snip-check-") as folder:
+        said = Path(folder) / "said"
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_become_rank, initargs=(said, variables)) as pool:
+            try:
+                return pool.submit(_validated, list(arguments)).result()
+            except SnipError:
+                raise
+            except BaseException as error:
+                sys.stderr.write(said.read_text(encoding="utf-8", errors="replace") if said.exists() else "")
+                raise SnipError(f"the check of the arguments failed: {error or type(error).__name__}") from None
 
 
-def _validate(argv: Sequence[str]) -> None:
+def _become_rank(said: Path, variables: Mapping[str, str]) -> None:
+    """Set the environment of a rank, and keep what libraries print away from the command's own lines."""
+    os.environ.update(variables)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _validated(argv: Sequence[str]) -> Layout | str:
     from snip_megatron.megatron.startup import prepare
 
+    sys.argv[1:] = argv  # which Megatron parses
     startup = prepare(argv, parse_snip_arguments(argv).no_compat)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and importlib.util.find_spec("transformer_engine") is not None:
+        startup = replace(startup, on_cpu=False)  # a job for GPUs may be checked where there is none
     from snip_megatron.megatron import compat, validate
     from snip_megatron.megatron.attachment import configuration
     from snip_megatron.megatron.compat import pretraining
@@ -65,6 +75,7 @@ def _validate(argv: Sequence[str]) -> None:
     from snip_megatron.megatron.conversion import linears_on_meta
     from snip_megatron.megatron.data.datasets import check_data
     from snip_megatron.megatron.evaluation import check_evaluation
+    from snip_megatron.megatron.step_costs import layout_of
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.error = _refuse  # type: ignore[method-assign]
@@ -82,23 +93,16 @@ def _validate(argv: Sequence[str]) -> None:
         model = pretraining.model_config(args, on_cpu=startup.on_cpu)
     except (AssertionError, ValueError) as error:
         raise SnipError(f"Megatron refuses the model: {error or type(error).__name__}") from error
+    compat.apply(args, startup)
+    try:
+        linears = linears_on_meta(args, model)
+    except CannotBuildError as error:
+        return str(error)
     if config.enabled:
-        compat.apply(args, startup)
-        try:
-            linears = linears_on_meta(args, model)
-        except CannotBuildError as error:
-            print(f"{_NOTE}{error}: maps and budgets are checked when training starts", file=sys.stderr, flush=True)
-        else:
-            validate.check_model(config, args, linears)
+        validate.check_model(config, args, linears)
+    layout = layout_of(args, linears.covered, config)
+    return replace(layout, model=replace(layout.model, vocabulary=layout.model.vocabulary or args.vocab_size or 0))
 
 
 def _refuse(message: str) -> NoReturn:
     raise SnipError(message)
-
-
-if __name__ == "__main__":
-    try:
-        _validate(sys.argv[1:])
-    except SnipError as error:
-        print(f"{_MARK}{error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)

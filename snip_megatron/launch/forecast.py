@@ -1,4 +1,4 @@
-"""What ``snip plan`` expects of a layout, for a dry run of ``snip launch``."""
+"""What ``snip plan`` expects of a job."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from snip_megatron.config.command_line import given_arguments
 from snip_megatron.planner.layout import Layout
+from snip_megatron.planner.plan import make_plan
+from snip_megatron.planner.render import beaten
+from snip_megatron.planner.request import DECISIVE, parse_request
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.timing.loading import load_cost_model
 
 TIMINGS = "h200"
-_DECIDE = ("budget", "formats", "granularity", "policy", "estimator", "q", "stage_tolerance", "pin")
 _GIB = 2.0**30
 
 
-def summary(layout: Layout, arguments: Sequence[str] = ()) -> str:
-    """Return the layout and its forecast as lines: two, and one more if a uniform format beats the map.
+def summary(layout: Layout, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the layout and its forecast: two lines, and one more if a uniform format beats the map.
 
     Args:
         layout: the layout.
@@ -22,24 +26,18 @@ def summary(layout: Layout, arguments: Sequence[str] = ()) -> str:
     Raises:
         SnipError: an argument is invalid, or the budget out of reach.
     """
-    from snip_megatron.planner.plan import make_plan
-    from snip_megatron.planner.render import beaten
-    from snip_megatron.planner.request import parse_request
-    from snip_megatron.planner.step_time import StepModel
-    from snip_megatron.timing.loading import load_cost_model
-
     model, given = load_cost_model(TIMINGS), given_arguments(arguments)
-    request = parse_request({name: given[name] for name in _DECIDE if name in given}, model)
+    request = parse_request({name: given[name] for name in DECISIVE if name in given}, model)
     plan = make_plan(StepModel(layout, model), request)
     memory = plan["memory"]
     shortage = f", which do not fit into its {memory['gpu'] / _GIB:.0f}" if memory["fits"] is False else ""
     speed = ", ".join(
         f"{float(f'{step["tokens_per_second_per_gpu"]:.3g}'):,.0f} {name}" for name, step in plan["steps"].items()
     )
-    return (
+    return [
         f"TP {layout.tp} × PP {layout.pp} × DP {layout.dp} = {layout.ranks} GPUs; {layout.microbatches} microbatches of"
-        f" {layout.tokens} tokens\n"
+        f" {layout.tokens} tokens",
         f"expected on {plan['timings']} ({request.budget} over {','.join(request.formats)}):"
-        f" {memory['peak'] / _GIB:.0f} GiB a GPU{shortage};"
-        f" tokens/s a GPU: {speed}" + "".join(f"\n{line}" for line in [beaten(plan)] if line)
-    )
+        f" {memory['peak'] / _GIB:.0f} GiB a GPU{shortage}; tokens/s a GPU: {speed}",
+        *(line for line in [beaten(plan)] if line),
+    ]

@@ -23,6 +23,9 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel
 
+DECISIVE = ("budget", "formats", "granularity", "policy", "estimator", "q", "stage_tolerance", "pin")
+"""The fields of a configuration that decide the map of a plan."""
+
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -6,11 +6,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from snip_megatron.cli import main
+from snip_megatron.launch.forecast import summary
+from snip_megatron.launch.job import make_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SNIP = f"{sys.executable} -m snip_megatron.cli"
@@ -27,11 +30,7 @@ def test_a_dry_run_prints_a_script(tmp_path: Path, capsys: pytest.CaptureFixture
     asked = ("70b", "--data", "mock", "--save", tmp_path / "a folder", "--dry-run", "--megatron", "--train-iters", "5")
     assert exit_code(*asked) == 0
     out = capsys.readouterr().out
-    comments = [line for line in out.splitlines() if line.startswith("#")]
-    assert comments[0] == "# Llama 3 70B: llama-70b"
-    assert "TP 8 × PP 4 × DP 2 = 64 GPUs" in comments[1]
-    assert "GiB a GPU; tokens/s a GPU:" in comments[2]
-    assert "H200" in comments[2]
+    assert out.startswith("# Llama 3 70B: llama-70b\n")
     # The shell reads what would be run.
     words = shlex.split(out, comments=True)
     words = [word for word in words if word.strip()]
@@ -53,6 +52,18 @@ def test_what_is_printed_runs(tmp_path: Path) -> None:
     script = printed.replace("-m torch.distributed.run", "-c 'import sys; print(sys.argv[1:])'")
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert "'--standalone', '-m', 'snip_megatron.pretrain_gpt', '--num-layers', '2'" in done.stdout
+
+
+def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its linears are those of the table of known models."""
+    wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
+    assert exit_code(*wanted) == 0
+    title, sizes, expected = capfd.readouterr().out.splitlines()
+    assert (title, sizes[:28]) == ("Llama 3 70B: llama-70b", "TP 8 × PP 4 × DP 2 = 64 GPUs")
+    job = make_job("70b", data="mock", save=Path("/nowhere/c"))
+    assert expected == summary(replace(job.layout, gradient_accumulation_fusion=False))[1]
+    assert exit_code(*wanted, "--megatron", "--nonsense") == 2
+    assert capfd.readouterr().err == "snip launch: unrecognized arguments: --nonsense\n"
 
 
 @pytest.mark.parametrize(

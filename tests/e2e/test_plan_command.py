@@ -62,6 +62,32 @@ def test_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give static, auto or a snip.schedule/1 file" in capsys.readouterr().err
 
 
+EXPERTS = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --swiglu --disable-bias-linear --bf16 --micro-batch-size 2 --global-batch-size 8"
+    " --num-experts 8 --moe-layer-freq 2 --moe-router-topk 2 --moe-ffn-hidden-size 48 --expert-model-parallel-size 2"
+    " --pipeline-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-4"
+    " --train-iters 10 --snip --snip-budget fp4=0.5"
+)
+
+
+def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> None:
+    """On 4 GPUs in two stages: a layer of experts has 4 of them on each rank, to which 2 ranks send tokens twice."""
+    out = tmp_path / "plan.json"
+    done = snip("--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *EXPERTS.split())
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(out.read_text())
+    linears = {row["kind"]: row for row in plan["linears"]}
+    assert (plan["layout"]["ep"], plan["layout"]["dp"], plan["budget"]["asked"]) == (2, 2, "fp4=0.5")
+    experts = linears["mlp.experts.linear_fc1"]
+    assert [experts[name] for name in ("gemms", "tokens", "n", "k")] == [4, 32 * 2 * 2 * 2 // 8, 96, 64]
+    assert experts["seconds"]["bf16"] == pytest.approx(3 * 2 * 64 * 2 * 96 * 64 / 1e15)
+    dense = linears["mlp.linear_fc1"]
+    assert [dense[name] for name in ("gemms", "tokens", "n", "k")] == [1, 64, 384, 64]
+    assert plan["stages"][0]["seconds"]["bf16"]["experts"] > 0
+    assert "4 of 32×96×64" in done.stdout
+
+
 def test_cuda_graphs_are_captured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "graphs.json"
     table.write_text(json.dumps(json.loads((TIMINGS / "h200.json").read_text()) | {"recapture": 0.01}))
@@ -108,7 +134,8 @@ def test_a_plan_is_made_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the following arguments are required: --model"),
+        ((), "the following arguments are required: --model, or --megatron with the arguments of a training"),
+        (("--tp", 2, "--megatron", "--bf16"), "--tp cannot be combined with --megatron, whose arguments say it"),
         (("--model", "9b"), "model 9b: unknown; choose one of 1b, 3b, 7b, 8b, 70b, 405b"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
         (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),

@@ -54,5 +54,5 @@ def test_without_a_known_memory_nothing_is_said(tmp_path: Path, capsys: pytest.C
 
 def test_a_launch_that_does_not_fit_says_so() -> None:
     layout = make_job("70b", data="mock", save=Path("checkpoints"), resume=False).layout
-    assert "do not fit" not in summary(layout)
-    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(dataclasses.replace(layout, tp=2))
+    assert "do not fit" not in summary(layout)[1]
+    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(dataclasses.replace(layout, tp=2))[1]
