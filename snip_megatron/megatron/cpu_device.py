@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,14 @@ def install() -> None:
     _separate_data_loader_seeds()
     _adapt_gloo()
     cpu_products.install()
+    _hide_fused_optimizers()
+
+
+def _hide_fused_optimizers() -> None:
+    """Let Megatron find no optimizers of Transformer Engine's, which need a CUDA device: it then takes torch's."""
+    with contextlib.suppress(Exception):  # not installed, or not for this machine: then it has none to hide
+        importlib.import_module("transformer_engine.pytorch")
+        sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 
 # -- devices ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _LOSS = "lm loss"
 BF16_LOSS = "lm loss in bf16"
 """Name of the bf16 loss in Megatron's log line, TensorBoard and wandb under ``--snip-eval both``."""
 
-Record = Callable[[dict[str, float]], None]
+Record = Callable[..., None]
 
 
 def check_evaluation(mode: str, args: argparse.Namespace) -> None:
@@ -56,7 +57,8 @@ class Evaluation:
         mode: Value of ``--snip-eval``: map, bf16 or both.
         args: Megatron's arguments.
         context: State that the converted linears share.
-        record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed.
+        record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed, and
+            with ``kind``: ``validation`` or ``test``. Of several validation sets, ``set`` is the name or the index.
         graphs: CUDA graphs of the training steps. Validation runs without them.
     """
 
@@ -73,6 +75,14 @@ class Evaluation:
         self._context = context
         self._record = record
         self._graphs = graphs
+        self._kind = "validation"
+        self._sets: Iterator[Any] = iter(())
+
+    def begin(self, prefix: str) -> None:
+        """Note which sets Megatron evaluates next; see :func:`compat.watch_evaluations`."""
+        self._kind = "test" if prefix.endswith("test set") else "validation"
+        several = self._args.multiple_validation_sets and self._kind == "validation"
+        self._sets = iter((getattr(self._args, "validation_set_names", None) or itertools.count()) if several else ())
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``evaluate`` wrapped."""
@@ -123,4 +133,6 @@ class Evaluation:
         if self._mode == "both":
             found["bf16"] = losses.get(BF16_LOSS)
         shared = {label: share(loss, device) for label, loss in found.items()}
-        self._record({label: value for label, value in shared.items() if value is not None})
+        name = next(self._sets, None)
+        which = {} if name is None else {"set": str(name)}
+        self._record({label: value for label, value in shared.items() if value is not None}, kind=self._kind, **which)

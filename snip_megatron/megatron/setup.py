@@ -149,13 +149,14 @@ class SnipRun:
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self._graphs)
         self._undo_evaluation.callback(compat.wrap_evaluate(evaluation.wrap))
+        self._undo_evaluation.callback(compat.watch_evaluations(evaluation.begin))
 
     def _sinks(self) -> Sinks:
         return Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer()))
 
-    def _validated(self, losses: dict[str, float]) -> None:
+    def _validated(self, losses: dict[str, float], **which: str) -> None:
         if self._controller is not None:
-            self._controller.validated(losses)
+            self._controller.validated(losses, **which)
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:

@@ -143,12 +143,19 @@ class RunData:
         return [event for event in self.events if event["event"] in FAULT_EVENTS]
 
     def validations(self) -> dict[str, dict[int, float]]:
-        """Return formats of the validation, ``map`` or ``bf16`` → step → loss, the first one of each step."""
+        """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
+
+        Of several sets, those after the first have keys of their own: ``map, <set>``.
+        """
         found: dict[str, dict[int, float]] = {}
-        for event in self.events:
+        events = [event for event in self.events if event["event"] == "validation"]
+        for event in events:
             loss = number(event.get("loss"))
-            if event["event"] == "validation" and loss is not None:
-                found.setdefault(str(event.get("formats") or "map"), {}).setdefault(event["step"], loss)
+            if loss is not None:
+                key = str(event.get("formats") or "map")
+                if event.get("set") != events[0].get("set"):
+                    key += f", {event.get('set')}"
+                found.setdefault(key, {}).setdefault(event["step"], loss)
         return found
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:

@@ -116,7 +116,8 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     figure = Figure("loss")
     figure.line("training loss", *thin(steps, losses), LINE)
     for (formats, values), colour in zip(run.validations().items(), STAGE_COLOURS[2:], strict=False):
-        name = "validation in bf16" if formats == "bf16" else "validation"
+        bf16, _, of = formats.partition(", ")
+        name = ("validation in bf16" if bf16 == "bf16" else "validation") + (f", {of}" if of else "")
         figure.line(name, *thin(list(values), list(values.values())), colour)
         if len(values) <= 40:
             marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}

@@ -75,7 +75,6 @@ class Controller:
         self._fractions: dict[int, float] = {}  # fp4 shares of the steps whose loss has not arrived yet
         self._started = False
         self._next_step = 0
-        self._validated_at: int | None = None
         self._replay_steps: list[int] = []
         self._answered = False  # whether rank 0 has the pending update's outcome, according to the latest figures
         self._restored = restored
@@ -158,15 +157,13 @@ class Controller:
         self.state.guard = None if self._guard is None else self._guard.saved()
         return self.state.to_bytes()
 
-    def validated(self, losses: Mapping[str, float]) -> None:
-        """Record losses by the formats of the validation (``map``, ``bf16``).
+    def validated(self, losses: Mapping[str, float], kind: str = "validation", **which: str) -> None:
+        """Record losses by the formats of the evaluation (``map``, ``bf16``).
 
-        After the last step Megatron validates and then evaluates the test set.
+        ``kind`` is ``validation`` or ``test``, and ``which`` names the set where there are several.
         """
-        kind = "test" if self._validated_at == self._next_step else "validation"
-        self._validated_at = self._next_step
         for formats, loss in losses.items():
-            self._event(self._next_step, kind, formats=formats, loss=loss)
+            self._event(self._next_step, kind, formats=formats, loss=loss, **which)
 
     def captured(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
         """CUDA graphs were made in this step: for the first time ("capture"), or for another map ("recapture")."""

@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from launch import losses, tiny_llama_args
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from warm_ranks import WarmRanks
+
+from snip_megatron.records.readers import read_events
+from snip_megatron.records.run_data import load_run
 
 PERIOD = 16
 
@@ -41,3 +45,27 @@ def test_train_and_validation_files(warm: WarmRanks, tmp_path: Path) -> None:
     # Between knowing nothing and knowing which 64 tokens occur; documents of the validation file were never seen.
     assert math.log(64) - 0.5 < validation[-1] < math.log(255) - 0.3
     assert validation[-1] < validation[0]
+
+
+@pytest.mark.parametrize(("several", "expected"), [(True, {"books", "code"}), (False, {None})])
+def test_sets_are_recorded_by_name(warm: WarmRanks, tmp_path: Path, several: bool, expected: set[str | None]) -> None:
+    """The last step is validated twice: by the loop, and after training, when Megatron evaluates the test set too."""
+    for name, documents in (("train", 40), ("books", 2), ("code", 3), ("test", 4)):
+        write_documents(tmp_path / name, documents, seed=documents)
+    sets = ["books", "code"] if several else ["books"]
+    paths = {"--train-data-path": ["train"], "--valid-data-path": sets, "--test-data-path": ["test"] * (not several)}
+    data = [text for flag, names in paths.items() if names for text in (flag, *(str(tmp_path / n) for n in names))]
+    data += ["--multiple-validation-sets", "--full-validation", "--validation-set-names", *sets] * several
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+    snip = ["--snip", "--snip-policy", "uniform-fp8", "--snip-dir", str(tmp_path / "run")]
+    args = tiny_llama_args(
+        *data, *tokenizer, *snip, "--eval-interval", "2", "--eval-iters", "1", iters=4, mock_data=False
+    )
+    process = warm.run(1, args, tmp=tmp_path)
+    assert process.returncode == 0, process.stderr[-4000:]
+    events = [event for event in read_events(tmp_path / "run") if event["event"] in ("validation", "test")]
+    assert {(event["event"], event.get("set")) for event in events} >= {("validation", name) for name in expected}
+    assert [event["step"] for event in events if event["event"] == "test"] == ([] if several else [4])
+    keys = {"map", "map, code"} if several else {"map"}
+    validations = load_run(tmp_path / "run").validations()
+    assert {key: list(losses) for key, losses in validations.items()} == {key: [2, 4] for key in keys}

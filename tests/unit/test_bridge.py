@@ -14,6 +14,11 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
+from snip_megatron.records.run_data import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "bridge_pretrain.py"
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def installed() -> bool:
@@ -76,13 +81,25 @@ def test_configuration_has_the_names_that_are_read(bridge: Any) -> None:
     assert {"optimizer", "clip_grad"} <= names(config.OptimizerConfig)
 
 
+def test_the_example_trains(bridge: Any, tmp_path: Path) -> None:
+    """A real job of Bridge's on one rank over gloo: its model is converted, and a map is adopted."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(EXAMPLE)]
+    command += ["--steps", "5", "--snip", "--snip-budget", "fp4=0.5", "--snip-first-update", "2", "--snip-lag", "1"]
+    command += ["--snip-update-interval", "8", "--snip-wait", "100", "--snip-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = load_run(tmp_path / "run")
+    assert [adoption.step for adoption in run.adoptions] == [3]
+    assert run.adoptions[0].precision_map is not None
+    assert run.adoptions[0].precision_map.achieved >= 0.5
+    assert list(run.validations()["map"]) == [5]
+
+
 def test_the_example_says_in_one_line_what_is_missing() -> None:
     if installed():
         pytest.skip("Megatron Bridge is installed")
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, root / "examples" / "bridge_pretrain.py"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, str(EXAMPLE)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("bridge_pretrain: snip_megatron.bridge needs megatron-bridge 0.6"), done.stderr
     assert done.stderr.count("\n") == 1

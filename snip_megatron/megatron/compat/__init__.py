@@ -24,6 +24,7 @@ from snip_megatron.megatron.compat.loop import (
     loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
+    watch_evaluations,
     wrap_evaluate,
     wrap_train_step,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "set_defaults",
     "set_rng_state",
     "update_of",
+    "watch_evaluations",
     "wrap_evaluate",
     "wrap_train_step",
 ]

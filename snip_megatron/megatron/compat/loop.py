@@ -95,6 +95,24 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     return _replace("evaluate", wrapper)
 
 
+def watch_evaluations(begin: Callable[[str], None]) -> Callable[[], None]:
+    """Call ``begin`` before Megatron evaluates its sets, with what it prints: "iteration 8 on test set", for example.
+
+    Returns a function that ends this.
+    """
+    original = training.evaluate_and_print_results
+
+    def evaluate_sets(prefix: str, *rest: Any, **named: Any) -> Any:
+        begin(prefix)
+        return original(prefix, *rest, **named)
+
+    def undo() -> None:
+        training.evaluate_and_print_results = original
+
+    training.evaluate_and_print_results = evaluate_sets
+    return undo
+
+
 # -- passes that are no training -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def rerun_disabled() -> Iterator[None]:

@@ -13,18 +13,6 @@ from snip_megatron.runtime.state import ControllerState
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def test_the_loss_on_the_test_set_is_no_validation() -> None:
-    """After the last step Megatron validates, and then evaluates the test set in the same way."""
-    run = Run(Script(), first_update=100)
-    run.steps(0, 3)
-    run.controller.validated({"map": 2.0, "bf16": 1.0})
-    run.steps(3, 5)
-    run.controller.validated({"map": 1.5})
-    run.controller.validated({"map": 9.0})
-    named = [(step, kind, fields["loss"]) for step, kind, fields in run.script.events]
-    assert named == [(3, "validation", 2.0), (3, "validation", 1.0), (5, "validation", 1.5), (5, "test", 9.0)]
-
-
 def test_a_late_answer_is_postponed_by_whole_lags_on_every_rank() -> None:
     run = Run(Script({1: [LATE, ready(1)]}))
     run.steps(0, 8)
