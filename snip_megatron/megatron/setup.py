@@ -111,18 +111,23 @@ class SnipRun:
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
-        self._say_what_is_cut()
+        self._say_what_differs()
         model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         return model_chunks
 
-    def _say_what_is_cut(self) -> None:
-        cut = cut_tiles(self._args, self._linears)
-        if cut and is_rank_zero():
-            print(
-                f"snip: not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
-                " statistics and maps are slightly other ones than another layout's",
-                flush=True,
+    def _say_what_differs(self) -> None:
+        said = []
+        if cut := cut_tiles(self._args, self._linears):
+            said.append(
+                f"not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
+                " statistics and maps are slightly other ones than another layout's"
             )
+        if getattr(self._args, "tp_comm_overlap", False):
+            said.append(
+                "--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16"
+            )
+        for line in said if is_rank_zero() else ():
+            print(f"snip: {line}", flush=True)
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.

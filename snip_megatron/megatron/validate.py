@@ -48,6 +48,11 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
         )
     _check_engine(args)
+    if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
+        raise SnipError(
+            "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
+            " use --snip-gemm auto, which overlaps where a linear stays bf16, or leave it out"
+        )
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_gradients(config, args)

@@ -87,6 +87,12 @@ def test_what_needs_the_layers_of_transformer_engine(given: dict[str, Any], mess
     assert found.startswith(f"{message} cannot be combined with --transformer-impl local: ")
 
 
+def test_overlapped_gathers_are_of_bf16() -> None:
+    overlap = arguments(tp_comm_overlap=True, transformer_impl="transformer_engine")
+    check(config(), overlap)
+    assert refused(config(gemm="transformer_engine"), overlap).startswith("--tp-comm-overlap cannot be combined with")
+
+
 def test_quantised_gathers_need_a_layout_that_gathers() -> None:
     snip = config(communication="gather")
     assert refused(snip, arguments()).startswith("--snip-communication gather: linears gather nothing without")
