@@ -291,13 +291,6 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
     check(config(budget="loss=0.01", cost="flops"), single)
 
 
-@pytest.mark.parametrize("where", ["save", "load"])
-def test_a_checkpoint_format_without_a_place_for_snip_s_state(where: str) -> None:
-    check(config(), arguments(ckpt_format="torch"))
-    message = refused(config(), arguments(ckpt_format="torch", **{where: "checkpoints"}))
-    assert message.startswith("--ckpt-format torch cannot be combined with --snip: ")
-
-
 # -- maps over time ------------------------------------------------------------------------------------------------
 def test_pins_that_leave_the_budget_of_a_phase_out_of_reach(tmp_path: Path) -> None:
     """Every update would be infeasible, and the whole run in bf16."""
