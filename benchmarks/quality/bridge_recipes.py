@@ -158,14 +158,21 @@ def recipes() -> Iterator[tuple[str, Callable[[], Any]]]:
                         yield f"{folder}/{family}/{name}", recipe
 
 
-def finished(recipe: Callable[[], Any]) -> Any:
-    """Return the configuration of a recipe as Bridge's ``pretrain`` completes it. Spoils the environment."""
+def finished(recipe: Callable[[], Any], change: Callable[[Any], None]) -> Any:
+    """Return the configuration of a recipe as Bridge's ``pretrain`` completes it. Spoils the environment.
+
+    Args:
+        recipe: makes the configuration.
+        change: called with the configuration before it is completed.
+    """
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each recipe brings its own
     config = recipe()
     model = config.model
     config.dataset.path_to_cache = "."
+    model.vocab_size = model.vocab_size or 131072  # else of the tokenizer, which is not read
     inner = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     named = re.search(r"_(\d+)gpu", recipe.__name__)
     os.environ["WORLD_SIZE"] = str(named[1] if named else inner * (model.expert_model_parallel_size or 1))
+    change(config)
     importlib.import_module("megatron.bridge.training.config").runtime_config_update(config)
     return config

@@ -131,10 +131,11 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
 def recipe(case: str, make: Callable[[], Any]) -> Verdict:
     """Judge a recipe of Megatron Bridge in this process, whose state it spoils."""
     from snip_megatron import bridge
+    from snip_megatron.megatron.compat import bridge as bridge_compat
 
     with _on_cards((9, 0) if "h100" in case else (10, 0)):
         try:
-            container = bridge_recipes.finished(make)
+            container = bridge_recipes.finished(make, bridge_compat.let_snip_choose)
         except Exception as error:
             return Verdict(case, "Bridge", f"{type(error).__name__}: {error}")
         snip = SnipConfig(enabled=True, budget=SNIP[2], formats=("fp8", "fp4"))
