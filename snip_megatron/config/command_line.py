@@ -10,17 +10,7 @@ from typing import Any
 from snip_megatron.config.defaults import MULTIPLIED
 from snip_megatron.config.options import add_options, add_settings, given_options
 from snip_megatron.config.run import SnipConfig
-from snip_megatron.errors import SnipError
-
-#: Arguments of earlier releases → what to do instead.
-GONE = {
-    "parameter_gather": "parameters are gathered in bf16; leave it out",
-    "group": "options are chosen one by one; leave it out, or fix formats by --snip-pin",
-    "hessian_probes": "policy hawq is gone; use --snip-policy fisher",
-    "measured_share": "snip validate-proxy measures; use --snip-estimator noise or fisher",
-    "measured_twice": "snip validate-proxy measures; use --snip-estimator noise or fisher",
-    "protect": "use --snip-settings 'protected_kinds=[\"mlp.linear_fc2\"]'",
-}
+from snip_megatron.errors import SnipError, cut
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -33,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _known(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse SNIP's arguments among others. Raises SnipError if one is invalid, or was one in an earlier release."""
+    """Parse SNIP's arguments among others. Raises SnipError if one is invalid or unknown."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--train-iters", "--train-samples"):  # whether training has an end
         parser.add_argument(name)
@@ -47,10 +37,9 @@ def _known(argv: Sequence[str]) -> argparse.Namespace:
         name = argument.removeprefix("--snip-").replace("-", "_")
         if not argument.startswith("--snip-"):
             continue
-        if name in GONE:
-            raise SnipError(f"{argument} is no argument any more: {GONE[name]}")
         if name in fields:
-            raise SnipError(f"{argument} is no argument any more: use --snip-settings {name}=VALUE")
+            raise SnipError(f"{argument} is a setting: use --snip-settings {name}=VALUE")
+        raise SnipError(f"{cut(argument)} is no argument of SNIP (docs/arguments.md lists them)")
     return known
 
 
@@ -65,7 +54,7 @@ def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
     What the arguments leave open has the value of a machine that emulates formats, if that is valid.
 
     Raises:
-        SnipError: an argument is invalid, or was one in an earlier release.
+        SnipError: an argument is invalid or unknown.
     """
     known = _known(argv)
     faults: list[SnipError] = []

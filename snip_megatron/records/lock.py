@@ -58,14 +58,16 @@ class Lock:
         """Whether the process is one of this host and has ended."""
         return self.here and _born(self.process) != self.born
 
-    def same_process(self, other: Lock) -> bool:
-        """Return whether both are locks of one process."""
-        return (self.host, self.process, self.born) == (other.host, other.process, other.born)
+    @property
+    def mine(self) -> bool:
+        """Whether it is the lock of this process."""
+        own = Lock.own()
+        return (self.host, self.process, self.born) == (own.host, own.process, own.born)
 
     def stale(self, run: Path) -> bool:
         """Return whether this process may take the lock of ``run`` over."""
         if self.here:
-            return self.gone or self.same_process(Lock.own())
+            return self.gone or self.mine
         if self.job is not None and self.job == Lock.own().job:  # queued again, or restarted on another host
             return True
         return time.time() - (last_write(run) or 0.0) > SILENT_S
@@ -126,22 +128,15 @@ def take_lock(run: Path) -> None:
 def release_lock(run: Path) -> None:
     """Remove the lock if it is that of this process."""
     found = read_lock(run)
-    if found is not None and found.same_process(Lock.own()):
+    if found is not None and found.mine:
         with contextlib.suppress(OSError):
             (run / LOCK).unlink()
 
 
 def _born(process: int) -> int | None:
-    """Return the start of a process in clock ticks since the host's, 0 without Linux's /proc; None if it has ended."""
+    """Return the start of a process in clock ticks since the host's; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])
     except (OSError, ValueError):
-        if os.path.exists("/proc/self/stat"):
-            return None
-    with contextlib.suppress(PermissionError):  # the process of another user
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return None
-    return 0
+        return None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision import PrecisionMap, strict
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.storage import read_lines
 
@@ -127,11 +126,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _object(text: str, where: str, schema: str, name: str) -> dict[str, Any]:
     """Parse an object of ``schema`` that holds an object ``name``. Raises SnipError."""
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SnipError(f"{where}: not JSON ({error})") from None
-    if not isinstance(body, dict) or body.get("schema") != schema or not isinstance(body.get(name), dict):
-        raise SnipError(f'{where}: "schema" must be "{schema}" with an object "{name}"')
+        body = strict.read_object(text)
+        strict.check_schema(body, schema)
+        strict.mapping(body.get(name), name)
+    except SnipError as error:
+        raise SnipError(f"{where}: {error}") from None
     return body
 
 

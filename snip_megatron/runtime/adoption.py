@@ -66,14 +66,12 @@ class MapChannel:
 
     Args:
         names: global names of all linears, in order. They are a part of the hash.
-        device: the device of tensors in collectives of the group.
-        group: all training ranks; None for the default group. Its rank 0 decides.
+        device: the device of tensors in collectives.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
         self._device = device
-        self._group = group
 
     def agree(self, decision: Decision | None) -> Decision:
         """Broadcast a decision, and compare the hashes of what arrived.
@@ -96,7 +94,7 @@ class MapChannel:
         if not dist.is_initialized():
             return own
         flag = torch.tensor([int(own)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
     def _agreed(self, message: bytes | None) -> bytes:
@@ -110,20 +108,19 @@ class MapChannel:
         raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
 
     def _broadcast(self, message: bytes | None) -> bytes:
-        source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
         size = torch.tensor([len(message or b"")], dtype=torch.int64, device=self._device)
-        dist.broadcast(size, src=source, group=self._group)
+        dist.broadcast(size, src=0)
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if message:
             buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         buffer = buffer.to(self._device)
-        dist.broadcast(buffer, src=source, group=self._group)
+        dist.broadcast(buffer, src=0)
         return buffer.cpu().numpy().tobytes()
 
     def _same_everywhere(self, message: bytes) -> bool:
         digest = hashlib.sha256(message + "\0".join(self._names).encode()).digest()
         value = int.from_bytes(digest[:8], "little") >> 2  # its negative must fit into int64 as well
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MIN)
         low, high = (int(bound) for bound in bounds.cpu())
         return low == -high

@@ -40,12 +40,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """The result of an update that cannot be measured now, equal on all ranks.
-
-    Attributes:
-        reason: the reason, in one line.
-        figures: the figures behind it, for the event.
-    """
+    """Why an update cannot be measured now, in one line and in figures for the event. Equal on all ranks."""
 
     reason: str
     figures: Mapping[str, float]
@@ -57,8 +52,7 @@ class Kernels(Protocol):
     def begin(self) -> bool:
         """Compile what the map in force runs, and begin to compile what updates and later maps run. Collective.
 
-        Returns:
-            Whether all ranks have all kernels. The result is equal on all ranks.
+        Returns whether all ranks have all kernels, equal on all ranks.
         """
 
     def finish(self, seconds: float = math.inf) -> bool:

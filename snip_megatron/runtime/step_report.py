@@ -53,8 +53,7 @@ class StepReport:
     stream, so that the launching thread stays ahead of the GPU.
 
     Args:
-        device: the device of tensors in collectives of the group.
-        group: all training ranks; None for the default group.
+        device: the device of tensors in collectives.
         arrived: figures restored from a checkpoint. The first call of :meth:`exchange` returns them.
         news: on rank 0, called at every step for the figures of :attr:`StepFigures.account`; None on other ranks.
     """
@@ -62,13 +61,11 @@ class StepReport:
     def __init__(
         self,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
         arrived: StepFigures | None = None,
         news: News | None = None,
     ) -> None:
         self._news = news
         self._device = device
-        self._group = group
         self._arrived = arrived
         self._flight: _Flight | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -84,15 +81,8 @@ class StepReport:
     ) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
-        Args:
-            step: the 0-based training step.
-            loss: the loss on ranks that have it; None on others.
-            grad_norm: the gradient norm, equal on all ranks.
-            answered: on rank 0, whether the outcome of the pending update is known.
-            ready: whether this rank has its kernels.
-
-        Returns:
-            The figures of the previous step, or None if there are none.
+        ``loss`` is None on ranks that have none. ``grad_norm`` is equal on all ranks. ``answered`` says on rank 0
+        whether the outcome of the pending update is known, ``ready`` whether this rank has its kernels.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
@@ -110,7 +100,7 @@ class StepReport:
         if news is not None:
             known = [news.get(name, math.nan) for name in _ACCOUNT]
             values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
-        handle: Any = dist.all_reduce(values, group=self._group, async_op=True) if dist.is_initialized() else _Alone()
+        handle: Any = dist.all_reduce(values, async_op=True) if dist.is_initialized() else _Alone()
         host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
         self._flight = _Flight(step, values, host, landed, grad_norm)
         return arrived

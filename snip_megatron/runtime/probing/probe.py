@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -102,19 +102,23 @@ class ProbeRunner:
         config, microbatches = self._config, self._microbatches(step)
         seconds: dict[str, float] = {}
         recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
-        stream = self._stream()
+        stream = ResidualStream(
+            self._host.chunks, self._registry.context, self._host.shard, config.probe_tokens,
+            derive_seed(config.seed, _NOISE), self._host.recomputing,
+        )  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(step.undisturbed())
             stack.enter_context(attached(recorders))
             stack.enter_context(stream.attached())
-            stack.enter_context(self._probing())
+            stack.callback(setattr, self._registry.context, "probing", False)
+            self._registry.context.probing = True
             seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream)
             started = time.perf_counter()
             scale = self._scale(step, clip, sequences, recorders)
             stream.finish_statistics(microbatches)
             table = self._reduce_statistics(recorders, stream, scale)
             if self._weighs_updates:
-                found = self._partial(scale)
+                found = PartialTable(self._shape, scale.gradient)
                 self._updates.collect(found, table, recorders, step, scale)
                 table.merge(self._reduced(found))
             seconds["reduction"] = time.perf_counter() - started
@@ -122,7 +126,7 @@ class ProbeRunner:
                 sigma = self._sigma(phase, table, scale)
                 seconds[phase.value] = self._run_pass(phase, step, sequences, recorders, stream, sigma)
             started = time.perf_counter()
-            late = self._partial(scale)
+            late = PartialTable(self._shape, scale.gradient)
             self._collect(late, recorders, stream)
             table.merge(self._reduced(late))
             seconds["reduction"] += time.perf_counter() - started
@@ -134,20 +138,6 @@ class ProbeRunner:
         )
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
         return ProbeResult(finished, seconds, scale, passes, sequences)
-
-    def _stream(self) -> ResidualStream:
-        host, config = self._host, self._config
-        seed = derive_seed(config.seed, _NOISE)
-        context, tokens = self._registry.context, config.probe_tokens
-        return ResidualStream(host.chunks, context, host.shard, tokens, seed, host.recomputing)
-
-    @contextmanager
-    def _probing(self) -> Iterator[None]:
-        self._registry.context.probing = True
-        try:
-            yield
-        finally:
-            self._registry.context.probing = False
 
     def _noise_passes(self) -> list[Pass]:
         if not self._weighs_updates:
@@ -189,9 +179,6 @@ class ProbeRunner:
         tokens = microbatches * each * sequences // step.sequences
         return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
 
-    def _partial(self, scale: StepScale) -> PartialTable:
-        return PartialTable(self._shape, scale.gradient)
-
     def _reduced(self, table: PartialTable) -> PartialTable:
         table.reduce(self._host.groups.world, self._host.device)
         return table
@@ -207,7 +194,7 @@ class ProbeRunner:
     ) -> PartialTable:
         finish_dots(recorders, self._host.groups)
         reduce_columns(recorders, self._host.groups)
-        table = self._partial(scale)
+        table = PartialTable(self._shape, scale.gradient)
         self._collect(table, recorders, stream)
         return self._reduced(table)
 
