@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear import TOKENS, WEIGHTS
 
 from benchmarks.common import header, interleaved, refuse_without_cuda, write
+from benchmarks.layers.linear import TOKENS, WEIGHTS
 from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError, cublaslt
 from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels import quantize as triton_quantize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
-from snip_megatron.reporting.figures import STAGE_COLOURS, Figure, thin
+from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import machine_line, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
@@ -102,6 +103,7 @@ def render_comparison(runs: Sequence[RunData]) -> str:
         "loss": _lines(runs, names, "loss", Figure("loss")),
         "distance": _distance(runs, names),
         "share": _lines(runs, names, "fp4_fraction", Figure("fp4 share of FLOPs", share=True, zero=True)),
+        "formats": _formats(runs, names),
     }
     bases = [None, *[_last_map(runs[0])] * (len(runs) - 1)]
     others = _against(runs, names, summaries)
@@ -160,6 +162,17 @@ def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] |
             starts = np.maximum(np.arange(1, len(sums)) - window, 0)
             means = (sums[1:] - sums[starts]) / (np.arange(1, len(sums)) - starts)
             figure.line(name, *thin(steps, means.tolist()), colour, "%{y:+.4f}", width=1.5)
+    return figure.as_dict() if figure.data else None
+
+
+def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
+    """Draw the GEMMs of each run's last map by format, stacked: an fp4 share says nothing about a map without fp4."""
+    counts = [Counter(_formats_of(last).values()) if (last := _last_map(run)) else Counter() for run in runs]
+    figure = Figure("share of the last map's GEMMs", share=True)
+    for fmt in Format:
+        if any(count[fmt] for count in counts):
+            shares = [count[fmt] / count.total() if count else None for count in counts]
+            figure.bars(fmt.value, names, shares, FORMAT_COLOURS[fmt], f"{fmt.value} %{{y:.1%}}<extra></extra>")
     return figure.as_dict() if figure.data else None
 
 

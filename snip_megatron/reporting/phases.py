@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_data import RunData, number
-from snip_megatron.reporting.figures import DASHED, FAULT, LINE, STAGE_COLOURS, Figure, thin
+from snip_megatron.reporting.figures import DASHED, FAULT, LINE, Figure
 
 MAX_ROWS = 200
 """Number of phases in the table. Of a longer run, the last ones are shown."""
@@ -42,31 +40,17 @@ class PhaseView:
     Attributes:
         rows: the last MAX_ROWS phases in the order of time; of each its state (``over``, ``in force`` or ``to come``)
             and what it changes.
-        timed: whether the average over the run is one of predicted speedups instead of the fp4 share.
+        timed: whether the budget is one of predicted times instead of the fp4 share.
         budget: the run's budget as text.
-        target: the wanted average; None for a bound of the loss.
-        steps: number of recorded steps that count towards the average.
-        average: the average over these steps; None without any.
-        expected: the average over the run if the plan is followed; None without a plan for the rest of the run.
-        last: the step before which training ends, by the latest plan.
-        points: (steps, average up to and including each of them), recorded and then planned.
+        target: the wanted average over the run; None for a bound of the loss.
+        expected: this average if the latest plan is followed; None if it was dropped.
     """
 
     rows: Sequence[tuple[RunPhase, str, Mapping[str, str]]]
     timed: bool
     budget: str
     target: float | None
-    steps: int
-    average: float | None
-    expected: float | None
-    last: int
-    points: tuple[Sequence[int], Sequence[float | None]]
-
-    def text(self, value: float | None) -> str:
-        """Return an average as text."""
-        if value is None:
-            return "–"
-        return f"{value:.3f} ×" if self.timed else f"{value:.2%}"
+    expected: str | None
 
 
 def phases_of(run: RunData) -> list[RunPhase]:
@@ -123,8 +107,6 @@ def phase_view(run: RunData) -> PhaseView | None:
     budget = run.budget
     timed = budget is not None and budget.kind != "fp4"
     now = _next_step(run)
-    spent, ahead = _spent(run, timed), _ahead(remaining_phases(run), now, timed)
-    whole = _averages(spent + ahead, timed)
     earlier = [a.precision_map for a in run.adoptions if a.step < phases[0].begin]
     before = [earlier[-1] if earlier else None, *(phase.precision_map for phase in phases)]
     rows = [
@@ -140,27 +122,21 @@ def phase_view(run: RunData) -> PhaseView | None:
         timed=timed,
         budget=str(run.config.get("budget", "")),
         target=None if budget is None or budget.kind == "loss" else budget.value,
-        steps=len(spent),
-        average=whole[len(spent) - 1] if spent else None,
-        expected=whole[-1] if ahead else None,
-        last=phases[-1].end,
-        points=thin([step for step, _ in spent + ahead], whole),
+        expected=_expected(run, timed),
     )
 
 
 def phase_figure(view: PhaseView) -> dict[str, Any]:
-    """Draw what each phase contributes, the average up to each step, and the budget."""
+    """Draw what each phase contributes, and the budget."""
     title = "predicted speedup of the linears" if view.timed else "fp4 share of FLOPs"
     figure, form = Figure(title, share=not view.timed, zero=True), "%{y:.3f}" if view.timed else "%{y:.2%}"
     for name, ran, dash in (("phases that ran", True, "solid"), ("phases to come", False, "dot")):
         rows = [phase for phase, when, _ in view.rows if (when != "to come") == ran]
         if rows:
             figure.line(name, *_outline(rows, view.timed), LINE, form, width=2, dash=dash)
-    steps, averages = view.points
-    figure.line("average up to here", steps, averages, STAGE_COLOURS[2], form)
     if view.target is not None:
-        ends = [min([*steps[:1], view.rows[0][0].begin]), view.last]
-        figure.line("budget", ends, [view.target] * 2, FAULT, form, **DASHED)
+        ends = [view.rows[0][0].begin, view.rows[-1][0].end]
+        figure.line("budget of the run", ends, [view.target] * 2, FAULT, form, **DASHED)
     return figure.as_dict()
 
 
@@ -214,30 +190,13 @@ def _share(events: Sequence[Mapping[str, Any]], plan: PrecisionPlan, precision_m
     return precision_map.achieved if precision_map.budget is None else precision_map.fp4_share
 
 
-def _spent(run: RunData, timed: bool) -> list[tuple[int, float]]:
-    """Return (step, fp4 share; or time relative to bf16) of every step on record."""
-    origin = _first_step(run)
-    rows = [row for row in run.metrics if row["step"] >= origin]
-    if not timed:
-        return [(row["step"], number(row.get("fp4_fraction")) or 0.0) for row in rows]
-    starts = [adoption.step for adoption in run.adoptions]
-    times = [1.0, *(_time(adoption.speedup) for adoption in run.adoptions)]
-    return [(row["step"], times[bisect.bisect_right(starts, row["step"])]) for row in rows]
-
-
-def _ahead(phases: Sequence[RunPhase], now: int, timed: bool) -> list[tuple[int, float]]:
-    """Return the same for the steps that the plan has for the rest of the run; empty if it misses some of them."""
-    values = [_time(phase.precision_map.speedup) if timed else phase.share for phase in phases]
-    if not phases or phases[0].begin > now or None in values:
-        return []
-    known = [(phase, value) for phase, value in zip(phases, values, strict=True) if value is not None]
-    return [(step, value) for phase, value in known for step in range(phase.begin, phase.end)]
-
-
-def _averages(values: Sequence[tuple[int, float]], timed: bool) -> list[float | None]:
-    """Return the mean share, or the harmonic mean of the speedups, up to and with each step."""
-    means = [total / n for n, total in enumerate(itertools.accumulate(value for _, value in values), start=1)]
-    return [1.0 / mean if mean > 0.0 else None for mean in means] if timed else list(means)
+def _expected(run: RunData, timed: bool) -> str | None:
+    """Return the average over the run that the latest plan reaches, as text; None if the plan was dropped."""
+    plan = _segments(run)[-1][1]
+    achieved = None if plan is None else plan.achieved
+    if achieved is None:
+        return None
+    return f"{achieved:.3f} ×" if timed else f"{achieved:.2%}"
 
 
 def _outline(phases: Sequence[RunPhase], timed: bool) -> tuple[list[int | None], list[float | None]]:
@@ -251,7 +210,3 @@ def _outline(phases: Sequence[RunPhase], timed: bool) -> tuple[list[int | None],
         x += [phase.begin, phase.end]
         y += [phase.precision_map.speedup if timed else phase.share] * 2
     return x, y
-
-
-def _time(speedup: float | None) -> float:
-    return 1.0 if speedup is None or speedup <= 0.0 else 1.0 / speedup

@@ -19,7 +19,6 @@ from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_figure, phase_view
-from snip_megatron.reporting.sent import sent_sentence
 from snip_megatron.reporting.stage_view import stage_view
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
@@ -58,7 +57,6 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
     """
     summary = summarise(run)
-    sent = sent_sentence(run, [each.stretch for each in summary.maps])
     unreadable = list(run.unreadable)
     front = None if live else latest_front(run.path, run.updates, unreadable)
     stages = stage_view(run, cost, unreadable)
@@ -79,7 +77,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
-            "lines": [*sentences(summary), *filter(None, [sent]), *_stays_bf16(run)],
+            "lines": [*sentences(summary), *_stays_bf16(run)],
             "warnings": summary.warnings,
         },
         summary_maps=summary.maps[-MAX_MAP_ROWS:],

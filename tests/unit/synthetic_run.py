@@ -159,7 +159,7 @@ def adopt(run: RunDirectory, step: int, new: PrecisionMap, old: PrecisionMap | N
     return new
 
 
-def add_plan(path: Path, plan: PrecisionPlan, shares: Sequence[float] = (), average: float | None = None) -> None:
+def add_plan(path: Path, plan: PrecisionPlan, shares: Sequence[float] = ()) -> None:
     """Add a plan to a run directory, as taken before its first step. ``shares`` are the fp4 shares of its phases."""
     step = plan.phases[0].begin
     (path / "plans").mkdir(exist_ok=True)
@@ -168,7 +168,7 @@ def add_plan(path: Path, plan: PrecisionPlan, shares: Sequence[float] = (), aver
         {"from_step": phase.begin, "steps": steps, "fp4_fraction": share}
         for phase, steps, share in zip(plan.phases, plan.steps, shares, strict=False)
     ]
-    add_event(path, step, "plan", version=plan.version, status=plan.status, average=average, phase=0, phases=phases)
+    add_event(path, step, "plan", version=plan.version, status=plan.status, phase=0, phases=phases)
 
 
 def add_event(path: Path, step: int, event: str, **fields: Any) -> None:

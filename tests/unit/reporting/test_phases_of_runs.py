@@ -25,8 +25,11 @@ FAST = EARLY.with_fields(speedup=2.0, step_speedup=1.5, **TIMED)
 SLOW = LATE.with_fields(speedup=1.25, step_speedup=1.2, **TIMED)
 
 
-def plan_of(*phases: tuple[int, PrecisionMap], last: int = 120, version: int = 1) -> PrecisionPlan:
-    return PrecisionPlan(tuple(PlanPhase(*phase) for phase in phases), last, version, "optimal", target=0.75)
+def plan_of(
+    *phases: tuple[int, PrecisionMap], last: int = 120, version: int = 1, achieved: float = 0.76
+) -> PrecisionPlan:
+    made = tuple(PlanPhase(*phase) for phase in phases)
+    return PrecisionPlan(made, last, version, "optimal", target=0.75, achieved=achieved)
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_a_run_without_plans_shows_nothing(path: Path) -> None:
 
 
 def test_phases_their_changes_and_the_average(path: Path) -> None:
-    synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0), average=0.7)
+    synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0))
     run = load_run(path)
     view = phase_view(run)
     assert view is not None
@@ -60,31 +63,26 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
         {"fprop": "24 fp4 → fp8"},
         {"fprop": "24 fp8 → fp4"},
     ]
-    assert (view.timed, view.budget, view.target, view.steps, view.last) == (False, "fp4=0.75", 0.75, 60, 120)
-    assert view.average == pytest.approx(45 * 0.75 / 60)  # as recorded, step by step
-    assert view.expected == pytest.approx((45 * 0.75 + 30 * 0.5 + 30 * 1.0) / 120)
+    assert (view.timed, view.budget, view.target, view.expected) == (False, "fp4=0.75", 0.75, "76.00%")
     figure = phase_figure(view)
-    ran, ahead, average, budget = figure["data"]
+    ran, ahead, budget = figure["data"]
     assert (ran["x"], ran["y"]) == ([15, 50, 50, 90], [0.75, 0.75, 0.5, 0.5])
     assert (ahead["x"], ahead["y"]) == ([90, 120], [1.0, 1.0])
-    assert (average["x"][0], average["x"][-1], average["y"][-1]) == (0, 119, view.expected)
-    assert (budget["x"], budget["y"]) == ([0, 120], [0.75, 0.75])
+    assert (budget["x"], budget["y"]) == ([15, 120], [0.75, 0.75])
     page = render(run, live=True)
-    assert "60 steps so far: 56.25% on average; 65.62% over all steps up to 120 if the plan is followed." in page
+    assert "is an average over the run: 76.00% if the latest plan is followed." in page
     assert "fprop: 24 fp4 → fp8</td>" in page
     assert "<td>0.125</td>" in page
 
 
-def test_a_budget_of_time_averages_speedups(path: Path) -> None:
-    synthetic_run.add_plan(path, plan_of((15, FAST), (60, SLOW)))
+def test_a_budget_of_time_shows_speedups(path: Path) -> None:
+    synthetic_run.add_plan(path, plan_of((15, FAST), (60, SLOW), achieved=1.42))
     run = load_run(path)
     timed = [dataclasses.replace(a, asked="speedup=1.4", speedup=2.0, precision_map=FAST) for a in run.adoptions]
     view = phase_view(RunData(**{**vars(run), "config": {"budget": "speedup=1.4"}, "adoptions": timed}))
     assert view is not None
-    assert (view.timed, view.target) == (True, 1.4)
-    assert view.average == pytest.approx(60 / (15 + 45 / 2))
-    assert view.expected == pytest.approx(120 / (15 + 45 / 2 + 60 / 1.25))
-    assert view.text(view.average) == "1.600 ×"
+    assert (view.timed, view.target, view.expected) == (True, 1.4, "1.420 ×")
+    assert [trace["y"] for trace in phase_figure(view)["data"]] == [[2.0, 2.0], [1.25, 1.25], [1.4, 1.4]]
 
 
 def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path) -> None:
