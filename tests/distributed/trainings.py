@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,19 @@ class Trainings:
         run, saved, iters = self.folder / name, self.saved(name), steps or self._steps
         own = ("--snip", "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
         args = tiny_llama_args(*self._common, *own, *extra, iters=iters)
-        done = self._warm.run(ranks, args, tmp=self.folder / f"{name}-ranks", timeout=300)
+        sent = self.folder / f"{name}-sent.json"
+        done = self._warm.run(
+            ranks,
+            args,
+            module="counted_pretrain",
+            env={"SENT": str(sent)},
+            tmp=self.folder / f"{name}-ranks",
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         metrics = read_metrics(run)
         figures = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
-        return Run(figures, read_checkpoint(saved, iters), [row["wire_bytes"] for row in metrics], run)
+        return Run(figures, read_checkpoint(saved, iters), json.loads(sent.read_text()), run)
 
     def saved(self, name: str) -> Path:
         """The folder of a training's checkpoints."""

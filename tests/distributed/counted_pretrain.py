@@ -1,5 +1,6 @@
-"""Counts the bytes that this rank sends in collectives, of Megatron's code and of SNIP's.
+"""The training entry, which counts what each step sends: ``python -m counted_pretrain`` with ``SENT=<file>``.
 
+Rank 0 writes a list with an object for each training step: the bytes that it sent, by kind of collective.
 Every collective of ``torch.distributed`` goes through a method of a process group, and these are wrapped. What is
 counted are the tensors that the methods get, so that it shows what is really exchanged, in which dtype. The number of
 bytes on the wire depends on the library's algorithm; the count is that of a ring, which no algorithm without reductions
@@ -9,12 +10,19 @@ in the network undercuts.
 from __future__ import annotations
 
 import functools
+import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from snip_megatron.megatron.startup import prepare
+from snip_megatron.pretrain_gpt import parse_snip_arguments
 
 
 def _each_other(count: int, size: int) -> int:
@@ -63,17 +71,10 @@ class Traffic:
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
 
-    def install(self) -> Callable[[], None]:
-        """Begin to count. Returns a function that ends it."""
-        originals = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, self._counted(name, original, *_METHODS[name]))
-
-        def undo() -> None:
-            for name, original in originals.items():
-                setattr(dist.ProcessGroup, name, original)
-
-        return undo
+    def install(self) -> None:
+        """Count from now on."""
+        for name, entry in _METHODS.items():
+            setattr(dist.ProcessGroup, name, self._counted(name, getattr(dist.ProcessGroup, name), *entry))
 
     def take(self) -> dict[str, int]:
         """Return the bytes since the last call, without the kinds that sent none."""
@@ -101,3 +102,31 @@ def _bytes(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(_bytes, tensors))
+
+
+def main() -> None:
+    config = parse_snip_arguments(sys.argv[1:])
+    startup = prepare(sys.argv[1:], config.no_compat)
+    from snip_megatron.megatron import compat
+    from snip_megatron.megatron.entry import run
+
+    traffic, steps = Traffic(), list[dict[str, int]]()
+    traffic.install()
+
+    def wrap(train_step: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            traffic.take()  # leaves out what SNIP exchanged between the steps
+            result = train_step(*args, **kwargs)
+            steps.append(traffic.take())
+            return result
+
+        return step
+
+    compat.wrap_train_step(wrap)
+    run(startup)
+    if os.environ["RANK"] == "0":
+        Path(os.environ["SENT"]).write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()
