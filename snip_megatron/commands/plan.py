@@ -13,7 +13,7 @@ from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.planner.layout import CUDA_GRAPHS, RECOMPUTE, Layout
+from snip_megatron.planner.layout import RECOMPUTE, Layout
 from snip_megatron.records.output_file import check_folder, deliver
 
 if TYPE_CHECKING:
@@ -26,15 +26,8 @@ _SHARED = (
 _FLAGS = {
     "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
-    "no-gradient-accumulation-fusion": "Megatron's layers add weight gradients in a kernel of its own, as without Apex",
-    "overlap-grad-reduce": "gradients are reduced during the backward",
-    "overlap-param-gather": "parameters are gathered during the forward",
-    "account-for-embedding-in-pipeline-split": "the embedding counts as a layer of the first pipeline stage",
-    "account-for-loss-in-pipeline-split": "output layer and loss count as a layer of the last pipeline stage",
 }
-_SIZES = (
-    "tp", "pp", "vpp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute", "cuda-graph-impl",
-)  # fmt: skip
+_SIZES = ("tp", "pp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute")
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
@@ -58,7 +51,6 @@ def _add_model(add: Callable[..., Any]) -> None:
     for name, text in (
         ("tp", "tensor parallel size; default: 1"),
         ("pp", "pipeline parallel size; default: 1"),
-        ("vpp", "model chunks per pipeline stage; default: 1"),
         ("dp", "data parallel size; default: 1"),
         ("seq-length", "tokens of a sequence; default: the model's context length"),
         ("micro-batch-size", "sequences of a microbatch; default: 1"),
@@ -66,7 +58,6 @@ def _add_model(add: Callable[..., Any]) -> None:
     ):
         add(f"--{name}", type=_count, metavar="N", help=text)
     add("--recompute", choices=RECOMPUTE, help="activations to recompute in the backward; default: none")
-    add("--cuda-graph-impl", choices=CUDA_GRAPHS, help="CUDA graphs of training steps; default: none")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
@@ -165,29 +156,20 @@ def _named(args: argparse.Namespace, config: SnipConfig) -> Layout:
 
     if args.model is None:
         raise SnipError("the following arguments are required: --model, or --megatron with the arguments of a training")
-    pp, vpp, micro = args.pp or 1, args.vpp or 1, args.micro_batch_size or 1
-    model = load_llama(args.model).model(
-        pp,
-        vpp,
-        embedding=args.account_for_embedding_in_pipeline_split,
-        loss=args.account_for_loss_in_pipeline_split,
-    )
+    pp, dp, micro = args.pp or 1, args.dp or 1, args.micro_batch_size or 1
+    model = load_llama(args.model).model(pp)
     return Layout(
         model=model if args.vocab_size is None else replace(model, vocabulary=args.vocab_size),
         tp=args.tp or 1,
         pp=pp,
-        vpp=vpp,
-        dp=args.dp or 1,
+        vpp=1,
+        dp=dp,
         seq_length=args.seq_length or model.context,
         micro_batch_size=micro,
-        global_batch_size=args.global_batch_size or 8 * pp * micro * (args.dp or 1),
+        global_batch_size=args.global_batch_size or 8 * pp * micro * dp,
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute or "none",
         distributed_optimizer=not args.no_distributed_optimizer,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        cuda_graph_impl=args.cuda_graph_impl or "none",
-        gradient_accumulation_fusion=not args.no_gradient_accumulation_fusion,
         communication=config.communication,
         gradient_reduction=config.gradient_reduction,
     ).checked()

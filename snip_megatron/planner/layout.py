@@ -91,7 +91,6 @@ class Layout:
         self._check_tensor_parallel()
         self._check_batch()
         self._check_communication()
-        self._check_graphs()
         assert self.shapes  # ranks can share all features
         return self
 
@@ -211,7 +210,7 @@ class Layout:
 
     # -- checks --------------------------------------------------------------------------------------------------
     def _check_positive(self) -> None:
-        for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "seq_length", "micro_batch_size", "global_batch_size"):
+        for name in ("tp", "pp", "dp", "seq_length", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if not 1 <= value <= _MOST:
                 raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}")
@@ -252,25 +251,9 @@ class Layout:
                 f" each, no multiple of {_TILE}, so that shards cut tiles"
             )
 
-    def _check_graphs(self) -> None:
-        if self.cuda_graph_impl not in CUDA_GRAPHS:
-            raise SnipError(f"--cuda-graph-impl {self.cuda_graph_impl}: choose one of {', '.join(CUDA_GRAPHS)}")
-        if self.pp > 1 and self.cuda_graph_impl in GRAPHS_WITHOUT_PIPELINE:
-            raise SnipError(
-                f"--cuda-graph-impl {self.cuda_graph_impl} cannot be combined with --pp {self.pp}:"
-                f" {GRAPHS_WITHOUT_PIPELINE[self.cuda_graph_impl]}; use --cuda-graph-impl transformer_engine"
-            )
-
     def _check_batch(self) -> None:
         each = self.micro_batch_size * self.dp
         if self.global_batch_size % each:
             raise SnipError(
                 f"--global-batch-size {self.global_batch_size}: must be a multiple of --micro-batch-size × --dp, {each}"
-            )
-        if self.vpp > 1 and self.pp == 1:
-            raise SnipError(f"--vpp {self.vpp}: a virtual pipeline needs --pp of 2 or more")
-        if self.vpp > 1 and self.microbatches % self.pp:
-            raise SnipError(
-                f"--vpp {self.vpp}: an interleaved schedule needs microbatches ({self.microbatches}) in multiples of"
-                f" --pp {self.pp}"
             )

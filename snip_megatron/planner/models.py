@@ -89,18 +89,13 @@ class Llama:
     context: int
     tied: bool = False
 
-    def model(self, pp: int = 1, vpp: int = 1, *, embedding: bool = False, loss: bool = False) -> Model:
-        """Return the model, whose blocks are split evenly over pipeline stages.
-
-        Args:
-            pp: pipeline parallel size.
-            vpp: number of chunks of each stage. Chunk c of stage s follows chunk c of stage s − 1.
-            embedding: whether the embedding counts as a layer of the first stage.
-            loss: whether the loss counts as a layer of the last stage.
-
-        Raises:
-            SnipError: Megatron would refuse the split.
-        """
+    def model(self, pp: int = 1) -> Model:
+        """Return the model, split evenly over ``pp`` pipeline stages. Raises SnipError if it cannot be."""
+        if self.blocks % pp:
+            raise SnipError(
+                f"--pp {pp}: {self.name} has {self.blocks} blocks, not divisible by {pp}; choose another size, or plan"
+                " the arguments of a training (snip plan --megatron ...)"
+            )
         queries = self.heads * self.head_size
         shapes = (
             (queries + 2 * self.groups * self.head_size, self.hidden),
@@ -109,27 +104,12 @@ class Llama:
             (self.hidden, self.ffn),
         )
         rows = (
-            LinearRow(str(LinearId("decoder", block, path)), stage, *shape)
-            for block, stage in enumerate(self._stages(pp, vpp, embedding, loss))
+            LinearRow(str(LinearId("decoder", block, path)), block * pp // self.blocks, *shape)
+            for block in range(self.blocks)
             for path, shape in zip(DENSE_LAYER, shapes, strict=True)
         )
         sizes = (self.hidden, self.heads, self.groups, self.head_size, self.vocabulary, self.context, self.tied)
         return Model(self.name, tuple(rows), *sizes)
-
-    def _stages(self, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
-        """Return the stage of each block."""
-        layers, chunks = self.blocks + embedding + loss, pp * vpp
-        if layers % chunks:
-            raise SnipError(
-                f"--pp {pp} --vpp {vpp}: {self.name} has {self.blocks} blocks"
-                f"{f' (with embedding and loss {layers})' if layers > self.blocks else ''}, not divisible by {chunks};"
-                " choose other sizes, or count embedding and loss as layers (--account-for-embedding-in-pipeline-split"
-                " and --account-for-loss-in-pipeline-split)"
-            )
-        stages = [(block + embedding) // (layers // chunks) % pp for block in range(self.blocks)]
-        if len(set(stages)) < pp:
-            raise SnipError(f"--pp {pp}: {self.name} has {self.blocks} blocks, a stage would hold none")
-        return stages
 
 
 _KNOWN = (

@@ -109,7 +109,7 @@ def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: So
         "fp4_share": fp4_fraction(chosen, {row.name: row.flops for row in rows}),
         "seconds": time.total,
         "speedup": bf16.total / time.total,
-        "linears_seconds": max(stage.priced for stage in time.stages),
+        "linears_seconds": time.linears,
         "saved_seconds": steps * (bf16.total - time.total),
         "loss": solution.loss,
     }
@@ -128,7 +128,7 @@ def _averages(bf16: StepTime, rows: Sequence[Body], solution: Solution) -> Body:
         "average_seconds": seconds,
         "bf16_seconds": bf16.total,
         "average_speedup": bf16.total / seconds,
-        "average_linears_speedup": max(stage.priced for stage in bf16.stages) / mean("linears_seconds"),
+        "average_linears_speedup": bf16.linears / mean("linears_seconds"),
         "achieved": solution.achieved,
         "saved_seconds": math.fsum(row["saved_seconds"] for row in rows),
     }

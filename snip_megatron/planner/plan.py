@@ -179,17 +179,12 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
         "tokens_per_second_per_gpu": tokens / time.total / layout.ranks,
         "linear_flops_per_second_per_gpu": linears / time.total / layout.ranks,
         "speedup": bf16.total / time.total,
-        "linears_speedup": _linears(bf16) / _linears(time),
+        "linears_speedup": bf16.linears / time.linears,
         "balance": time.balance,
         "bubble": time.bubble - 1.0,
         "data_parallel": time.data_parallel,
         "optimizer": time.optimizer,
     }
-
-
-def _linears(time: StepTime) -> float:
-    """Return the seconds whose ratio a ``speedup=`` budget bounds."""
-    return max(stage.priced for stage in time.stages)
 
 
 def _budget(
@@ -202,11 +197,10 @@ def _budget(
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     rows, chosen = step.layout.model.rows, solution.to_precision_map()
     share = fp4_fraction(chosen, {row.name: row.flops for row in rows})
-    planned = {"speedup": _linears(steps["bf16"]) / _linears(steps["map"]), "loss": solution.loss, "fp4": share}
+    planned = {"speedup": steps["bf16"].linears / steps["map"].linears, "loss": solution.loss, "fp4": share}
     return {
         "asked": str(request.budget),
         "planned": planned[request.budget.kind],
-        "counted": solution.speedup,
         "beaten": _beaten(step, problem, solution, steps["map"]),
         "formats": list(request.config.formats),
         "granularity": request.config.granularity,

@@ -126,19 +126,9 @@ def _budget(plan: Body) -> str:
     return (
         f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}, losses"
         f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
-        f"  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked{_why_less(budget)}\n"
+        f"  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked\n"
         f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}"
         + "".join(f"\n  {line}" for line in [beaten(plan)] if line)
-    )
-
-
-def _why_less(budget: Body) -> str:
-    kind, _, asked = budget["asked"].partition("=")
-    if kind != "speedup" or budget["planned"] >= float(asked) * (1 - 5e-4):
-        return ""
-    return (
-        f": the solver counts GEMMs one by one ({budget['counted']:.4g}), and two that quantise a tensor for different"
-        " formats do not share the time of it"
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from snip_megatron.planner.exchanges import Exchanges
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, after_attention, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
-from snip_megatron.precision import Format, Gemm, LinearRow, Role
+from snip_megatron.precision import Format, Gemm, LinearRow, Role, Side
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import ACCUMULATION, CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
@@ -52,13 +52,12 @@ class StageTime:
     """Seconds that one GPU of a stage works in a step.
 
     Attributes:
-        linears: decoder linears with their quantisation.
+        linears: linears with their quantisation, and their exchanges as far as formats decide them (``exchanges.py``):
+            the time of a ``speedup=`` budget.
         attention: attention of the layers.
         elementwise: element-wise kernels of the layers.
         ends: embedding, output layer and loss.
-        tensor_parallel: exposed tensor parallel communication.
-        exchanges: the part of ``tensor_parallel`` that formats decide (``exchanges.py``). It is 0 with communication in
-            bf16.
+        tensor_parallel: the other exposed tensor parallel communication.
         experts: exchanges of tokens between expert parallel ranks.
         pipeline: exposed pipeline communication.
     """
@@ -68,21 +67,15 @@ class StageTime:
     elementwise: float
     ends: float
     tensor_parallel: float
-    exchanges: float
     experts: float
     pipeline: float
 
     @property
     def other(self) -> float:
-        """Seconds outside the linears. They depend on formats only by ``exchanges``."""
+        """Seconds that no format changes."""
         return math.fsum(
             (self.attention, self.elementwise, self.ends, self.tensor_parallel, self.experts, self.pipeline)
         )
-
-    @property
-    def priced(self) -> float:
-        """Seconds that formats decide, of the linears and of their exchanges: the time of a ``speedup=`` budget."""
-        return self.linears + self.exchanges
 
     @property
     def total(self) -> float:
@@ -112,6 +105,11 @@ class StepTime:
         return max(stage.total for stage in self.stages)
 
     @property
+    def linears(self) -> float:
+        """Seconds of the linears on the stage that takes longest for them: what a ``speedup=`` budget bounds."""
+        return max(stage.linears for stage in self.stages)
+
+    @property
     def total(self) -> float:
         """Seconds of a step."""
         return self.bubble * self.slowest + self.data_parallel + self.optimizer
@@ -137,7 +135,7 @@ class StepModel:
         self.links = links or Links()
         self.rates = Rates(model)
         self.exchanges = Exchanges(layout, self.rates, self.links)
-        self._linears: dict[tuple[LinearShape, Formats], float] = {}
+        self._gemms: dict[tuple[LinearShape, Side, Gemm, Format], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, formats_of: FormatsOf) -> StepTime:
@@ -149,20 +147,23 @@ class StepModel:
     def fixed_seconds(self) -> dict[int, float]:
         """Return stage → seconds of a step that no format changes.
 
-        Exchanges between tensor parallel ranks whose bytes formats decide are not among them (:meth:`option_times`),
-        all other exchanges are. The time after the pipeline is divided by the factor of the bubble, so that the sum of
+        The time after the pipeline is divided by the factor of the bubble, so that the sum of
         the slowest stage times this factor is the step time.
         """
         bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
-        return {stage: time.other - time.exchanges + after for stage, time in enumerate(bf16.stages)}
+        return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
 
     def linear(self, row: LinearRow, formats: Formats) -> float:
-        """Return the seconds of a linear in a step."""
-        key = (self.layout.shapes[row.name], formats)
-        if key not in self._linears:
-            self._linears[key] = self.model.linear_seconds(*key)
-        return self._linears[key]
+        """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
+        return math.fsum(self._gemm(row, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
+
+    def _gemm(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
+        key = (self.layout.shapes[row.name], row.sharded, gemm, fmt)
+        if key not in self._gemms:
+            exchanges = key[0].microbatches * self.exchanges.charge(row, gemm, fmt)
+            self._gemms[key] = self.model.seconds(key[0], gemm, fmt) + exchanges
+        return self._gemms[key]
 
     def option_times(self, formats: Iterable[Format]) -> OptionTimes:
         """Return the seconds that every GEMM is charged in a budget of time, those of its exchanges included."""
@@ -179,17 +180,14 @@ class StepModel:
         layout = self.layout
         linears = [(row, formats_of(row)) for layer in layout.stages[stage] for row in layer]
         attentions = sum(layout.passes(row) for row, _ in linears if after_attention(row))
-
-        def exchanged(seconds: Callable[[LinearRow, Formats], float]) -> float:
-            return layout.microbatches * math.fsum(layout.passes(row) * seconds(row, fmt) for row, fmt in linears)
-
         return StageTime(
             linears=math.fsum(self.linear(row, formats) for row, formats in linears),
             attention=layout.microbatches * attentions * self._attention(),
             elementwise=layout.microbatches * self.rates.memory(self._layer_bytes([row for row, _ in linears])),
             ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=exchanged(self.exchanges.seconds),
-            exchanges=exchanged(self.exchanges.priced),
+            tensor_parallel=math.fsum(
+                layout.shapes[row.name].microbatches * self.exchanges.fixed(row) for row, _ in linears
+            ),
             experts=layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
             pipeline=layout.microbatches * self._pipeline(stage),
         )

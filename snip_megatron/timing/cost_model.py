@@ -1,12 +1,11 @@
 """Cost models, which predict the seconds that a rank spends in one GEMM of one linear, from a table or from FLOPs.
 
 Two GEMMs may share a quantisation: X is read once for fprop and wgrad, G once for dgrad and wgrad, W once a step for
-fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`TimingModel.seconds` must split a shared
+fprop and dgrad. A Problem adds up costs of single GEMMs, so :meth:`CostModel.seconds` must split a shared
 quantisation without knowing the format of the other GEMM. Each GEMM is charged its Shapley value: the mean of its time
 alone and of the time that it adds to the other's. The sum is exact if both GEMMs quantise in one format, and nearly so
 in two formats with tiles. It is too low by half of the shared read if only one GEMM quantises, and by all of it if one
-has a scale for the whole tensor and the other has tiles. :meth:`TimingModel.linear_seconds` knows all three formats and
-charges the actual calls.
+has a scale for the whole tensor and the other has tiles.
 
 Where Megatron's own linear adds ∇W in a kernel of its own, a bf16 wgrad is charged this kernel. That is exact if all
 three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and the charge is too high.
@@ -15,12 +14,12 @@ three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
-from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
+from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
 
 STATED_COPY = 4.0e12
@@ -34,7 +33,6 @@ _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_gr
 FLOPS_RATE = 1e15
 """The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
 _GEMMS = tuple(Gemm)
-_WHOLE = (Format.FP8_TENSOR,)  # one scale a tensor: its kernel shares no read with those of tile formats
 
 
 class CostModel:
@@ -102,22 +100,6 @@ class CostModel:
             time += self._added(shape)
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
-        return shape.microbatches * time + shape.matrices * once
-
-    def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
-        """Return the seconds of the linear's three GEMMs in one training step.
-
-        Two GEMMs may share a quantisation. This method charges it exactly. :meth:`seconds` must split it without
-        knowing the format of the other GEMM.
-        """
-        fprop, dgrad, wgrad = formats
-        time = math.fsum(self.gemm_seconds(shape, gemm, fmt) for gemm, fmt in zip(_GEMMS, formats, strict=True))
-        time += _together(fprop, wgrad, lambda fmt: self._input(shape, fmt), apart=shape.gathered)
-        time += _together(dgrad, wgrad, lambda fmt: self._gradient(shape, fmt))
-        time += self._again(shape, fprop)
-        if formats == ALL_BF16:
-            time += self._added(shape)
-        once = math.fsum(self._weight(shape, fmt) for fmt in (fprop, dgrad) if fmt is not Format.BF16)
         return shape.microbatches * time + shape.matrices * once
 
     def extrapolated(self, shape: LinearShape) -> bool:
@@ -193,10 +175,6 @@ class FlopsModel(CostModel):
         runs = shape.microbatches * (shape.forwards if gemm is Gemm.FPROP else 1)
         return runs * shape.flops / FLOPS_RATE * fmt.bits / Format.BF16.bits
 
-    def linear_seconds(self, shape: LinearShape, formats: Formats) -> float:
-        """See :class:`CostModel`."""
-        return math.fsum(self.seconds(shape, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
-
     def extrapolated(self, shape: LinearShape) -> bool:
         """See :class:`CostModel`."""
         return False
@@ -226,14 +204,3 @@ def _portion(times: Triple, side: int, *, alone: bool = False) -> float:
     """
     own, other, both = times[side], times[1 - side], times[2]
     return own if alone else min(both, max(0.0, (own + both - other) / 2))
-
-
-def _together(first: Format, second: Format, times: Callable[[Format], Triple], *, apart: bool = False) -> float:
-    """Return the seconds of quantising one tensor for two GEMMs.
-
-    It is one call if both formats use tiles or both use one scale a tensor, unless the GEMMs quantise ``apart``.
-    """
-    quantised = [fmt is not Format.BF16 for fmt in (first, second)]
-    if all(quantised) and not apart and (first in _WHOLE) == (second in _WHOLE):
-        return (times(first)[2] + times(second)[2]) / 2
-    return (times(first)[0] if quantised[0] else 0.0) + (times(second)[1] if quantised[1] else 0.0)

@@ -12,7 +12,6 @@ import pytest
 
 from snip_megatron.cli import main
 from snip_megatron.planner.plan import PLAN_SCHEMA
-from snip_megatron.timing.loading import TIMINGS
 
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
@@ -88,15 +87,6 @@ def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> Non
     assert "4 of 32×96×64" in done.stdout
 
 
-def test_cuda_graphs_are_captured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "graphs.json"
-    table.write_text(json.dumps(json.loads((TIMINGS / "h200.json").read_text()) | {"recapture": 0.01}))
-    sizes = ["--micro-batch-size", "8", "--global-batch-size", "16", "--granularity", "layer"]
-    asked = ["plan", "--model", "1b", *sizes, "--timings", str(table), "--cuda-graph-impl", "full_iteration"]
-    assert exit_code([*asked, "--budget", "speedup=1.05"]) == 0
-    assert "CUDA graphs: every map captures all layers, 0.44 s" in capsys.readouterr().out  # 22 layers, 2 microbatches
-
-
 def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     args = ["plan", "--model", "1b", "--timings", "flops", "--dp", "2", "--json", str(out)]
@@ -138,7 +128,7 @@ def test_a_plan_is_made_without_torch() -> None:
         (("--tp", 2, "--megatron", "--bf16"), "--tp cannot be combined with --megatron, whose arguments say it"),
         (("--model", "9b"), "model 9b: unknown; choose one of 1b, 3b, 7b, 8b, 70b, 405b"),
         (("--model", "7b", "--tp", 3), "--tp 3: llama-7b has 32 heads, which cannot be split over 3 ranks"),
-        (("--model", "405b", "--pp", 16), "--pp 16 --vpp 1: llama-405b has 126 blocks, not divisible by 16"),
+        (("--model", "405b", "--pp", 16), "--pp 16: llama-405b has 126 blocks, not divisible by 16"),
         (("--model", "8b", "--pp", "x"), "argument --pp: 'x' is not a whole number from 1 to 100000000000"),
         (("--model", "8b", "--budget", "fast"), "--budget fast: expected fp4=SHARE"),
         (

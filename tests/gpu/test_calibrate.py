@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import clock_for
 from snip_megatron.timing.calibration.measure import Measurer
@@ -34,4 +34,4 @@ def test_a_table_of_this_gpu() -> None:
     model = CostModel(table)
     shape = LinearShape(2048, 4096, 1024)
     assert not model.extrapolated(shape)
-    assert all(model.linear_seconds(shape, (fmt, fmt, fmt)) > 0 for fmt in model.formats)
+    assert all(model.seconds(shape, gemm, fmt) > 0 for gemm in Gemm for fmt in model.formats)

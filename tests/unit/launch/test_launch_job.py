@@ -57,7 +57,7 @@ def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) 
             "24 GPUs (--nodes 3 × --gpus-per-node 8) are no multiple of --tp 8 × --pp 4",
         ),
         ({"nodes": -1}, "--nodes -1: must be 1 or more"),
-        ({"configuration": "70b", "pp": 3, "nodes": 3}, "--pp 3 --vpp 1: llama-70b has 80 blocks, not divisible by 3"),
+        ({"configuration": "70b", "pp": 3, "nodes": 3}, "--pp 3: llama-70b has 80 blocks, not divisible by 3"),
         ({"global_batch_size": 100}, "--global-batch-size 100: must be a multiple of --micro-batch-size × --dp, 64"),
         ({"data": None}, "--data: missing; give a folder of snip prepare-data, mock for random tokens"),
         ({"data": "/nowhere"}, "--data /nowhere: there is no train.idx in it; make it with snip prepare-data"),

@@ -16,12 +16,12 @@ from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.rates import Links
 from snip_megatron.planner.request import build_problem, formats_of_map
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, LinearRow, Side, dense_names, option_id, split_option_id
+from snip_megatron.precision import Format, Gemm, dense_names, option_id, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Problem, Solution, solve
 from snip_megatron.solver.items import Choice, Item
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
-from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, LinearShape
 
 from .formula import SMALL, layout, with_blocks
 from .test_plan import request
@@ -45,35 +45,12 @@ def step_of(communication: str, model: CostModel | None = None, blocks: int = 1,
     return StepModel(chosen, EqualGemms() if model is None else model, LINKS)
 
 
-def charged(step: StepModel, row: LinearRow, formats: Formats) -> float:
-    return math.fsum(step.exchanges.charge(row, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
-
-
-# -- attribution ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("communication", MODES)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_charges_add_up_to_the_exchanges_that_formats_decide(communication: str, recompute: str) -> None:
-    step = step_of(communication, recompute=recompute)
-    inexact = 0
-    priced = step.exchanges.priced
-    for row, fprop, dgrad, wgrad in itertools.product(step.layout.stages[0][0], Format, Format, Format):
-        found = charged(step, row, (fprop, dgrad, wgrad))
-        wanted = priced(row, (fprop, dgrad, wgrad))
-        if row.sharded is Side.OUTPUT or communication == "bf16" or dgrad is wgrad:
-            assert found == pytest.approx(wanted, rel=1e-9)
-            continue
-        bf16 = priced(row, (fprop, BF16, BF16))
-        least = min(priced(row, (fprop, fmt, fmt)) for fmt in (dgrad, wgrad))
-        assert abs(found - wanted) <= (bf16 - least) / 2 + 1e-12
-        inexact += not math.isclose(found, wanted)
-    assert (inexact > 0) == (communication != "bf16")
-
-
+# -- attribution -------------------------------------------------------------------------------------------------
 def test_the_step_in_bf16_is_the_same_in_every_mode_and_its_fixed_part_is_not() -> None:
     """A budget's reference contains exchanges once: in the fixed part, or in the costs of options."""
     steps = {mode: step_of(mode, blocks=2) for mode in MODES}
     reference = {mode: step.step(lambda row: ALL_BF16) for mode, step in steps.items()}
-    assert len({time.total for time in reference.values()}) == 1
+    assert [time.total for time in reference.values()] == pytest.approx([reference["bf16"].total] * 3)
     fixed = {mode: step.fixed_seconds()[0] for mode, step in steps.items()}
     assert fixed["bf16"] > fixed["gather"] > fixed["all"]
     for mode, step in steps.items():

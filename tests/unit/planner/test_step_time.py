@@ -13,7 +13,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16
@@ -50,8 +50,11 @@ PARALLEL = {"tp": 4, "sequence_parallel": True}
 def exposed(communication: str, formats: tuple[Format, Format, Format], model: CostModel | None = None) -> float:
     """Seconds of tensor parallel communication of a block in a microbatch."""
     chosen = layout("8b", communication=communication, **PARALLEL)
-    step = StepModel(chosen, model or FlopsModel(), LINKS).step(lambda row: formats)
-    return step.stages[0].tensor_parallel / 32 / chosen.microbatches
+    exchanges = StepModel(chosen, model or FlopsModel(), LINKS).exchanges
+    return sum(
+        exchanges.fixed(row) + sum(exchanges.charge(row, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
+        for row in chosen.stages[0][0]
+    )
 
 
 def test_quantised_communication() -> None:
