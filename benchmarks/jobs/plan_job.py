@@ -31,7 +31,7 @@ from snip_megatron.timing.loading import load_cost_model
 JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
 
 
-def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDERS["bf16"]) -> Layout:
+def layout_of(job: dict[str, Any], contender: Contender = CONTENDERS["bf16"]) -> Layout:
     """Return the layout of a contender's training."""
     sizes = _values(job["arguments"])
     if int(sizes.get("--context-parallel-size", 1)) > 1:
@@ -44,7 +44,7 @@ def layout_of(job: dict[str, Any], graphs: str, contender: Contender = CONTENDER
     tp, pp = (int(sizes.get(f"--{name}-model-parallel-size", 1)) for name in ("tensor", "pipeline"))
     return Layout(
         llama.model(pp), tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
-        int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes, cuda_graph_impl=graphs,
+        int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes,
         communication=_values(contender.arguments).get("--snip-communication", "bf16"),
         gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
     )  # fmt: skip
@@ -79,7 +79,7 @@ def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
             continue
         tried = job["graphs"].get(name, {})
         graphs = min(tried, key=tried.__getitem__) if tried else "none"
-        chosen = StepModel(layout_of(job, graphs, contender), model)
+        chosen = StepModel(layout_of(job, contender), model)
         step = chosen.step(lambda row, contender=contender: formats_of(contender, row.id.layer))
         rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
     bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from snip_megatron.launch.job import Job
     from snip_megatron.planner.layout import Layout
 
+_TIMINGS = "h200"  # the card of the forecast
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip launch``. Those that Megatron has too have the same names."""
@@ -134,11 +136,19 @@ def _expected(job: Job, built: Layout | str) -> list[str]:
     """Return the forecast of a model as it was built; without one, why."""
     if isinstance(built, str):
         return [f"{built}: maps and budgets are checked when training starts"]
-    from snip_megatron.launch.forecast import summary
+    from snip_megatron.config.command_line import given_arguments
+    from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.render import render
+    from snip_megatron.planner.request import DECISIVE, parse_request
+    from snip_megatron.planner.step_time import StepModel
+    from snip_megatron.timing.loading import load_cost_model
 
     vocabulary = built.model.vocabulary or job.configuration.model.vocabulary
+    model, given = load_cost_model(_TIMINGS), given_arguments(job.extra)
     try:
-        return [_title(job), *summary(replace(built, model=replace(built.model, vocabulary=vocabulary)), job.extra)]
+        request = parse_request({name: given[name] for name in DECISIVE if name in given}, model)
+        layout = replace(built, model=replace(built.model, name=job.configuration.model.name, vocabulary=vocabulary))
+        return [_title(job), render(make_plan(StepModel(layout, model), request)).rstrip()]
     except SnipError as error:
         return [_title(job), f"no forecast: {error}"]
 

@@ -18,7 +18,6 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
-from snip_megatron.megatron import compat
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Model
 from snip_megatron.planner.step_time import StepModel
@@ -121,7 +120,6 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
-        cuda_graph_impl=compat.graph_implementation(args) or "none",
         communication=config.communication,
         gradient_reduction=config.gradient_reduction,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,

@@ -53,7 +53,6 @@ class Layout:
         recompute_modules: the modules that ``selective`` recomputes.
         distributed_optimizer: ``--use-distributed-optimizer``.
         overlap_grad_reduce, overlap_param_gather: Megatron's arguments of these names.
-        cuda_graph_impl: ``--cuda-graph-impl``: one of ``CUDA_GRAPHS``.
         communication: ``--snip-communication``.
         gradient_reduction: ``--snip-gradient-reduction``.
         gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
@@ -79,7 +78,6 @@ class Layout:
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    cuda_graph_impl: str = "none"
     communication: str = "bf16"
     gradient_reduction: str = "fp32"
     gradient_bytes: int = 4

@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.request import PlanRequest, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.precision import Format, Gemm, fp4_fraction, split_option_id
+from snip_megatron.precision import Format, Gemm, fp4_fraction
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.sensitivity.problem import phased_items
@@ -44,7 +44,9 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     if config.phases is None or request.train_iters is None:
         return None
     phased = _phased_request(config.phases, config.deployed, request.train_iters)
-    items = phased_items(static.items, [_forward(item.id) for item in static.items], phased, STANDING_SHARE)
+    formats = [fmt.value for fmt in Format]
+    of_fprop = [dict.fromkeys(formats, float(item.id.endswith(f":{Gemm.FPROP.value}"))) for item in static.items]
+    items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS, hint=fixed.choices)
@@ -80,12 +82,6 @@ def _phased_request(schedule: Schedule, deployed: str, steps: int) -> PhasedRequ
         carried=lambda begins: carried_weights(0, begins, steps, rates),
         standing=STANDING_WEIGHTS[deployed],
     )
-
-
-def _forward(option: str) -> dict[str, float]:
-    """The part of an option's loss that its fprop has, by format."""
-    part = 1.0 if split_option_id(option)[1] is Gemm.FPROP else 0.0
-    return {fmt.value: part for fmt in Format}
 
 
 def _static_loss(problem: Problem, fixed: Solution) -> float:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.config.defaults import backend_of, dominated
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, phases, step_time, synthetic, updates
 from snip_megatron.planner.layout import Layout
@@ -17,7 +18,7 @@ from snip_megatron.planner.phases import plan_phases
 from snip_megatron.planner.request import PlanRequest, build_problem, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import Format, LinearRow, fp4_fraction
-from snip_megatron.solver import Problem, Solution, solve
+from snip_megatron.solver import Solution, solve
 from snip_megatron.timing.shapes import ALL_BF16
 
 PLAN_SCHEMA = "snip.plan/1"
@@ -54,7 +55,6 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         bf16=steps["bf16"].total,
         running=steps["map"].total,
         links=step.links,
-        recapture=step.rates.recapture,
     )
     stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
     return {
@@ -66,7 +66,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "stages": stages,
         "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
-        "budget": _budget(step, request, problem, solution, steps),
+        "budget": _budget(step, request, solution, steps),
         "phases": plan_phases(step, request, problem, solution),
         "overhead": _overhead(cost, request.config),
         "assumptions": _assumptions(step, request),
@@ -187,13 +187,7 @@ def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
     }
 
 
-def _budget(
-    step: StepModel,
-    request: PlanRequest,
-    problem: Problem,
-    solution: Solution,
-    steps: Mapping[str, StepTime],
-) -> Body:
+def _budget(step: StepModel, request: PlanRequest, solution: Solution, steps: Mapping[str, StepTime]) -> Body:
     """Describe the budget, its solution, and the ``--snip-budget`` of a training."""
     rows, chosen = step.layout.model.rows, solution.to_precision_map()
     share = fp4_fraction(chosen, {row.name: row.flops for row in rows})
@@ -201,7 +195,7 @@ def _budget(
     return {
         "asked": str(request.budget),
         "planned": planned[request.budget.kind],
-        "beaten": _beaten(step, problem, solution, steps["map"]),
+        "dominated": dominated(request.budget, request.config.formats, backend_of(step.model)),
         "formats": list(request.config.formats),
         "granularity": request.config.granularity,
         "losses": "synthetic" if request.statistics is None else str(request.statistics),
@@ -214,20 +208,6 @@ def _budget(
         "fp4_share": share,
         "snip_arguments": request.training_arguments(),
     }
-
-
-def _beaten(step: StepModel, problem: Problem, solution: Solution, running: StepTime) -> Body | None:
-    """Return the fastest uniform format of the candidates that is as fast as the map, and loses no more; None if none
-    does.
-    """
-    assert solution.loss is not None
-    losses = [{choice.format: choice.loss for choice in item.choices} for item in problem.items]
-    found: list[Body] = []
-    for fmt in set.intersection(*map(set, losses)) if len(set(solution.choices.values())) > 1 else ():
-        loss, seconds = math.fsum(own[fmt] for own in losses), step.step(_uniform(fmt)).total
-        if loss <= solution.loss and seconds <= running.total:
-            found.append({"format": fmt.value, "seconds": seconds, "loss": loss})
-    return min(found, key=lambda body: body["seconds"], default=None)
 
 
 def _overhead(cost: updates.Update, config: SnipConfig) -> Body:

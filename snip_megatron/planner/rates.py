@@ -45,14 +45,12 @@ class Rates:
 
     Attributes:
         gpu_memory: bytes of a GPU's memory; None if no table has them.
-        recapture: seconds of capturing a layer and microbatch in CUDA graphs; None if not measured.
     """
 
     def __init__(self, model: CostModel) -> None:
         table = model.table
         attention = {} if table is None else table.attention
         self.gpu_memory = None if table is None else table.memory
-        self.recapture = None if table is None else table.recapture
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
         self._grid = LogGrid(attention) if attention else None

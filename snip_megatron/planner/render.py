@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from snip_megatron.config.defaults import LOSS
-
 Body = dict[str, Any]
 _GIB = 2.0**30
 _TIGHT = 0.9
@@ -22,20 +20,17 @@ def render(plan: Body) -> str:
 
 def _head(plan: Body) -> str:
     model, layout = plan["model"], plan["layout"]
-    virtual = f" × VPP {layout['vpp']}" if layout["vpp"] > 1 else ""
+    sizes = [f"{name.upper()} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1] or ["1"]
+    sizes += [f"experts over {layout['ep']}"] if layout["ep"] > 1 else []
+    usual = {"recompute": "none", "communication": "bf16", "gradient_reduction": "fp32"}
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
-    extras += [f"{name.upper()} {layout[name]}" for name in ("cp", "ep") if layout[name] > 1]
-    extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
-    extras += [f"communication {layout['communication']}"] if layout["communication"] != "bf16" else []
-    extras += [f"gradients {layout['gradient_reduction']}"] if layout["gradient_reduction"] != "fp32" else []
+    extras += [f"{name} {layout[name]}" for name, value in usual.items() if layout[name] != value]
     extras += [] if layout["gradient_accumulation_fusion"] else ["no gradient accumulation fusion"]
-    extras += [f"CUDA graphs {layout['cuda_graph_impl']}"] if layout["cuda_graph_impl"] != "none" else []
-    noted = f"; {', '.join(extras).replace('_', ' ')}" if extras else ""
     return (
         f"{model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['blocks']} blocks\n"
-        f"TP {layout['tp']} × PP {layout['pp']}{virtual} × DP {layout['dp']} = {layout['gpus']} GPUs; sequences of"
-        f" {layout['seq_length']}, {layout['micro_batch_size']} a microbatch, {layout['global_batch_size']} a step"
-        f" = {layout['microbatches']} microbatches{noted}\n"
+        f"{' × '.join(sizes)} = {layout['gpus']} GPUs; sequences of {layout['seq_length']},"
+        f" {layout['micro_batch_size']} a microbatch, {layout['global_batch_size']} a step ="
+        f" {layout['microbatches']} microbatches; {', '.join(extras).replace('_', ' ')}\n"
         f"times: {plan['timings']}"
     )
 
@@ -52,8 +47,7 @@ def _linears(plan: Body) -> str:
         ]
         for row in plan["linears"]
     ]
-    head = ["linear, a GPU", "tokens×n×k", "bf16 ms", *(f"{fmt} ×" for fmt in formats), ""]
-    return _table(head, rows)
+    return _table(["linear, a GPU", "tokens×n×k", "bf16 ms", *(f"{fmt} ×" for fmt in formats), ""], rows)
 
 
 def _stages(plan: Body) -> str:
@@ -62,24 +56,23 @@ def _stages(plan: Body) -> str:
     for stage in plan["stages"]:
         chunks = " ".join(f"{first}–{last}" for first, last in stage["chunks"]) or "–"
         memory = stage["bytes"]
-        fixed = sum(memory["bf16"][part] for part in ("parameters", "gradients", "optimizer"))
+        own = memory["map"]
+        fixed = own["parameters"] + own["gradients"] + own["optimizer"]
+        gib = [fixed, own["activations"], *(memory[name]["training"] for name in variants)]
         rows.append(
             [
                 str(stage["stage"]),
                 chunks if len(chunks) < 40 else f"{stage['blocks']} blocks",
                 f"{stage['parameters'] / 1e9:.3f}",
                 f"{stage['flops'] / 1e15:.2f}",
-                f"{fixed / _GIB:.1f}",
-                *(f"{memory[name]['activations'] / _GIB:.1f}" for name in variants),
-                *(f"{memory[name]['training'] / _GIB:.1f}" for name in variants),
-                f"{memory['map']['probing_least'] / _GIB:.1f}–{memory['map']['probing'] / _GIB:.1f}",
+                *(f"{part / _GIB:.1f}" for part in gib),
+                f"{own['probing_least'] / _GIB:.1f}–{own['probing'] / _GIB:.1f}",
                 *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
                 f"{stage['busy']['map']:.0%}",
             ]
         )
-    head = ["stage", "blocks", "B params", "PFLOP", "fixed"]
-    head += [f"acts {name}" for name in variants] + [f"peak {name}" for name in variants] + ["probe"]
-    head += [f"s {name}" for name in variants] + ["busy (map)"]
+    head = ["stage", "blocks", "B params", "PFLOP", "fixed", "acts map", *(f"peak {name}" for name in variants)]
+    head += ["probe", *(f"s {name}" for name in variants), "busy (map)"]
     return (
         "a GPU of each stage: PFLOP of linears a step; memory in GiB; seconds of work a step\n"
         "  fixed: weights, gradients and optimizer; acts: saved for the backward; peak: of training;\n"
@@ -103,21 +96,19 @@ def _fit(memory: Body) -> str:
 
 
 def _steps(plan: Body) -> str:
+    columns = {
+        "seconds": ("seconds", ".3f"),
+        "speedup": ("speedup", ".3f"),
+        "of linears": ("linears_speedup", ".3f"),
+        "tokens/s/GPU": ("tokens_per_second_per_gpu", ".0f"),
+        "FLOP/s/GPU": ("linear_flops_per_second_per_gpu", ".2e"),
+        "balance": ("balance", ".1%"),
+        "bubble": ("bubble", ".1%"),
+    }
     rows = [
-        [
-            name,
-            f"{step['seconds']:.3f}",
-            f"{step['speedup']:.3f}",
-            f"{step['linears_speedup']:.3f}",
-            f"{step['tokens_per_second_per_gpu']:.0f}",
-            f"{step['linear_flops_per_second_per_gpu'] / 1e12:.0f}",
-            f"{step['balance']:.1%}",
-            f"{step['bubble']:.1%}",
-        ]
-        for name, step in plan["steps"].items()
+        [name, *(f"{step[field]:{spec}}" for field, spec in columns.values())] for name, step in plan["steps"].items()
     ]
-    head = ["step", "seconds", "speedup", "of linears", "tokens/s/GPU", "TFLOP/s/GPU", "balance", "bubble"]
-    return _table(head, rows)
+    return _table(["step", *columns], rows)
 
 
 def _budget(plan: Body) -> str:
@@ -128,22 +119,7 @@ def _budget(plan: Body) -> str:
         f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
         f"  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked\n"
         f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}"
-        + "".join(f"\n  {line}" for line in [beaten(plan)] if line)
-    )
-
-
-def beaten(plan: Body) -> str:
-    """Return a line if a uniform format is as fast as the map and loses no more, with the better command; else ""."""
-    budget, steps = plan["budget"], plan["steps"]
-    if (uniform := budget["beaten"]) is None:
-        return ""
-    speedup = steps["bf16"]["seconds"] / uniform["seconds"]
-    better = f"--snip-pin '*={uniform['format']}'"
-    if budget["asked"].startswith("fp4="):
-        better = f"--snip-budget {LOSS}, the default"
-    return (
-        f"{uniform['format']} everywhere beats this map: {speedup:.3f} × bf16 (the map {steps['map']['speedup']:.3f}),"
-        f" Σ loss {uniform['loss']:.3g} (the map {budget['loss']:.3g}); for speed use {better}"
+        + (f"\n  {budget['dominated']}" if budget["dominated"] else "")
     )
 
 
@@ -155,14 +131,13 @@ def _phases(run: Body) -> str:
             str(phase["steps"]),
             f"{phase['fp4_share']:.4f}",
             f"{phase['seconds']:.3f}",
-            f"{run['bf16_seconds']:.3f}",
             f"{phase['speedup']:.3f}",
             f"{phase['saved_seconds']:.0f}",
             f"{phase['loss']:.4g}",
         ]
         for i, phase in enumerate(run["phases"])
     ]
-    head = ["phase", "steps", "count", "fp4 share", "s a step", "s bf16", "speedup", "saves s", "Σ loss"]
+    head = ["phase", "steps", "count", "fp4 share", "s a step", "speedup", "saves s", "Σ loss"]
     return (
         f"phases of --schedule {run['schedule']} over {run['train_iters']} steps, deployed in"
         f" {'the formats of the last phase' if run['deployed'] == 'map' else 'bf16'}: {run['status']} in"
@@ -171,7 +146,6 @@ def _phases(run: Body) -> str:
         f"  average over the run: fp4 share {run['average_fp4_share']:.4f}, {run['average_seconds']:.3f} s a step,"
         f" speedup {run['average_speedup']:.3f} (of the linears {run['average_linears_speedup']:.3f}); saves"
         f" {run['saved_seconds']:.0f} s\n"
-        f"  budget {run['asked']}: {run['achieved']:.4f} by the sums over GEMMs that the solver counts\n"
         f"  in training: --snip-schedule {run['schedule']}"
         f"{' --snip-eval bf16' if run['deployed'] == 'bf16' else ''} --train-iters {run['train_iters']}"
     )
@@ -187,31 +161,16 @@ def _overhead(plan: Body) -> str:
         f"an update of SNIP ({source}): {costs['microbatches']} microbatch passes a GPU ({kinds}) in {costs['passes']}"
         f" calls of the schedule,\n"
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
-        f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training\n"
-        f"{_recapture(costs)}"
-    ).rstrip()
-
-
-def _recapture(costs: Body) -> str:
-    """Return a line about the CUDA graphs that an adoption captures anew; empty without graphs."""
-    least, most = costs["least_recapture_seconds"], costs["recapture_seconds"]
-    if not most:
-        return ""
-    if least == most:
-        return f"  CUDA graphs: every map captures all layers, {most:.2f} s\n"
-    return (
-        f"  CUDA graphs: the first map captures all layers, {most:.2f} s; a later one those that it changes,"
-        f" {least:.2f} s (one) to {most:.2f} s (all)\n"
+        f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training"
     )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = {0, 1}
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
+            cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

@@ -23,13 +23,9 @@ FORMAT_LOSS: Mapping[Format, float] = {
     Format.MXFP4: 0.8,
     Format.FP4: 1.0,
 }
-"""The loss of a format relative to fp4."""
+"""The loss of a format relative to fp4. A variant loses what its base does."""
 
-_VARIANT_LOSS: Mapping[Format, float] = {Format.NVFP4_46: 0.75}
-"""The loss of a variant relative to its base: trained gaps of forward GEMMs that Quartet II
-published (51.6 over 68.4 mnat). Variants without a figure lose what their base does."""
-
-_DRAWN = tuple(fmt for fmt in Format if fmt.base is fmt)  # a variant has the draws of its base
+_DRAWN = tuple(FORMAT_LOSS)
 
 _UNIT = 1e-5  # loss of a median fp4 option, roughly in nats
 _WRITES, _MLP = 2.0, 1.8  # of linears that end a branch, and of those outside of attention
@@ -50,7 +46,7 @@ def synthetic_losses(
     loss = _UNIT * (depth * kind)[:, None] * np.array(_GEMM) * np.exp(rng.normal(0, _SPREAD, (len(rows), len(Gemm))))
     spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_DRAWN))))
     spread = spread[..., [_DRAWN.index(fmt.base) for fmt in formats]]
-    relative = np.array([FORMAT_LOSS[fmt.base] * _VARIANT_LOSS.get(fmt, 1.0) for fmt in formats])
+    relative = np.array([FORMAT_LOSS[fmt.base] for fmt in formats])
     losses = loss[..., None] * (relative * spread)
     found: dict[str, dict[Format, float]] = {}
     for row, own in zip(rows, losses, strict=True):

@@ -13,14 +13,9 @@ from snip_megatron.sensitivity.request import SolveRequest
 
 ASSUMPTIONS = (
     "probes: each pass is a bf16 forward and backward of a microbatch, each call fills the pipeline once; what"
-    " recording adds to the statistics pass is not modelled; gradients go over data parallel ranks exposed",
+    " recording adds to the statistics pass, and what capturing CUDA graphs anew takes, is not modelled; gradients go"
+    " over data parallel ranks exposed",
 )
-
-STATED_RECAPTURE = 0.03
-"""Assumed seconds of capturing one layer and microbatch in CUDA graphs, if the table has no measurement.
-
-The two adoptions of a 1.1 B Llama of 22 layers, of which Transformer Engine captures one microbatch, took 0.50 and
-0.76 s (``job_1b-fp4_h200_2026-11-23.json``)."""
 
 _FLOAT32 = 4
 
@@ -62,10 +57,7 @@ class Update:
         steps: duration, in bf16 steps.
         seconds: duration in seconds.
         reducing_seconds: the part of ``seconds`` in which probe gradients are reduced over data parallel ranks.
-        recapture_seconds: capturing the CUDA graphs of all layers anew at the adoption of a map; 0 without graphs.
-        least_recapture_seconds: the least that the adoption of a later map takes: where only the layers that change are
-            captured, that of one layer.
-        share: the share of the update and of ``recapture_seconds`` in the training time from one update to the next.
+        share: the share of the update in the training time from one update to the next.
     """
 
     passes: int
@@ -74,8 +66,6 @@ class Update:
     steps: float
     seconds: float
     reducing_seconds: float
-    recapture_seconds: float
-    least_recapture_seconds: float
     share: float
 
 
@@ -87,7 +77,6 @@ def update_cost(
     bf16: float,
     running: float,
     links: Links,
-    recapture: float | None,
 ) -> Update:
     """Predict the cost of an update.
 
@@ -98,7 +87,6 @@ def update_cost(
         bf16: seconds of a bf16 step.
         running: seconds of a step between updates.
         links: bandwidths of the network.
-        recapture: seconds of capturing a layer and microbatch in CUDA graphs; None for :data:`STATED_RECAPTURE`.
     """
     by_kind = passes(layout, config)
     ends = (layout.pp - 1) / layout.vpp
@@ -107,7 +95,6 @@ def update_cost(
     reduced = _FLOAT32 * parameters if layout.dp > 1 and "forward_noise" in by_kind else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / links.of(layout.tp * layout.dp)
     seconds = passing + reducing
-    least, most = _recapture(layout, recapture) if by_kind else (0.0, 0.0)
     return Update(
         passes=len(by_kind),
         microbatches=sum(by_kind.values()),
@@ -115,22 +102,5 @@ def update_cost(
         steps=seconds / bf16,
         seconds=seconds,
         reducing_seconds=reducing,
-        recapture_seconds=most,
-        least_recapture_seconds=least,
-        share=(seconds + most) / (seconds + most + config.update_interval * running),
+        share=seconds / (seconds + config.update_interval * running),
     )
-
-
-def _recapture(layout: Layout, measured: float | None) -> tuple[float, float]:
-    """Return the least and the most seconds of capturing CUDA graphs anew after an adoption; 0 without graphs.
-
-    The most is for all layers of the stage with most layers. The least is for one layer, where single layers can be
-    captured, each with one graph for all microbatches.
-    """
-    if layout.cuda_graph_impl == "none":
-        return 0.0, 0.0
-    layer = STATED_RECAPTURE if measured is None else measured
-    layers = max(map(len, layout.stages))
-    if layout.cuda_graph_impl == "transformer_engine" and layout.pp == 1:
-        return layer, layer * layers
-    return (layer * layers * layout.microbatches,) * 2

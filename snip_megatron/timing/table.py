@@ -46,8 +46,6 @@ class TimingTable:
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.
-        recapture: seconds of capturing CUDA graphs anew, for each captured layer and captured microbatch; None if not
-            measured.
         about: date, commit, command, versions and other facts about the measurement.
     """
 
@@ -60,7 +58,6 @@ class TimingTable:
     attention: Mapping[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
     copy_rate: float | None = None
     memory: float | None = None
-    recapture: float | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -109,7 +106,7 @@ class TimingTable:
             **{key: self.about[key] for key in _ABOUT if key in self.about},
             "formats": [fmt.value for fmt in self.formats],
             "copy_rate": self.copy_rate,
-            **{name: value for name in ("memory", "recapture") if (value := getattr(self, name)) is not None},
+            **({} if self.memory is None else {"memory": self.memory}),
         }
         parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items()]
         parts += [f"{json.dumps(key)}: {_lines(rows)}" for key, rows in lists.items()]
@@ -160,7 +157,6 @@ def _table(body: dict[str, Any]) -> TimingTable:
         attention=_rows(body, "attention", attention),
         copy_rate=optional("copy_rate", 1, 1e20),
         memory=optional("memory", 1, 1e15),
-        recapture=optional("recapture", MIN_SECONDS, MAX_SECONDS),
         about={key: body[key] for key in _ABOUT if key in body},
     )
 

@@ -20,7 +20,7 @@ def test_contenders_with_one_format_are_predicted() -> None:
         "bf16", "bf16_graphs", "snip_fp8", "snip_fp8_graphs", "snip_fp8_tensor", "snip_fp8_tensor_graphs",
         "snip_bf16_graphs",
     }  # fmt: skip
-    assert layout_of(JOB, "none").model.parameters == pytest.approx(1.1e9, rel=0.01)
+    assert layout_of(JOB).model.parameters == pytest.approx(1.1e9, rel=0.01)
     assert rows["bf16"]["speedup"] == {"predicted": 1.0, "measured": 1.0, "error": 0.0}
     assert rows["snip_fp8_graphs"]["graphs"] == "transformer_engine"
     assert abs(rows["bf16"]["ms"]["error"]) < 0.07
@@ -39,14 +39,14 @@ def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: 
 
 
 def test_apex_is_taken_from_the_command_of_the_job() -> None:
-    assert not layout_of(JOB, "none").gradient_accumulation_fusion
-    assert layout_of(JOB | {"command": f"{JOB['command']} --fused-accumulation"}, "none").gradient_accumulation_fusion
+    assert not layout_of(JOB).gradient_accumulation_fusion
+    assert layout_of(JOB | {"command": f"{JOB['command']} --fused-accumulation"}).gradient_accumulation_fusion
 
 
 @pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("tp2", 2, 1, 1), ("pp2", 1, 2, 1), ("dp2", 1, 1, 2)])
 def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int) -> None:
     job = json.loads((JOBS / f"job_8b-blocks-4k-{name}_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
-    layout = layout_of(job, "transformer_engine")
+    layout = layout_of(job)
     assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (tp, pp, dp, tp > 1)
     rows = {row["contender"]: row for row in rows_of(job, load_cost_model("h200"))}
     assert abs(rows["snip_fp4_75_graphs"]["ms"]["error"]) < 0.07
@@ -59,7 +59,7 @@ def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int)
 def test_context_parallelism_is_refused() -> None:
     job = json.loads((JOBS / "job_8b-blocks-4k-cp2_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
     with pytest.raises(SystemExit, match="context parallelism"):
-        layout_of(job, "none")
+        layout_of(job)
 
 
 @pytest.mark.parametrize(

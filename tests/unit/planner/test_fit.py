@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.launch.forecast import summary
-from snip_megatron.launch.job import make_job
 from snip_megatron.timing.loading import load_cost_model
 
 GIB = 2**30
@@ -50,9 +47,3 @@ def test_without_a_known_memory_nothing_is_said(tmp_path: Path, capsys: pytest.C
     memory, text = plan(tmp_path, capsys, "--timings", "flops")
     assert (memory["gpu"], memory["fits"]) == (None, None)
     assert "fits" not in text
-
-
-def test_a_launch_that_does_not_fit_says_so() -> None:
-    layout = make_job("70b", data="mock", save=Path("checkpoints"), resume=False).layout
-    assert "do not fit" not in summary(layout)[1]
-    assert "GiB a GPU, which do not fit into its 140; tokens/s" in summary(dataclasses.replace(layout, tp=2))[1]
