@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,29 +62,25 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass
 class PlainStep:
     """A training step as :class:`snip_megatron.runtime.host.HostStep`. Its probe runs the loss of one batch.
 
-    Args:
+    Attributes:
+        step: number of the step.
         microbatches: batches whose gradients one optimizer step adds up.
         model, optimizer: the model and its optimizer.
         transposed: ids of the weights that are stored as [in, out].
-        step: number of the step.
         loss: returns the mean token loss of the first batch.
     """
 
-    def __init__(
-        self,
-        microbatches: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        transposed: Collection[int],
-        step: int,
-        loss: Loss,
-    ) -> None:
-        self.step, self.microbatches = step, microbatches
-        self._model, self._optimizer, self._transposed, self._loss = model, optimizer, transposed, loss
-        self._restart: Callable[[], None] = lambda: None
+    step: int
+    microbatches: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    transposed: Collection[int]
+    loss: Loss
+    _restart: Callable[[], None] = lambda: None
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -92,8 +89,8 @@ class PlainStep:
         """
         # DDP may write the sum of a probe's gradients into the memory of those that are kept here.
         kept = [(p, p.grad, p.grad.clone() if p.grad is not None and dist.is_initialized() else p.grad)
-                for p in self._model.parameters()]  # fmt: skip
-        buffers = [(b, b.clone()) for b in self._model.buffers()]
+                for p in self.model.parameters()]  # fmt: skip
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
         devices = {p.device for p, _, _ in kept if p.device.type == "cuda"}
         cpu, states = torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
@@ -127,7 +124,7 @@ class PlainStep:
         """Run forward and backward of the loss."""
         self._restart()
         with torch.enable_grad():
-            value = self._loss()
+            value = self.loss()
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise SnipError("step() takes a function that returns the loss of a batch: a scalar with a gradient")
         value.backward()  # type: ignore[no-untyped-call]
@@ -147,7 +144,7 @@ class PlainStep:
 
     def _matrix(self, weight: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """Return what belongs to a weight as [out, in]."""
-        return tensor.t().contiguous() if id(weight) in self._transposed else tensor
+        return tensor.t().contiguous() if id(weight) in self.transposed else tensor
 
     def join_gradients(self) -> None:
         """Every process holds all of the model."""
@@ -157,7 +154,7 @@ class PlainStep:
 
         Collective where the optimizer's state is sharded.
         """
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         group = next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
         if group is None:
             return None

@@ -160,7 +160,7 @@ class PlainSnip:
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
         transposed = {id(h.weight) for h in self.registry if not isinstance(h.module, nn.Linear)}
-        return PlainStep(self._microbatches, self._structure.model, self._optimizer, transposed, step, loss)
+        return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, transposed, loss)
 
     def _start(self, loss: Loss) -> Controller:
         """Look at the processes and at a forward pass, as they are when training begins, and make the controller."""

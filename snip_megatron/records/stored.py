@@ -33,18 +33,13 @@ from snip_megatron.timing.shapes import LinearShape
 
 @dataclass(frozen=True)
 class Stored:
-    """One update that a run directory stores.
-
-    Attributes:
-        run: the run directory.
-        step: the training step before which the statistics were measured.
-    """
+    """The update of a run directory whose statistics were measured before a training step."""
 
     run: Path
     step: int
 
     def path(self, folder: str) -> Path:
-        """Return the path of the update's file in ``folder``. The file need not exist."""
+        """Return the path of the update's file in ``folder``, which need not exist."""
         return step_path(self.run, folder, self.step)
 
     def problem(self) -> Problem:
@@ -67,8 +62,7 @@ class Stored:
     def phases(self) -> PhasedRequest | None:
         """Return the phases that the update planned, with what had been spent; None if it solved one map.
 
-        Raises:
-            SnipError: it planned phases, and they are not recorded.
+        Raises SnipError if they are not recorded.
         """
         submitted = [
             event["phases"]
@@ -85,14 +79,10 @@ class Stored:
         return None
 
     def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
-        """Return the predicted times of the run's linears. Those of exchanges are the ones that the run stored, if any.
+        """Return the predicted times of the run's linears by a cost model: the name of a device's table, a file of
+        ``snip calibrate``, or ``flops``. Those of exchanges are the ones that the run stored, if any.
 
-        Args:
-            cost: the cost model: the name of a device's table, a file of ``snip calibrate``, or ``flops``.
-            formats: the formats to predict.
-
-        Raises:
-            SnipError: the run stores no shapes, or the cost model cannot be loaded.
+        Raises SnipError if the run stores no shapes, or the cost model cannot be loaded.
         """
         shapes = parse_shapes(self._fact("linear_shapes"), str(self.run / CONFIG))
         times = OptionTimes.predict(load_cost_model(cost), shapes, [Format(f) for f in formats])
@@ -103,10 +93,7 @@ class Stored:
         return dataclasses.replace(times, exchanges=own.exchanges)
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
-        """Return the map with its fp4 share of FLOPs added.
-
-        The map is returned unchanged if its budget was a share of FLOPs, or if the run stores no statistics.
-        """
+        """Return the map with its fp4 share of FLOPs, unless that was the budget, or the run stores no statistics."""
         if precision_map.budget is None or not self.path("stats").exists():
             return precision_map
         flops = {row.name: row.flops for row in self.table().linears}
@@ -138,17 +125,8 @@ class Change:
 
 
 def find_stored(source: Path, step: int | None) -> Stored | None:
-    """Find the update that ``source`` names.
-
-    Args:
-        source: a run directory, or a file in its ``problems`` or ``stats`` folder.
-        step: the step of the update, for a run directory only; None for the latest.
-
-    Returns:
-        The update, or None if ``source`` is a file outside of a run directory.
-
-    Raises:
-        SnipError: the run directory stores no such update.
+    """Return the update of ``step``, or the latest, of a run directory, or that of a file in its folders ``problems``
+    and ``stats``. None for a file outside of a run directory. Raises SnipError if there is no such update.
     """
     if os.path.isdir(source):  # False for a name that is too long, where Path.is_dir raises
         read_config(source)  # a directory of something else is refused here
@@ -189,14 +167,8 @@ def is_statistics(path: Path) -> bool:
 def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     """Build a new problem from stored statistics: over the phases that the run planned, or of one map.
 
-    Args:
-        stored: the update.
-        change: differences from the run's own request.
-        budget: the budget; None for the run's own.
-
-    Raises:
-        SnipError: the statistics or the stored times lack what the new request needs, or what the run has spent is not
-            known in the unit of the new budget.
+    Without a ``budget`` it has the run's own. Raises SnipError if the statistics or the stored times lack what the new
+    request needs, or if what the run has spent is not known in the unit of the new budget.
     """
     request = stored.request()
     phases = None if change.static else stored.phases()
