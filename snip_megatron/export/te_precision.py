@@ -209,11 +209,7 @@ def load_map(path: Path) -> PrecisionMap:
     """Read a map from a file. Raises SnipError if it cannot be read or is not a map."""
     if is_special(path):  # to read a pipe without a writer would block for ever
         raise SnipError(f"{path}: is a pipe or a device; give a map's file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SnipError(f"{path}: cannot be read ({error})") from None
-    return PrecisionMap.from_json(text, where=str(path))
+    return PrecisionMap.load(path)
 
 
 def _layers(collapsed: Collapsed, source: Path) -> int:

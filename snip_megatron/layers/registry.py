@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
@@ -39,11 +38,7 @@ def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str
 
 def load_map(path: str, names: Sequence[str], *, argument: str = "--snip-map") -> PrecisionMap:
     """Read the file that ``argument`` names and check that it is a map of this model. Raises SnipError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SnipError(f"{argument} {path}: cannot be read ({error})") from None
-    precision_map = PrecisionMap.from_json(text, where=f"{argument} {path}")
+    precision_map = PrecisionMap.load(path, argument)
     check_map_fits(precision_map, names, f"{argument} {path}")
     return precision_map
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +123,7 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
     if config.policy not in FIXED and config.replay is not None:
         return frozenset(fmt for each in replayed_maps(config.replay).values() for fmt in each.choices.values())
     if config.policy not in FIXED and config.map is not None:
-        text = Path(config.map).read_text(encoding="utf-8")
-        return frozenset(PrecisionMap.from_json(text, where=config.map).choices.values())
+        return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
     return formats_of(config.policy, config.formats, config.pins)
 
 

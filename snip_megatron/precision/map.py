@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -140,16 +141,18 @@ class PrecisionMap:
         return body
 
     @classmethod
+    def load(cls, path: Path | str, argument: str = "") -> PrecisionMap:
+        """Read a ``snip.map/1`` file. Raises SnipError naming ``argument`` and the file."""
+        where = f"{argument} {path}".strip()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SnipError(f"{where}: cannot be read ({error})") from None
+        return cls.from_json(text, where=where)
+
+    @classmethod
     def from_json(cls, text: str, *, where: str = "map") -> PrecisionMap:
-        """Parse and validate the text of a ``snip.map/1`` file.
-
-        Args:
-            text: contents of the file.
-            where: name of the file in error messages.
-
-        Raises:
-            SnipError: the text is not such a file. The message names the field.
-        """
+        """Parse and validate the text of a ``snip.map/1`` file. Raises SnipError naming ``where`` and the field."""
         try:
             return cls.from_dict(read_object(text))
         except SnipError as error:
