@@ -284,7 +284,7 @@ class SnipRun:
             self._coordinator.step_took(call.step, time.perf_counter() - started)
         interval = getattr(self._args, "log_interval", None)
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
-            self._coordinator.progress.show(call.step)
+            self._coordinator.show(call.step)
         losses = result[0]
         controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
         return result
@@ -325,7 +325,7 @@ class SnipRun:
             StepReport(
                 device,
                 arrived=None if restored is None else restored.in_flight,
-                news=None if self._coordinator is None else self._coordinator.progress.news,
+                news=None if self._coordinator is None else self._coordinator.news,
             ),
             linears.flops,
             self._coordinator,

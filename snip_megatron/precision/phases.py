@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, is_finite, quoted
+from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.map import STATUSES, PrecisionMap
 from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
@@ -47,10 +47,11 @@ class SchedulePhase:
 
     def __post_init__(self) -> None:
         if not (is_finite(self.begin) and 0.0 <= self.begin < 1.0):
-            raise SnipError(f"from: {quoted(self.begin)} must be a fraction of the run, 0 or more and below 1")
+            raise SnipError("from: must be a fraction of the run, 0 or more and below 1")
         if self.budget is not None and self.budget.kind not in FLOORS:
             raise SnipError(f"budget: {self.budget} must be fp4=SHARE or speedup=FACTOR")
-        if self.change is not None and not all(isinstance(glob, str) and glob for glob in self.change):
+        globs = () if self.change is None else self.change
+        if not (isinstance(globs, tuple) and all(isinstance(glob, str) and glob for glob in globs)):
             raise SnipError("change: must be a list of globs such as *:fprop")
 
 
@@ -173,10 +174,6 @@ class PrecisionPlan:
         """Return the map in force at ``step``; see :meth:`index_at`."""
         return self.phases[self.index_at(step)].precision_map
 
-    def begins_at(self, step: int) -> bool:
-        """Return whether a phase begins at ``step``."""
-        return self.phases[self.index_at(step)].begin == step
-
     def moved(self, origin: int, last: int, step: int) -> PrecisionPlan:
         """Return the plan for a run that ends at ``last`` instead: every phase begins at the same fraction of the run.
 
@@ -250,15 +247,12 @@ def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
 
 def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
     check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
-    change = body.get("change")
-    if change is not None and not isinstance(change, list):
-        raise SnipError(f"phases[{i}].change: must be a list of globs such as *:fprop")
-    begin = body.get("from")
-    if not is_finite(begin):
-        raise SnipError(f"phases[{i}].from: must be a fraction of the run, 0 or more and below 1")
-    asked = body.get("budget")
-    budget = None if asked is None else Budget.parse(asked, f"phases[{i}].budget:", FLOORS)
+    begin, asked, change = (body.get(name) for name in ("from", "budget", "change"))
     try:
-        return SchedulePhase(float(begin), budget, None if change is None else tuple(change))
+        return SchedulePhase(
+            float(begin) if is_finite(begin) else math.nan,
+            None if asked is None else Budget.parse(asked, "budget:", FLOORS),
+            tuple(change) if isinstance(change, list) else change,
+        )
     except SnipError as error:
         raise SnipError(f"phases[{i}].{error}") from None

@@ -1,8 +1,7 @@
 """The account of a run: how long steps take in bf16 and under each map, what SNIP itself costs, and the time saved.
 
-It takes the records of rank 0 in the order of time, either from a running training
-(:mod:`snip_megatron.runtime.progress`) or from a run directory (:mod:`snip_megatron.reporting.summary`). Both therefore
-give the same figures.
+It takes the records of rank 0 in the order of time, from a running training (``coordinator.py``) or a run directory
+(:mod:`snip_megatron.reporting.summary`). Both therefore give the same figures.
 
 Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
 count as costs. The steps right after a start, an update or an adoption do not count as usual steps. By how much those
@@ -259,3 +258,30 @@ def duration(seconds: float) -> str:
     if size < 120.0:
         return f"{seconds:.1f} s"
     return f"{seconds / 60.0:.1f} min" if size < 7200.0 else f"{seconds / 3600.0:.2f} h"
+
+
+def progress_line(account: Account, fp4_share: float | None, *, unjudged: str | None) -> str | None:
+    """Return the line that a run prints beside Megatron's own; None before the first step.
+
+    Args:
+        account: the account so far.
+        fp4_share: the fp4 share of FLOPs of the map in force; None without a map.
+        unjudged: why speeds mean nothing in this run, such as ``emulated``; None if they do.
+    """
+    now = account.now()
+    if now is None:
+        return None
+    share = "" if fp4_share is None else f", {fp4_share:.0%} fp4"
+    parts = [f"map {now.version}{share}" if now.quantised else "bf16"]
+    if now.step_s is None:
+        return f"snip: {parts[0]} | measuring steps"
+    speed = "" if not now.quantised else f", {unjudged or f'{_factor(now.speedup)} bf16'}"
+    parts.append(f"{duration(now.step_s)} a step{speed}")
+    saved = None if unjudged else account.saved_s()
+    if saved is not None:
+        parts.append(f"{'saved' if saved >= 0 else 'lost'} {duration(abs(saved))}, updates included")
+    return f"snip: {' | '.join(parts)}"
+
+
+def _factor(speedup: float | None) -> str:
+    return "? x" if speedup is None else f"{speedup:.2f} x"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.records.readers import replayed_maps
+from snip_megatron.records.readers import read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.runtime.account import Account, is_quantised, progress_line
 from snip_megatron.runtime.adoption import Decision, Verdict
-from snip_megatron.runtime.progress import Progress
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.step_report import StepFigures
@@ -66,14 +70,17 @@ class RankZeroCoordinator:
         self._flops = {row.name: row.flops for row in linears}
         self._static_map = static_map
         self._run = run
-        self.progress = Progress(None if run is None else run.path, unjudged=unjudged)
+        self._unjudged = unjudged
+        self._account = _account_of(run)
+        self._fp4_share: float | None = None
+        self._figures: dict[int, dict[str, Any]] = {}  # of steps whose metrics are still to come
+        self._news: dict[str, float] | None = None
         self._finished = finished
         # All maps are read now, because a file that is gone later would end training in the middle.
         self._replay = {} if config.replay is None else replayed_maps(config.replay)
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._in_force: PrecisionMap | None = None
-        self._speedups: list[tuple[int, float | None]] = []  # (step of adoption, predicted speedup), ascending
         self._sidecar: SidecarClient | SolverInProcess | None = None
         self._restarts = 0
         if config.updates:
@@ -128,8 +135,8 @@ class RankZeroCoordinator:
 
     def pump(self, step: int) -> None:
         """Receive the sidecar's results without blocking."""
-        if self._config.is_update_step(step):
-            self.progress.update_due(step)
+        if self._config.is_update_step(step) and not self._account.updates:  # the peak is that of training alone
+            self._of(step - 1)["peak_bytes"] = _peak_bytes()
         if self._sidecar is None:
             return
         while (result := self._sidecar.poll()) is not None:
@@ -167,9 +174,16 @@ class RankZeroCoordinator:
         else:
             precision_map = self._with_predictions(precision_map)
         self._decisions[version] = Decision(Verdict.MAP, precision_map, plan)
-        if result.out_of_reach is not None:
-            self.event(step, "out_of_reach", version=version, **dataclasses.asdict(result.out_of_reach))
-            print(f"snip: update {version}: {result.out_of_reach}", flush=True)
+        if result.out_of_reach is not None and plan is not None:
+            wanted, reachable = self._request.budget, plan.target
+            fields = {"kind": wanted.kind, "wanted": wanted.value, "reachable": reachable, "why": result.out_of_reach}
+            self.event(step, "out_of_reach", version=version, **fields)
+            print(
+                f"snip: update {version}: after what has been spent, the budget {wanted} over the run is out of reach"
+                f" ({result.out_of_reach}); planned for {wanted.kind}={reachable:g} instead; for more, train longer"
+                " (--train-iters), pin less or let more change in the schedule's phases",
+                flush=True,
+            )
         solved = precision_map if plan is None else plan
         self.event(
             step,
@@ -233,7 +247,9 @@ class RankZeroCoordinator:
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         """Record an event; see :meth:`RunDirectory.event`."""
-        self.progress.event(kind, fields)
+        self._account.event(kind, fields)
+        if kind == "adopt":
+            self._fp4_share = fields.get("fp4_fraction")
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
@@ -243,7 +259,9 @@ class RankZeroCoordinator:
         Prints and records a warning, once for each map, if the map makes steps longer.
         """
         seconds = round(seconds, 6)
-        slower = self.progress.step(step, seconds)
+        self._account.step(step, seconds)
+        self._of(step)["step_s"] = seconds
+        slower = self._account.slower() if self._unjudged is None else None
         if self._run is not None:
             self._run.step_s = seconds
         if slower is not None:
@@ -259,15 +277,27 @@ class RankZeroCoordinator:
                 flush=True,
             )
 
+    def show(self, step: int) -> None:
+        """Print the line of Megatron's log interval, and have its figures ready for :meth:`news`."""
+        self._of(step)["peak_bytes"] = _peak_bytes()
+        line = progress_line(self._account, self._fp4_share, unjudged=self._unjudged)
+        if line is not None:
+            print(line, flush=True)
+        self._news = self._account.figures(judged=self._unjudged is None)
+
+    def news(self) -> dict[str, float] | None:
+        """Return the figures of the latest :meth:`show` once; None afterwards. See ``step_report.News``."""
+        news, self._news = self._news, None
+        return news
+
+    def _of(self, step: int) -> dict[str, Any]:
+        return self._figures.setdefault(step, {})
+
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         """Record the figures of a step in metrics.jsonl."""
-        fields = self.progress.take(figures.step)
-        if self._run is None:
-            return
-        if self._request.timed:
-            past = [speedup for step, speedup in self._speedups if step <= figures.step]
-            fields["predicted_speedup"] = past[-1] if past else None
-        self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
+        fields = self._figures.pop(figures.step, {})
+        if self._run is not None:
+            self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
 
     def planned(self, step: int, plan: PrecisionPlan) -> None:
         """Record a plan that is in force from ``step`` on."""
@@ -277,8 +307,7 @@ class RankZeroCoordinator:
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
         """Record the adopted map. The next update's solve starts from it."""
         self._in_force = precision_map
-        self.progress.adopted(step, precision_map)
-        self._speedups.append((step, precision_map.speedup))
+        self._account.adopted(step, precision_map.version, is_quantised(precision_map))
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())
 
@@ -293,3 +322,20 @@ class RankZeroCoordinator:
         run.close()
         if self._finished is not None:
             self._finished(run.path)
+
+
+def _account_of(run: RunDirectory | None) -> Account:
+    """Return the account of a run so far, with the records of its earlier jobs."""
+    account = Account()
+    if run is not None:
+        with contextlib.suppress(SnipError):  # a record that cannot be read must not keep a job from training
+            events, metrics = read_events(run.path), read_metrics(run.path)
+            account.read(events, metrics, dict(read_maps(run.path, skipped=[])))
+    return account
+
+
+def _peak_bytes() -> int:
+    """Return the peak of the bytes that this process had allocated: GPU memory, or resident memory without a GPU."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

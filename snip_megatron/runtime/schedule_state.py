@@ -164,7 +164,7 @@ class ScheduleState:
         plan = self._state.plan
         if plan is None:
             return False
-        if restored is None or plan.begins_at(step) or plan.at(step).digest(names) != restored.digest(names):
+        if restored is None or self._phase(step).begin == step or plan.at(step).digest(names) != restored.digest(names):
             return True
         self.enter(step)
         return False

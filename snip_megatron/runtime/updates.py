@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.config import SnipConfig
@@ -15,10 +16,11 @@ from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 
 
+@dataclass(frozen=True)
 class Updates:
     """Starts updates.
 
-    Args:
+    Attributes:
         config: the run's configuration.
         state: the controller's state, which holds the pending update.
         schedule: what an update of a run with phases plans from.
@@ -29,25 +31,14 @@ class Updates:
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
     """
 
-    def __init__(
-        self,
-        config: SnipConfig,
-        state: ControllerState,
-        schedule: ScheduleState,
-        registry: LinearRegistry,
-        coordinator: RankZeroCoordinator | None,
-        event: Callable[..., None],
-        ready: Callable[[], bool],
-        clip_grad: float,
-    ) -> None:
-        self._config = config
-        self._state = state
-        self._schedule = schedule
-        self._registry = registry
-        self._coordinator = coordinator
-        self._event = event
-        self._ready = ready
-        self._clip_grad = clip_grad
+    config: SnipConfig
+    state: ControllerState
+    schedule: ScheduleState
+    registry: LinearRegistry
+    coordinator: RankZeroCoordinator | None
+    event: Callable[..., None]
+    ready: Callable[[], bool]
+    clip_grad: float
 
     def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         """Start an update if one is due. Without kernels it is postponed by a lag.
@@ -57,25 +48,25 @@ class Updates:
                 due before one of these starts now.
             probe: see :meth:`Controller.before_step`.
         """
-        step, state = steps[-1], self._state
-        due = any(map(self._config.is_update_step, steps)) or state.postponed in steps
+        step, state = steps[-1], self.state
+        due = any(map(self.config.is_update_step, steps)) or state.postponed in steps
         if not due:
             return
-        if self._ready():
+        if self.ready():
             state.postponed = None
             self._start(step, probe)
         else:
-            state.postponed = step + self._config.lag
-            self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
+            state.postponed = step + self.config.lag
+            self.event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
     def _start(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        if self._state.pending is not None:
-            self._event(step, "skipped", reason="the previous update is still undecided")
+        if self.state.pending is not None:
+            self.event(step, "skipped", reason="the previous update is still undecided")
             return
-        due = step + self._config.lag
-        phases = self._schedule.request(step, due, self._registry.current)
-        if phases is None and self._schedule.solves:
-            self._event(step, "skipped", reason="training ends before its plan would come into force")
+        due = step + self.config.lag
+        phases = self.schedule.request(step, due, self.registry.current)
+        if phases is None and self.schedule.solves:
+            self.event(step, "skipped", reason="training ends before its plan would come into force")
             return
         started = time.perf_counter()
         result = probe(self._clip_factor())
@@ -83,9 +74,9 @@ class Updates:
         if isinstance(result, Unmeasured):
             self._drop(step, result.reason, **result.figures, wait_s=seconds)
             return
-        self._state.sequences = result.sequences
+        self.state.sequences = result.sequences
         for kind, fields in result.events():
-            self._event(step, kind, **fields)
+            self.event(step, kind, **fields)
         broken = result.table.non_finite()  # equal on all ranks, because the table is
         if broken:
             self._drop(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
@@ -93,25 +84,25 @@ class Updates:
         if not result.table.linear["g2"].any():  # every option would score zero
             self._drop(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
             return
-        self._state.version += 1
-        pending = self._state.pending = Pending(step, due, self._state.version, result.table, phases)
-        if self._coordinator is not None:
-            self._coordinator.submit(step, result.table, pending.version, phases)
+        self.state.version += 1
+        pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
+        if self.coordinator is not None:
+            self.coordinator.submit(step, result.table, pending.version, phases)
         rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
-        self._event(step, "submit", **_submitted(pending), wait_s=round(rest, 6), update_seconds=seconds)
+        self.event(step, "submit", **_submitted(pending), wait_s=round(rest, 6), update_seconds=seconds)
 
     def _drop(self, step: int, reason: str, **fields: Any) -> None:
         """Record an update that ends without statistics. Rank 0 prints it."""
-        self._event(step, "dropped", reason=reason, **fields)
-        if self._coordinator is not None:
+        self.event(step, "dropped", reason=reason, **fields)
+        if self.coordinator is not None:
             print(f"snip: the update of step {step} is dropped: {reason}", flush=True)
 
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
-        norm = self._state.grad_norm
-        if norm is None or not math.isfinite(norm) or self._clip_grad <= 0:
+        norm = self.state.grad_norm
+        if norm is None or not math.isfinite(norm) or self.clip_grad <= 0:
             return 1.0
-        return min(1.0, self._clip_grad / (norm + 1e-6))
+        return min(1.0, self.clip_grad / (norm + 1e-6))
 
 
 def _submitted(pending: Pending) -> dict[str, Any]:

@@ -79,9 +79,6 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     chosen = [maps[6].format_of(f"decoder.layers.{layer}.mlp.linear_fc1", Gemm.FPROP) for layer in (2, 3)]
     assert chosen == [Format.FP8_TENSOR, Format.BF16]
     metrics = {m["step"]: m for m in read_metrics(run)}
-    assert metrics[5]["predicted_speedup"] is None
-    assert metrics[6]["predicted_speedup"] == maps[6].speedup
-    assert metrics[13]["predicted_speedup"] == maps[12].speedup
     assert {m["fp4_fraction"] for m in metrics.values()} == {0.0}
     solve_again(run, tmp_path, maps[12])
 

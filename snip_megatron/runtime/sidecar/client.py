@@ -108,6 +108,7 @@ class SidecarClient:
                 pass
             result = self._ask(ticket) if ready else self._failure(ticket, "died")
             self._results.put(replace(result, version=ticket.version, latency_s=time.monotonic() - ticket.submitted))
+            self._has_process()  # another one loads its modules before the next job
         if self._process is not None:
             _end(self._process)
             self._process = None

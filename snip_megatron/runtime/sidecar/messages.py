@@ -43,31 +43,6 @@ class SidecarFailure:
 
 
 @dataclass(frozen=True)
-class OutOfReach:
-    """A budget over the run that past steps have made impossible.
-
-    Attributes:
-        kind: the kind of the budget: ``target``, ``speedup`` or ``loss``.
-        wanted: the value of the budget.
-        reachable: the value for which the plan was solved instead.
-        why: the solver's reason.
-    """
-
-    kind: str
-    wanted: float
-    reachable: float
-    why: str
-
-    def __str__(self) -> str:
-        name = "fp4" if self.kind == "target" else self.kind
-        return (
-            f"after what has been spent, the budget {name}={self.wanted:g} over the run is out of reach ({self.why});"
-            f" planned for {name}={self.reachable:g} instead; for more, train longer (--train-iters), pin less or let"
-            " more change in the schedule's phases"
-        )
-
-
-@dataclass(frozen=True)
 class SidecarResult:
     """The outcome of one job. ``precision_map`` or ``failure`` is set.
 
@@ -76,7 +51,8 @@ class SidecarResult:
         failure: why there is no map; None if there is one.
         precision_map: the map, of a plan its first.
         plan: the plan of a request with phases.
-        out_of_reach: why ``plan`` has another budget than the request; None if it has that one.
+        out_of_reach: why past steps have made the request's budget over the run impossible, so that ``plan`` has the
+            highest reachable one; None if it has the request's.
         problem_json: the Problem; None if the job failed before it was built.
         scores: the scores from which the Problem was built, as the builder returned them.
         latency_s: seconds from ``submit`` to the arrival of the answer, or to the detection of the failure. The client
@@ -87,7 +63,7 @@ class SidecarResult:
     failure: SidecarFailure | None = None
     precision_map: PrecisionMap | None = None
     plan: PrecisionPlan | None = None
-    out_of_reach: OutOfReach | None = None
+    out_of_reach: str | None = None
     problem_json: str | None = None
     scores: Mapping[str, Any] = field(default_factory=dict)
     latency_s: float = 0.0

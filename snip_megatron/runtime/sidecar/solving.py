@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.sidecar.messages import OutOfReach, SidecarFailure, SidecarResult, SolveJob
+from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob
 
 if TYPE_CHECKING:
     from snip_megatron.solver.solution import Solution
@@ -57,10 +58,8 @@ def solve_job(job: SolveJob) -> SidecarResult:
     problem, scores = build_problem(job.table, request)
     solution, out_of_reach = solve(problem, **limits), None
     if request.phases is not None and solution.fault is not None and solution.fault.reachable is not None:
-        budget, reachable = problem.budget, solution.fault.reachable
-        kind = "target" if budget.kind == "fp4" else budget.kind
-        out_of_reach = OutOfReach(kind, budget.value, reachable, solution.fault.why)
-        problem = dataclasses.replace(problem, budget=dataclasses.replace(budget, value=reachable))
+        out_of_reach, reachable = solution.fault.why, Budget(problem.budget.kind, solution.fault.reachable)
+        problem = dataclasses.replace(problem, budget=reachable)
         solution = solve(problem, **limits)
     result = SidecarResult(problem_json=problem.to_json(), scores=scores)
     if solution.status == "infeasible":

@@ -11,9 +11,8 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.runtime.account import Account
+from snip_megatron.runtime.account import Account, progress_line
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.progress import progress_line
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.request import SolveRequest
 
@@ -111,10 +110,10 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     job.adopted(30, precision_map)
     job.event(30, "adopt", version=1, fp4_fraction=1.0, wait_s=1.0)
     train(job, 30, 60, 0.25)
-    job.progress.show(59)
-    news = job.progress.news()
+    job.show(59)
+    news = job.news()
     assert news == pytest.approx({"step_s": 0.25, "speedup": 2.0, "saved_h": (30 * 0.25 - 1.0) / 3600}, rel=1e-3)
-    assert job.progress.news() is None
+    assert job.news() is None
     assert "snip: map 1, 100% fp4 | 250.0 ms a step, 2.00 x bf16 | saved 6.5 s" in capsys.readouterr().out
     job.close()
 
@@ -125,8 +124,8 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     again = a_job(tmp_path, 60)
     again.adopted(60, precision_map)
     train(again, 60, 90, 0.25)
-    again.progress.show(89)
-    resumed = again.progress.news()
+    again.show(89)
+    resumed = again.news()
     assert resumed is not None
     assert resumed["speedup"] == 2.0  # against bf16 steps of the first job
     assert resumed["saved_h"] == pytest.approx(news["saved_h"] + 30 * 0.25 / 3600, rel=1e-3)
@@ -136,8 +135,8 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     elsewhere = a_job(tmp_path, 90, device="another")
     elsewhere.adopted(90, precision_map)
     train(elsewhere, 90, 120, 0.1)
-    elsewhere.progress.show(119)
-    assert elsewhere.progress.news() == {"step_s": 0.1}
+    elsewhere.show(119)
+    assert elsewhere.news() == {"step_s": 0.1}
     elsewhere.close()
     assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None, "device"]
 
@@ -149,9 +148,9 @@ def test_steps_of_a_batch_size_that_grows_are_not_judged(capsys: pytest.CaptureF
     train(job, 0, 30, 0.5)
     job.adopted(30, PrecisionMap.uniform(NAMES, Format.FP4, version=1))
     train(job, 30, 60, 1.0)
-    job.progress.show(59)
+    job.show(59)
     assert capsys.readouterr().out == "snip: map 1 | 1.0 s a step, batch size grows\n"
-    assert job.progress.news() == {"step_s": 1.0}
+    assert job.news() == {"step_s": 1.0}
 
 
 def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> Non
             job.pump(step)
             job.step_took(step, 0.1)
             if step == 7:
-                job.progress.show(step)
+                job.show(step)
             if step:  # figures arrive one step later
                 job.metric(StepFigures(step - 1, 1.0, 1.0), 0.0)
     finally:
