@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.precision import Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.rounding import derive_seed
 
@@ -47,6 +47,26 @@ class GroupLoop:
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
         return _by_side([self._quantize(weight, spec) for weight in weights], spec)
+
+    def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
+        """Return whether :meth:`swiglu` and :meth:`swiglu_gradient` make operands in these formats."""
+        return False
+
+    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        """Return SwiGLU of y [rows, 2K] times ``probs``, FP32 [rows], as :meth:`quantize_rows` makes it."""
+        raise NotImplementedError
+
+    def swiglu_gradient(
+        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
+    ) -> tuple[OperandPair, Tensor]:
+        """Return the gradient of y [rows, 2K] as :meth:`quantize_rows` makes it, and that of ``probs``.
+
+        Args:
+            d: the gradient [rows, K] of what :meth:`swiglu` returns.
+            y, probs, splits: the arguments of :meth:`swiglu`.
+            spec: how the gradient of y is quantised.
+        """
+        raise NotImplementedError
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad of every expert: Y [rows, N] or ∂L/∂X [rows, K] in ``dtype``.

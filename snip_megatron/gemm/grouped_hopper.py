@@ -22,7 +22,8 @@ from snip_megatron.quantization.grouped import GroupRows, group_rows
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
-_ROWWISE = frozenset((Format.BF16, *STORED))  # of fprop and dgrad, and of the weights
+_GROUPED = frozenset((Format.BF16, *STORED))
+_OTHERS = frozenset(Format) - _GROUPED
 
 
 class RowsOperand(NamedTuple):
@@ -44,6 +45,7 @@ class HopperGroups(GroupLoop):
         quantize, multiply: see :class:`GroupLoop`.
         quantizers: the module ``quantization.grouped``, or its function in Triton.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation.
+        activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
     """
 
     row_multiple = TILE
@@ -54,29 +56,46 @@ class HopperGroups(GroupLoop):
         multiply: Callable[..., Tensor],
         quantizers: Any,
         library: Any,
+        activations: Any = None,
     ) -> None:
         super().__init__(quantize, multiply)
         self._quantizers = quantizers
         self._library = library
+        self._activations = activations
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
-        x, rows = x.contiguous(), group_rows(tuple(splits), x.device)
-        matrix = x if spec.rowwise is Format.BF16 else None
+        x, row = x.contiguous(), None
         if spec.rowwise in STORED:
-            matrix, _ = self._quantize(x, spec._replace(columnwise=None, rotation=None))
-        found = (
-            None if matrix is None else RowsOperand(matrix, rows),
-            RowsOperand(x, rows) if spec.columnwise is Format.BF16 else None,
+            row, _ = self._quantize(x, spec._replace(columnwise=None, rotation=None))
+        sides = x if spec.rowwise is Format.BF16 else row, x if spec.columnwise is Format.BF16 else None
+        found = _of_experts(sides, splits, x.device)
+        left = spec._replace(
+            rowwise=None if spec.rowwise in _GROUPED else spec.rowwise,
+            columnwise=None if spec.columnwise is Format.BF16 else spec.columnwise,
         )
-        left = _left(spec, columnwise=frozenset({Format.BF16}))
-        return found if left is None else _either(found, super().quantize_rows(x, splits, left))
+        return found if left.formats == (None, None) else _either(found, super().quantize_rows(x, splits, left))
+
+    def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
+        """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
+        return self._activations is not None and formats[0] in _GROUPED and formats[1] in (Format.BF16, None)
+
+    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        """See the base class."""
+        return _of_experts(self._activations.quantize_swiglu(y, spec, probs), splits, y.device)
+
+    def swiglu_gradient(
+        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
+    ) -> tuple[OperandPair, Tensor]:
+        """See the base class."""
+        *made, of_probs = self._activations.quantize_swiglu_gradient(d, y, spec, probs)
+        return _of_experts(made, splits, y.device), of_probs
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """See the base class."""
         formats = spec.formats
         found: OperandPair = (None, None)
-        if not _ROWWISE.isdisjoint(formats):
+        if not _GROUPED.isdisjoint(formats):
             whole = stacked(weights)
             whole = torch.stack(list(weights)) if whole is None else whole
             own = spec.only(STORED)
@@ -86,8 +105,8 @@ class HopperGroups(GroupLoop):
             sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
             found = rowwise, columnwise
-        left = _left(spec, columnwise=_ROWWISE)
-        return found if left is None else _either(found, super().quantize_weights(weights, left))
+        left = spec.only(_OTHERS)
+        return found if left.formats == (None, None) else _either(found, super().quantize_weights(weights, left))
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """See the base class."""
@@ -144,14 +163,11 @@ def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
     return loop[0] if found[0] is None else found[0], loop[1] if found[1] is None else found[1]
 
 
-def _left(spec: OperandSpec, columnwise: frozenset[Format]) -> OperandSpec | None:
-    """Return how the loop over experts quantises; None if it has nothing to do.
-
-    ``columnwise`` has the formats of the columnwise operand that need no loop.
-    """
-    first = None if spec.rowwise in _ROWWISE else spec.rowwise
-    second = None if spec.columnwise in columnwise else spec.columnwise
-    return None if first is second is None else spec._replace(rowwise=first, columnwise=second)
+def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
+    """Return the operands of a matrix with the rows of all experts as grouped products take them."""
+    rows = group_rows(tuple(splits), device)
+    row, col = (None if side is None else RowsOperand(side, rows) for side in made)
+    return row, col
 
 
 def _width(operand: RowsOperand) -> int:

@@ -80,7 +80,7 @@ class HopperBackend(GemmBackend):
         if spec is None:
             made = kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
         else:
-            made = kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)
+            made = kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)[:2]
         return made
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
@@ -111,7 +111,7 @@ class HopperBackend(GemmBackend):
         """See the base class."""
         if self._groups is None or n % TILE or k % TILE or dtype is not torch.bfloat16:
             return super().grouped(n, k, dtype)
-        return HopperGroups(self.quantize, self.multiply, *self._groups)
+        return HopperGroups(self.quantize, self.multiply, *self._groups, self._activations)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""

@@ -18,6 +18,7 @@ from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys, nothing, passed_on, unreduced_gradient
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -87,8 +88,11 @@ class GroupedLinear(torch.autograd.Function):
         ctx.weights, ctx.call, ctx.versions = weights, call, [weight._version for weight in weights]
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
-        spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
-        rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
+        if isinstance(x, PrequantizedTensor):
+            rowwise, columnwise = x.operands
+        else:
+            spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
+            rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
         w, _ = _weight_operands(call, weights, fprop, dgrad)
         y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         if call.linear.has_backward:
@@ -108,9 +112,12 @@ class GroupedLinear(torch.autograd.Function):
         products = call.products
         fprop, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
-        keys = gradient_keys(call.linear, g, dgrad, wgrad)
-        spec = OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(handle, wgrad))
-        rowwise, columnwise = products.quantize_rows(g.contiguous(), call.splits, spec)
+        if isinstance(g, PrequantizedTensor):
+            rowwise, columnwise = g.operands
+        else:
+            rowwise, columnwise = products.quantize_rows(
+                g.contiguous(), call.splits, gradient_spec(call, g, dgrad, wgrad)
+            )
         _, w = _weight_operands(call, weights, fprop, dgrad)
         d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         main_grads = [getattr(weight, "main_grad", None) for weight in weights]
@@ -132,6 +139,12 @@ def _weight_operands(call: GroupedCall, weights: Sequence[Tensor], fprop: Format
     return handle.state.weights.get(
         backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
     )
+
+
+def gradient_spec(call: GroupedCall, g: Tensor, dgrad: Format, wgrad: Format) -> OperandSpec:
+    """Return how G [rows, N], or a tensor of as many rows, is quantised. It is called once in each backward."""
+    keys = gradient_keys(call.linear, g, dgrad, wgrad)
+    return OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(call.linear.handle, wgrad))
 
 
 def _rotation(handle: LinearHandle, wgrad: Format) -> Rotation | None:

@@ -8,7 +8,7 @@ have none, Megatron's own function runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import Formats, matrix
+from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
 from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.precision import Format
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 
@@ -114,3 +117,69 @@ def _receiver(y: Tensor, fc1: LinearHandle) -> LinearCall | None:
     if not isinstance(call, LinearCall) or call.handle is not fc1 or not call.trains or node.has_bias:
         return None
     return call if fc1.context.backend.swiglu_kernel(matrix(y.detach()), call.formats[1:]) else None
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+def may_fuse_experts(fc1: LinearHandle, fc2: LinearHandle) -> bool:
+    """Return whether :func:`weighted_swiglu` may run between two linears of experts in the next forward."""
+    if not may_fuse(fc1, fc2) or fc2.is_stock:
+        return False
+    fprop, _, wgrad = fc2.formats
+    return grouped_products(fc2).fuses_swiglu((fprop, wgrad))
+
+
+def weighted_swiglu(y: Tensor, probs: Tensor, splits: Sequence[int], fc1: LinearHandle, fc2: LinearHandle) -> Tensor:
+    """Return the input of fc2 of all experts [rows, K], quantised: SwiGLU times the probability of each row.
+
+    Args:
+        y: output of fc1 [rows, 2K], with the rows that grouped products need. Nothing else may use it.
+        probs: [rows], the probabilities of the router.
+        splits: number of rows of each expert.
+        fc1, fc2: the linears of the first expert. :func:`may_fuse_experts` holds.
+    """
+    fprop, _, wgrad = fc2.formats
+    spec, products = OperandSpec(fprop, wgrad if torch.is_grad_enabled() else None), grouped_products(fc2)
+    operands = products.swiglu(y.detach(), probs.detach().float(), splits, spec)
+    node: Any = y.grad_fn
+    receiver = getattr(node, "call", None)
+    if (
+        not isinstance(receiver, GroupedCall)
+        or receiver.linear.handle is not fc1
+        or not receiver.products.fuses_swiglu(node.formats[1:])
+    ):
+        receiver = None
+    call = products, tuple(splits), receiver
+    x: Tensor = _WeightedSwiGLU.apply(y, probs, operands, *call)  # type: ignore[no-untyped-call]
+    return x
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        probs: Tensor,
+        operands: OperandPair,
+        products: GroupLoop,
+        splits: tuple[int, ...],
+        receiver: GroupedCall | None,
+    ) -> Tensor:
+        """Return the quantised result. ``receiver`` takes a quantised gradient."""
+        ctx.save_for_backward(y, probs)
+        ctx.products, ctx.splits, ctx.receiver = products, splits, receiver
+        return PrequantizedTensor(operands, (y.shape[0], y.shape[1] // 2), y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Quantise the gradient for fc1, or return it in bf16, and return that of the probabilities."""
+        (y, probs), receiver, spec = ctx.saved_tensors, ctx.receiver, _UNQUANTIZED
+        if receiver is not None:
+            spec = gradient_spec(receiver, y, *receiver.linear.formats[1:])
+        d = grad_outputs[0].contiguous()
+        operands, of_probs = ctx.products.swiglu_gradient(d, y, probs.float(), ctx.splits, spec)
+        g = operands[0].matrix if receiver is None else PrequantizedTensor(operands, y.shape, y)
+        return g, of_probs.view(probs.shape).to(probs.dtype), None, None, None, None
+
+
+_UNQUANTIZED = OperandSpec(Format.BF16, None)

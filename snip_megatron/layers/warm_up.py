@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
 from snip_megatron.precision import Format
 from snip_megatron.quantization.operands import OperandSpec
@@ -104,13 +104,31 @@ def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
     """Quantise SwiGLU as the second linear of an MLP takes it, or its gradient as the first one does."""
     handle = linear.handle
     fprop, dgrad, wgrad = handle.formats
-    if handle.parallel == "column":
+    if linear.experts:
+        _warm_up_weighted_swiglu(linear, call)
+    elif handle.parallel == "column":
         if handle.context.backend.swiglu_kernel(linear.g, (dgrad, wgrad)):
             quantized_gradient(linear.g.new_zeros(len(linear.g), linear.g.shape[1] // 2), linear.g, call)
-        return
-    y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
-    for kept in (wgrad, None):  # in training; in validation and recomputation
-        quantized_swiglu(y, handle, (fprop, kept))
+    else:
+        y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
+        for kept in (wgrad, None):  # in training; in validation and recomputation
+            quantized_swiglu(y, handle, (fprop, kept))
+
+
+def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
+    """Do the same between two linears of experts, with all rows for one of them."""
+    handle, products, (fprop, dgrad, wgrad) = linear.handle, grouped_products(linear.handle), linear.handle.formats
+    rows = -(-len(linear.x) // products.row_multiple) * products.row_multiple
+    splits, probs = [rows, *[0] * (linear.experts - 1)], torch.zeros(rows, device=linear.x.device)
+    if handle.parallel == "row":
+        y = linear.x.new_zeros(rows, 2 * linear.x.shape[1])
+        for kept in (wgrad, None):
+            if products.fuses_swiglu((fprop, kept)):
+                products.swiglu(y, probs, splits, OperandSpec(fprop, kept))
+    elif products.fuses_swiglu((dgrad, wgrad)):
+        y = linear.g.new_zeros(rows, linear.g.shape[1])
+        spec = OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y, dgrad, wgrad))
+        products.swiglu_gradient(y.new_zeros(rows, y.shape[1] // 2), y, probs, splits, spec)
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

@@ -87,7 +87,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
                 )
             _convert_linear(linear, registry)
     if HAVE_TE:
-        te_experts.pad_rows(model_chunks)
+        te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not recipes)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
         for stays in what_stays(registry.stock):

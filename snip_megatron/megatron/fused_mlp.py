@@ -67,6 +67,18 @@ def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
     if not mlps:
         return "this rank has no dense MLP of two quantised linears"
     config = mlps[0].config
+    if (why := why_no_swiglu(config)) is not None:
+        return why
+    y = torch.empty(1, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
+    if backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
+        return (
+            f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {y.shape[1] // 2} features a rank"
+        )
+    return None
+
+
+def why_no_swiglu(config: Any) -> str | None:
+    """Return why something else than Megatron's fused SwiGLU runs between two linears, or None."""
     for hindered, why in (
         (config.activation_func is not functional.silu or not config.gated_linear_unit, "the activation is not SwiGLU"),
         (config.add_bias_linear, "linears have a bias: --disable-bias-linear"),
@@ -77,9 +89,4 @@ def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
     ):
         if hindered:
             return why
-    y = torch.empty(1, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
-    if backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
-        return (
-            f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {y.shape[1] // 2} features a rank"
-        )
     return None

@@ -17,7 +17,9 @@ from torch import Tensor
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
 from snip_megatron.megatron.compat.te_recipe import forward_under
+from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
 
 _RECIPE_ROWS = 128  # the alignment that every quantizer of Transformer Engine takes
@@ -62,7 +64,13 @@ class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear
 
 
 class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
-    """Experts that pad the rows of their linears once, where the grouped products need padding."""
+    """Experts that pad the rows of their linears once, where the grouped products need padding.
+
+    Attributes:
+        snip_fuses: whether SwiGLU times the probabilities may be computed with the quantisation of its result.
+    """
+
+    snip_fuses: bool
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
@@ -74,18 +82,33 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         weights = [handle.weight for handle in self.linear_fc1.snip_experts]
         # Transformer Engine's own code takes rows from the first expert on.
-        own = fc1.is_stock or fc2.is_stock or fc1.runs_recipe
-        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not own
+        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not (fc1.is_stock or fc2.is_stock)
         rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
-        output, bias = super().forward(rows.pad(hidden), rows, rows.pad(probs), *buffers, **named)
+        hidden, probs = rows.pad(hidden), rows.pad(probs)
+        if self.snip_fuses and may_fuse_experts(fc1, fc2):
+            y, _ = self.linear_fc1(hidden, rows)
+            output, bias = self.linear_fc2(weighted_swiglu(y, probs, rows, fc1, fc2), rows)
+        else:
+            output, bias = super().forward(hidden, rows, probs, *buffers, **named)
         return rows.unpad(output), bias
 
 
-def pad_rows(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the MLPs of experts whose linears are converted pad their rows."""
-    for module in (module for chunk in model_chunks for module in chunk.modules()):
-        if type(module) is TEGroupedMLP and hasattr(module.linear_fc1, "snip_experts"):
-            module.__class__ = SnipTEGroupedMLP
+def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
+    """Let the MLPs of experts whose linears are converted pad their rows, and with ``fuses`` fuse SwiGLU."""
+    mlps: list[Any] = [module for chunk in model_chunks for module in chunk.modules() if type(module) is TEGroupedMLP]
+    for mlp in mlps:
+        if hasattr(mlp.linear_fc1, "snip_experts"):
+            mlp.__class__, mlp.snip_fuses = SnipTEGroupedMLP, fuses and _is_weighted_swiglu(mlp)
+            for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
+                handle.state.beside_swiglu = mlp.snip_fuses
+
+
+def _is_weighted_swiglu(mlp: Any) -> bool:
+    """Return whether nothing but SwiGLU times the probabilities runs between the linears."""
+    config = mlp.config
+    hindered = why_no_swiglu(config) is not None or config.moe_apply_probs_on_input
+    offloads = mlp.activation_recompute or mlp.offload_expert_fc1 or mlp.offload_moe_act
+    return not (hindered or offloads or config.moe_mlp_glu_interleave_size is not None)
 
 
 def _row_multiple(handle: LinearHandle) -> int:

@@ -19,8 +19,9 @@ from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import grouped
+from snip_megatron.quantization import grouped, swiglu
 from snip_megatron.quantization.kernels import grouped as kernels
+from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
@@ -92,6 +93,18 @@ def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
             if side is not None and truth is not None:
                 assert torch.equal(side.values.view(torch.uint8), truth.values.view(torch.uint8))
                 assert torch.equal(side.scale, truth.scale)
+
+
+def test_swiglu_times_probabilities_is_that_of_torch() -> None:
+    """Roundings of the exponential may differ: few numbers, by one step."""
+    rows, k = 1280, 768
+    y, d, probs = draws(rows, 2 * k, seed=7), draws(rows, k, seed=8), draws(rows, seed=9).float().abs()
+    spec = OperandSpec(FP8, BF16)
+    found = (*triton_swiglu.quantize_swiglu(y, spec, probs), *triton_swiglu.quantize_swiglu_gradient(d, y, spec, probs))
+    expected = (*swiglu.quantize_swiglu(y, spec, probs), *swiglu.quantize_swiglu_gradient(d, y, spec, probs))
+    for one, other in zip(found, expected, strict=True):
+        actual, exact = (t if isinstance(t, Tensor) else t.dequantize() for t in (one, other))
+        assert (actual.float() - exact.float()).norm() <= 5e-3 * exact.float().norm()
 
 
 @pytest.mark.parametrize("backwards", [False, True])

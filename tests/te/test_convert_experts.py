@@ -21,7 +21,7 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_experts
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization import grouped, packed, swiglu
 from tests.unit.gemm import emulated_grouped
 from tests.unit.gemm.emulated_scaled_mm import scaled_mm
 
@@ -116,12 +116,28 @@ def test_experts_are_those_of_torch(bias: bool) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_rows_are_padded_once_an_mlp(backwards: bool) -> None:
+class Noting:
+    """The functions of ``quantization/swiglu.py``, which note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        return getattr(swiglu, name)
+
+
+@pytest.mark.parametrize(("backwards", "fused"), [(False, False), (True, False), (False, True), (True, True)])
+def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
     """Grouped kernels need multiples of 128 rows. Weights in memory from the last expert on get rows in that order."""
-    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16)
-    experts = chunk.decoder.layers[0].mlp.experts
-    registry.context.backend = HopperBackend(packed, ScaledProducts(scaled_mm), groups=(grouped, emulated_grouped))
+    given = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
+    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=fused, **given)
+    for handle in registry:  # the fastest formats of experts; wgrad in fp8 runs expert by expert
+        handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
+    experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
+    registry.context.backend = HopperBackend(
+        packed, ScaledProducts(scaled_mm), activations=activations, groups=(grouped, emulated_grouped)
+    )
     for linear in (experts.linear_fc1, experts.linear_fc2):
         weights = list(linear.parameters())
         ordered = weights[::-1] if backwards else weights
@@ -131,17 +147,18 @@ def test_rows_are_padded_once_an_mlp(backwards: bool) -> None:
             weight.data = place.copy_(weight.data)
             weight.main_grad, weight.grad_added_to_main_grad = gradient, False
     splits = [5, 0, 130, 3]
-    x, probs = torch.randn(138, 128).bfloat16().requires_grad_(), torch.rand(138)
+    x, probs = torch.randn(138, 128).bfloat16().requires_grad_(), torch.rand(138, requires_grad=True)
     y, _ = experts(x, torch.tensor(splits), probs)
     assert y.shape == (138, 128)
     expected = mlp(experts, x, splits, probs)
     weight = torch.randn_like(y)
-    exact = torch.autograd.grad(expected, [x, *experts.parameters()], weight)
+    exact = torch.autograd.grad(expected, [x, probs, *experts.parameters()], weight)
     y.backward(weight)
-    found = [x.grad, *(parameter.main_grad for parameter in experts.parameters())]
+    found = [x.grad, probs.grad, *(parameter.main_grad for parameter in experts.parameters())]
     for actual, real in zip((y, *found), (expected, *exact), strict=True):
         assert actual is not None
         assert (actual.float() - real.float()).norm() <= 0.1 * real.float().norm()
+    assert activations.called == (["quantize_swiglu", "quantize_swiglu_gradient"] if fused else [])
 
 
 def test_a_decoder_of_experts_trains_under_a_map(monkeypatch: pytest.MonkeyPatch) -> None:

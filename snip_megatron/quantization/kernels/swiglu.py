@@ -5,9 +5,12 @@ Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.kernels.arguments import (
     draws_of,
@@ -18,7 +21,7 @@ from snip_megatron.quantization.kernels.arguments import (
     tile_output,
     widths_of,
 )
-from snip_megatron.quantization.kernels.launch import launch
+from snip_megatron.quantization.kernels.launch import Seen, launch
 from snip_megatron.quantization.kernels.swiglu_programs import (
     swiglu_amax_kernel,
     swiglu_gradient_amax_kernel,
@@ -43,39 +46,56 @@ def fits(y: Tensor) -> bool:
     return y.dtype is torch.bfloat16 and words and y.shape[1] % (2 * TILE) == 0
 
 
-def quantize_swiglu(y: Tensor, spec: OperandSpec) -> OperandPair:
+def quantize_swiglu(y: Tensor, spec: OperandSpec, probs: Tensor | None = None) -> OperandPair:
     """See :func:`snip_megatron.quantization.swiglu.quantize_swiglu`. Requires :func:`fits`."""
     M, K = y.shape[0], y.shape[1] // 2
     row, col = tile_output(y, spec.rowwise, M, K), tile_output(y, spec.columnwise, K, M)
+    kept = y.new_empty(M, K) if Format.BF16 in spec.formats else None
     if y.numel():
         launch(
-            swiglu_kernel, (parts_of(K), parts_of(M)), [(y, _WORD), *memory_of(row, col, y)],
+            swiglu_kernel, (parts_of(K), parts_of(M)),
+            [(y, _WORD), *memory_of(row, col, y), y if probs is None else probs, _words(kept, y)],
             (M, K, stride_of(col)), (),
             {
                 "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2, **widths_of(spec),
-                "HARDWARE": has_hopper_instructions(y),
+                "PROBS": probs is not None, "KEPT": kept is not None, "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["swiglu"],
         )  # fmt: skip
-    return row, col
+    return kept if spec.rowwise is Format.BF16 else row, kept if spec.columnwise is Format.BF16 else col
 
 
-def quantize_swiglu_gradient(d: Tensor, y: Tensor, spec: OperandSpec) -> OperandPair:
+def quantize_swiglu_gradient(
+    d: Tensor, y: Tensor, spec: OperandSpec, probs: Tensor | None = None
+) -> tuple[Any, Any, Tensor | None]:
     """See :func:`snip_megatron.quantization.swiglu.quantize_swiglu_gradient`. Requires :func:`fits`."""
     M, K = d.shape
     row, col = tile_output(y, spec.rowwise, M, 2 * K), tile_output(y, spec.columnwise, 2 * K, M)
+    kept = y.new_empty(M, 2 * K) if Format.BF16 in spec.formats else None
+    of_probs = None if probs is None else torch.empty(parts_of(K), M, dtype=torch.float32, device=y.device)
     if y.numel():
         draws = draws_of(spec, 2 * K, y)
         launch(
             swiglu_gradient_kernel, (2 * parts_of(K), parts_of(M)),
-            [(d, _WORD), (y, _WORD), *memory_of(row, col, y), *draws.memory], (M, K, stride_of(col)), draws.words,
+            [
+                (d, _WORD), (y, _WORD), *memory_of(row, col, y), *draws.memory, y if probs is None else probs,
+                y if of_probs is None else of_probs, _words(kept, y),
+            ],
+            (M, K, stride_of(col)), draws.words,
             {
                 "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2,
-                **widths_of(spec), **draws.constants, "HARDWARE": has_hopper_instructions(y),
+                **widths_of(spec), **draws.constants, "PROBS": probs is not None, "KEPT": kept is not None,
+                "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["gradient"],
         )  # fmt: skip
-    return row, col
+    first, second = (kept if fmt is Format.BF16 else side for fmt, side in zip(spec.formats, (row, col), strict=True))
+    return first, second, None if of_probs is None else of_probs.sum(0)
+
+
+def _words(matrix: Tensor | None, unused: Tensor) -> Tensor | Seen:
+    """Return where a bf16 matrix is stored as words of two numbers; arbitrary memory if it is not."""
+    return unused if matrix is None else (matrix, _WORD)
 
 
 def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:

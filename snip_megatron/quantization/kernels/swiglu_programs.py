@@ -5,7 +5,7 @@ bf16, or store it as bf16 and find its amax.
 
 The expressions are those that torch 2.11 compiles Megatron's functions to: FP32 throughout, one rounding to bf16, in
 one function an exponential of libdevice and in the other Triton's. Another expression of the same value would give
-other bits. Megatron's own functions need not be compiled to these, so that ``layers/swiglu.py`` compares them first.
+other bits.
 """
 
 import triton
@@ -133,17 +133,33 @@ def _gate_gradient(d, gate, up, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _result(y_ptr, y_stride, M, K, m, k, HARDWARE: tl.constexpr):
-    """Return part (m, k) of SwiGLU [M, K] of y [M, 2K] as int32 [128, 64] of bf16 pairs."""
-    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
-    up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
-    return rounded_words(_swiglu(gate_lo, up_lo, HARDWARE), _swiglu(gate_hi, up_hi, HARDWARE), HARDWARE)
+def _probabilities(probs_ptr, M, m):
+    """Return the factors [128, 1] of the rows of part m."""
+    rows = m * EDGE + tl.arange(0, EDGE)
+    return tl.load(probs_ptr + rows, mask=rows < M, other=0.0)[:, None]
 
 
 @triton.jit
-def _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, half, HARDWARE: tl.constexpr):
+def _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return part (m, k) of SwiGLU [M, K] of y [M, 2K] as int32 [128, 64] of bf16 pairs, times ``PROBS``."""
+    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
+    up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
+    lo, hi = _swiglu(gate_lo, up_lo, HARDWARE), _swiglu(gate_hi, up_hi, HARDWARE)
+    if PROBS:
+        probs = _probabilities(probs_ptr, M, m)
+        lo, hi = lo * probs, hi * probs
+    return rounded_words(lo, hi, HARDWARE)
+
+
+@triton.jit
+def _gradient(
+    d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS: tl.constexpr, HARDWARE: tl.constexpr
+):
     """Return part (m, k) of a half of the gradient [M, 2K], of the gates (0) or the others (1), as bf16 pairs."""
     d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
+    if PROBS:
+        probs = _probabilities(probs_ptr, M, m)
+        d_lo, d_hi = d_lo * probs, d_hi * probs
     gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
     if half == 0:
         up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
@@ -155,16 +171,29 @@ def _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, half, HARDWARE: tl.c
 
 
 @triton.jit
+def _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE: tl.constexpr):
+    """Return Σ d·SwiGLU [128] over the columns of part (m, k)."""
+    d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
+    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
+    up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
+    return tl.sum(d_lo * _swiglu(gate_lo, up_lo, HARDWARE) + d_hi * _swiglu(gate_hi, up_hi, HARDWARE), axis=1)
+
+
+@triton.jit
 def swiglu_kernel(
-    y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, M, K, col_stride,
-    y_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, HARDWARE: tl.constexpr,
+    y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, probs_ptr, x_ptr, M, K, col_stride,
+    y_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise SwiGLU [M, K] of y [M, 2K], gates first. ``y_stride`` and ``row_stride`` count pairs.
 
-    K is a multiple of 128. ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none.
+    K is a multiple of 128. ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none. ``PROBS``:
+    each row is multiplied by its factor. ``KEPT``: the result is stored in bf16 as well.
     """
     k, m = tl.program_id(0), tl.program_id(1)
-    words = _result(y_ptr, y_stride, M, K, m, k, HARDWARE)
+    words = _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS, HARDWARE)
+    if KEPT:
+        store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
     store_both(
         words, y_ptr, y_ptr, y_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, K, m, k, row_stride, col_stride, 0, 0, 0, 0, ROW, COL, False, False, False, True, HARDWARE,
@@ -174,17 +203,26 @@ def swiglu_kernel(
 @triton.jit(do_not_specialize=["row_word_0", "row_word_1", "col_word_0", "col_word_1"])
 def swiglu_gradient_kernel(
     d_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
+    probs_ptr, of_probs_ptr, g_ptr,
     M, K, col_stride, row_word_0, row_word_1, col_word_0, col_word_1,
     d_stride: tl.constexpr, y_stride: tl.constexpr, row_stride: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K], from the gradient d [M, K] of its result.
 
     Neighbouring programs compute the gates' part and that of the other half, so that the second reads from cache.
+    ``PROBS``: rows have factors, whose gradients are stored to ``of_probs`` [K / 128, M], to be added up.
     """
     k, m, half = tl.program_id(0) // 2, tl.program_id(1), tl.program_id(0) % 2
-    words = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, half, HARDWARE)
+    words = _gradient(d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS, HARDWARE)
+    rows = m * EDGE + tl.arange(0, EDGE)
+    if PROBS:  # noqa: SIM102 - decided when compiled, and when run
+        if half == 0:
+            sums = _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE)
+            tl.store(of_probs_ptr + k.to(tl.int64) * M + rows, sums, mask=rows < M)
+    if KEPT:
+        store_rows(g_ptr, words, m, half * (K // EDGE) + k, K, rows < M)
     store_both(
         words, y_ptr, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, 2 * K, m, half * (K // EDGE) + k, row_stride, col_stride,
@@ -213,7 +251,7 @@ def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HAR
     K is a multiple of 128, and ``y_stride`` counts pairs.
     """
     k, m = tl.program_id(0), tl.program_id(1)
-    words = _result(y_ptr, y_stride, M, K, m, k, HARDWARE)
+    words = _result(y_ptr, y_ptr, y_stride, M, K, m, k, False, HARDWARE)
     store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
     _raise_amax(amax_ptr, _largest(words, HARDWARE))
 
@@ -227,8 +265,8 @@ def swiglu_gradient_amax_kernel(
     A program computes both halves. The compiler merges their loads of d and of the gates (tested).
     """
     k, m = tl.program_id(0), tl.program_id(1)
-    gates = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 0, HARDWARE)
-    ups = _gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 1, HARDWARE)
+    gates = _gradient(d_ptr, y_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 0, False, HARDWARE)
+    ups = _gradient(d_ptr, y_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 1, False, HARDWARE)
     row_mask = m * EDGE + tl.arange(0, EDGE) < M
     store_rows(g_ptr, gates, m, k, K, row_mask)
     store_rows(g_ptr, ups, m, K // EDGE + k, K, row_mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,19 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, StepContext
 from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
+from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.precision import Format, Gemm, LinearId
-from snip_megatron.quantization import derive_seed, fake_quantize
+from snip_megatron.quantization import derive_seed, fake_quantize, grouped, packed, swiglu
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.formats import STOCHASTIC
+from snip_megatron.quantization.operands import OperandSpec
+from tests.unit.gemm import emulated_grouped
+from tests.unit.gemm.emulated_scaled_mm import scaled_mm
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 N, K = 144, 208
@@ -36,19 +44,19 @@ Formats = tuple[Format, Format, Format]
 class Experts(torch.nn.Module):
     """Weights and handles of one linear of some experts, as Transformer Engine's grouped linear names them."""
 
-    def __init__(self, count: int, formats: Formats, backend: GemmBackend = REFERENCE, dtype: Any = torch.bfloat16):
+    def __init__(self, count: int, formats: Formats, backend: GemmBackend = REFERENCE, n: int = N, k: int = K) -> None:
         super().__init__()
         self.context = StepContext(step=3, seed=11, backend=backend, expert_dp_rank=1, expert_dp_size=2)
         draws = torch.Generator().manual_seed(count)
         for e in range(count):
-            weight = torch.nn.Parameter((torch.randn(N, K, generator=draws) * K**-0.5).to(dtype))
-            weight.main_grad = torch.ones(N, K)  # type: ignore[attr-defined]
+            weight = torch.nn.Parameter((torch.randn(n, k, generator=draws) * k**-0.5).bfloat16())
+            weight.main_grad = torch.ones(n, k)  # type: ignore[attr-defined]
             self.register_parameter(f"weight{e}", weight)
         self.handles = [
             LinearHandle(
-                id=LinearId("decoder", 2, "mlp.experts.linear_fc1"), parallel="column", n=N, k=K, stage=0, tp_rank=0,
+                id=LinearId("decoder", 2, "mlp.experts.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0,
                 tp_size=1,
-                out_features=torch.arange(N), in_features=torch.arange(K), context=self.context, module=self,
+                out_features=torch.arange(n), in_features=torch.arange(k), context=self.context, module=self,
                 expert=e, parameter=f"weight{e}", state=LinearState(formats=formats),
             )
             for e in range(count)
@@ -168,3 +176,85 @@ def test_a_probe_records_the_rows_of_each_expert() -> None:
     for recorder, weight, (of_x, of_g, of_d) in zip(recorders, experts.parameters(), rows, strict=True):
         for found, given in zip(recorder.tensors, (of_x, weight, of_g, of_d, of_d), strict=True):
             assert torch.equal(found, given)
+
+
+def mlp(x: Tensor, weights: Sequence[Tensor], probs: Tensor, splits: Sequence[int]) -> Tensor:
+    """SwiGLU of the first half of ``weights`` times ``probs``, times the others, in float64."""
+    first, second = weights[: len(splits)], weights[len(splits) :]
+    found = []
+    for rows, factors, fc1, fc2 in zip(x.split(list(splits)), probs.split(list(splits)), first, second, strict=True):
+        gate, up = (rows @ fc1.t()).chunk(2, -1)
+        found.append((torch.nn.functional.silu(gate) * up * factors[:, None]) @ fc2.t())
+    return torch.cat(found)
+
+
+class Noting:
+    """The functions of ``quantization/swiglu.py``, which note the formats that they are asked for."""
+
+    def __init__(self) -> None:
+        self.formats: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def noted(*arguments: Any) -> Any:
+            spec = next(each for each in arguments if isinstance(each, OperandSpec))
+            self.formats.append(spec.formats)
+            return getattr(swiglu, name)(*arguments)
+
+        return noted
+
+
+BF16_ALL = (BF16, BF16, BF16)
+
+
+@pytest.mark.parametrize(
+    ("of_fc1", "of_fc2", "asked"),
+    [
+        ((FP8, FP8, BF16), (BF16, FP8, BF16), [(BF16, BF16), (FP8, BF16)]),
+        ((FP4, FP8, BF16), (FP8, FP8, BF16), [(FP8, BF16), (FP8, BF16)]),
+        (BF16_ALL, (FP8, BF16, BF16), [(FP8, BF16), (BF16, BF16)]),
+        ((FP8, FP8, FP8), (FP8, FP8, BF16), [(FP8, BF16), (BF16, None)]),
+        ((FP8, FP8, BF16), (FP8, FP8, FP8), None),
+        ((FP8, FP8, BF16), (TENSOR, FP8, BF16), None),
+    ],
+)
+def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2: Formats, asked: Any) -> None:
+    """Against float64, with empty experts: the result, and the gradients of X, of the probabilities and of weights."""
+    splits, hidden, width, noting = (256, 0, 128), 128, 256, Noting()
+    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=(grouped, emulated_grouped))
+    fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
+    fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
+    draws = torch.Generator().manual_seed(5)
+    x, g = (torch.randn(384, hidden, generator=draws).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    probs = torch.rand(384, generator=draws).requires_grad_()
+    first, second = fc1.handles[0], fc2.handles[0]
+    assert may_fuse_experts(first, second) is (asked is not None)
+    if asked is None:
+        return
+    y = fc2(weighted_swiglu(fc1(x, splits), probs, splits, first, second), splits)
+    y.backward(g)
+    assert noting.formats == asked
+
+    weights = [weight.detach().double().requires_grad_() for weight in (*fc1.parameters(), *fc2.parameters())]
+    exact_x, exact_probs = (t.detach().double().requires_grad_() for t in (x, probs))
+    expected = mlp(exact_x, weights, exact_probs, splits)
+    gradients = torch.autograd.grad(expected, [exact_x, exact_probs, *weights], g.double())
+    found = [weight.main_grad - 1 for weight in (*fc1.parameters(), *fc2.parameters())]  # type: ignore[operator]
+    least = 12 if FP4 in (*of_fc1, *of_fc2) else 20
+    for actual, exact in zip((y, x.grad, probs.grad, *found), (expected, *gradients), strict=True):
+        assert actual is not None
+        assert not exact.any() or decibel(exact.detach(), actual.detach()) > least
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked"), [("row", [(FP8, BF16), (FP8, None), (FP8, None)]), ("column", [(FP4, BF16)])]
+)
+def test_its_kernels_run_before_training(parallel: str, asked: Any) -> None:
+    noting = Noting()
+    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=(grouped, emulated_grouped))
+    experts = Experts(3, BF16_ALL, backend, n=256, k=128)
+    experts.snip_experts = experts.handles  # type: ignore[assignment]
+    handle = replace(experts.handles[0], parallel=parallel)
+    handle.state.beside_swiglu = True
+    warm_up_gemms(warm_up_linear(handle, 130, whole_x=False), [(FP8, FP4, BF16), (FP8, FP4, FP8)])
+    assert noting.formats == asked

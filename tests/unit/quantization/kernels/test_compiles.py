@@ -32,6 +32,7 @@ POINTERS = {
     "cols_ptr": "*i64", "amax_ptr": "*i32", "scale_ptr": "*fp32",
     "maxima_ptr": "*i32",
     "row_key_ptr": "*i32", "col_key_ptr": "*i32", "current_ptr": "*i32",
+    "probs_ptr": "*fp32", "of_probs_ptr": "*fp32",
     "y_ptr": "*i32", "d_ptr": "*i32", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "elements_ptr": "*u8", "scales_ptr": "*fp32", "own_ptr": "*bf16", "out_ptr": "*bf16", "g_ptr": "*i32",
     "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64", "words_ptr": "*i32",
@@ -53,7 +54,8 @@ def assembled(
     return triton.compile(source, target=HOPPER, options=chosen)
 
 
-SWIGLU = {"y_stride": 4096, "row_stride": 2048, "HARDWARE": True}
+SWIGLU = {"y_stride": 4096, "row_stride": 2048, "HARDWARE": True, "PROBS": False, "KEPT": False}
+WEIGHTED = {"PROBS": True, "KEPT": True}
 GRADIENT = SWIGLU | {"d_stride": 2048, "PAIRED": True}
 WITH_AMAX = {"y_stride": 4096, "HARDWARE": True}
 KERNELS: list[tuple[Any, str, dict[str, object], str]] = [
@@ -69,6 +71,13 @@ KERNELS: list[tuple[Any, str, dict[str, object], str]] = [
     (triton_wire, "unpack_kernel", {"BLOCK": 2048}, "packing"),
     (triton_wire, "add_kernel", {"RANKS": 4, "PIECE": 16}, "sums"),
     (triton_swiglu, "swiglu_kernel", SWIGLU | {"ROW": 8, "COL": 4}, "swiglu"),
+    (triton_swiglu, "swiglu_kernel", SWIGLU | WEIGHTED | {"ROW": 8, "COL": 0}, "swiglu"),
+    (
+        triton_swiglu,
+        "swiglu_gradient_kernel",
+        GRADIENT | WEIGHTED | {"ROW": 8, "COL": 0, "ROW_RANDOM": False, "COL_RANDOM": False, "LOADED": False},
+        "gradient",
+    ),
     (
         triton_swiglu,
         "swiglu_gradient_kernel",

@@ -44,9 +44,10 @@ def rounded(x: np.ndarray) -> torch.Tensor:
 
 
 @np.errstate(all="ignore")
-def activation(y: torch.Tensor) -> torch.Tensor:
+def activation(y: torch.Tensor, probs: torch.Tensor | None = None) -> torch.Tensor:
     gate, up = np.split(y.float().numpy(), 2, axis=1)
-    return rounded(gate / (1 + np.exp(-gate)) * up)
+    x = gate / (1 + np.exp(-gate)) * up
+    return rounded(x if probs is None else x * probs.numpy()[:, None])
 
 
 @np.errstate(all="ignore")
@@ -72,7 +73,31 @@ def test_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) 
 def test_gradient_of_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
     d, y = tensors(200, 256)
     expected = packed.quantize_operands(gradient(d, y), spec(*formats))
-    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, spec(*formats)), expected)
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, spec(*formats))[:2], expected)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "bf16"), ("fp8", "fp4"), ("bf16", "bf16"), ("fp4", None)])
+def test_rows_with_factors(quantizers: Quantizers, formats: tuple[str, str | None]) -> None:
+    """An expert's rows are multiplied by their probabilities. In bf16 an operand is the matrix itself."""
+    (d, y), how = tensors(200, 256), spec(*formats)
+    d[2, 5] = 0.0
+    probs = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    x, g = activation(y, probs), gradient((d.float() * probs[:, None]), y)
+    found = quantizers.call("quantize_swiglu", y, how, probs)
+    *of_y, of_probs = quantizers.call("quantize_swiglu_gradient", d, y, how, probs)
+    for sides, matrix in ((found, x), (of_y, g)):
+        for side, expected, name in zip(sides, packed.quantize_operands(matrix, how), formats, strict=True):
+            if name == "bf16":
+                assert torch.equal(side.view(torch.int16), matrix.view(torch.int16))
+            else:
+                assert_same(side, expected)
+    exact = (d.double() * exact_swiglu(y)).sum(1)
+    torch.testing.assert_close(of_probs.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+def exact_swiglu(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.double().chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -87,7 +112,7 @@ def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, o
     how = spec("fp4", "fp4", row_seed=keys[0], col_seed=keys[1], cols=cols)
     how = how._replace(keys=how.keys._replace(paired=step == 1))  # type: ignore[union-attr]
     expected = packed.quantize_operands(gradient(d, y), wanted)
-    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how), expected)
+    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how)[:2], expected)
 
 
 def packed_words(seed: int) -> list[int]:
