@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
@@ -11,7 +11,6 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.updates import probe_microbatches, solves
 from snip_megatron.precision import Format, LinearRow, Role
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
-from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
 FormatsOf = Callable[[LinearRow], Formats]
@@ -26,13 +25,10 @@ ASSUMPTIONS = (
 _WEIGHT, _OPTIMIZER = 2, 12
 _LOGIT = 8  # bytes: bf16 logit, FP32 softmax, bf16 gradient
 _TILE, _BLOCK = 128, 128 * 128
-NATIVE = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
+_NATIVE = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
 """Formats whose operands Hopper's GEMMs take in 8 bits. Operands of the other formats are emulated, in bf16."""
 _TILED = (Format.FP8, Format.FP4)
-"""Formats with an FP32 scale for each tile or block. Emulated operands keep these scales beside their elements; in the
-other formats they are multiplied into the elements."""
-_ONE_WEIGHT = (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4)
-"""Formats in which fprop and dgrad read one emulated weight: its scales are those of square blocks, or one scale."""
+"""Formats with an FP32 scale for each tile or block. In the others, scales are multiplied into emulated elements."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +83,7 @@ class StageMemory:
         return max(self.training, self.probing_least)
 
 
-def native_formats(model: CostModel) -> tuple[Format, ...]:
-    """Return ``NATIVE``, or nothing for a table of times of emulated GEMMs (``--snip-gemm emulated``)."""
-    emulated = model.table is not None and model.table.backend == "emulated"
-    return () if emulated else NATIVE
-
-
-def stage_memory(
-    layout: Layout,
-    stage: int,
-    formats_of: FormatsOf,
-    config: SnipConfig | None = None,
-    native: Collection[Format] = NATIVE,
-) -> StageMemory:
+def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None) -> StageMemory:
     """Predict the memory of a stage.
 
     Args:
@@ -107,19 +91,18 @@ def stage_memory(
         stage: the pipeline stage.
         formats_of: the formats of the linears.
         config: the configuration, whose updates probe; None for a run without updates.
-        native: the formats that are not emulated, see :func:`native_formats`.
     """
     single = dataclasses.replace(layout, micro_batch_size=1)
     parameters = layout.stage_parameters(stage)
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
     layers = layout.stages[stage]
-    kept, again = _activations(layout, layers, formats_of, native)
+    kept, again = _activations(layout, layers, formats_of)
     return StageMemory(
         parameters=float(_WEIGHT * parameters),
         gradients=float(layout.gradient_bytes * parameters),
         optimizer=_OPTIMIZER * parameters / shards,
         quantised_weights=sum(
-            quantised_weight(layout.shapes[row.name], formats_of(row), native) for layer in layers for row in layer
+            quantised_weight(layout.shapes[row.name], formats_of(row)) for layer in layers for row in layer
         ),
         activations=kept * layout.in_flight(stage),
         logits=_logits(layout, stage),
@@ -142,30 +125,26 @@ def _elements(layout: Layout, row: LinearRow, features: int) -> float:
     return float(layout.shapes[row.name].tokens * features * layout.passes(row))
 
 
-def _activations(
-    layout: Layout, layers: Sequence[Sequence[LinearRow]], formats_of: FormatsOf, native: Collection[Format] = NATIVE
-) -> tuple[float, float]:
+def _activations(layout: Layout, layers: Sequence[Sequence[LinearRow]], formats_of: FormatsOf) -> tuple[float, float]:
     """Return the bytes that layers keep of one microbatch, and those of the largest layer that is recomputed whole."""
     kept = again = 0.0
     for layer in layers:
         if layout.recompute == "full" and layout.recomputed(layer[0]):
             kept += 2.0 * layout.stream
-            again = max(again, layer_activations(layout, layer, formats_of, native))
+            again = max(again, layer_activations(layout, layer, formats_of))
         else:
-            kept += layer_activations(layout, layer, formats_of, native)
+            kept += layer_activations(layout, layer, formats_of)
     return kept, again
 
 
-def layer_activations(
-    layout: Layout, layer: Sequence[LinearRow], formats_of: FormatsOf, native: Collection[Format] = NATIVE
-) -> float:
+def layer_activations(layout: Layout, layer: Sequence[LinearRow], formats_of: FormatsOf) -> float:
     """Return the bytes that a layer keeps of one microbatch for its backward, if that does not recompute it whole."""
     kept = 2.0 * layout.stream * len({row.sub_block for row in layer})  # the inputs of norms
     for row in layer:
         if layout.recompute == "selective" and layout.recomputed(row):
             continue
         shape = layout.shapes[row.name]
-        kept += saved_input(layout, row, formats_of(row), native)
+        kept += saved_input(layout, row, formats_of(row))
         kept += 0.0 if row.role is Role.WRITES else 2.0 * _elements(layout, row, shape.n)
         if after_attention(row) and not _recomputes_attention(layout):
             kept += 2.0 * _elements(layout, row, shape.k) + 4.0 * layout.tokens * layout.model.heads / layout.tp
@@ -194,7 +173,7 @@ def packed_bytes(fmt: Format) -> float:
     return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
 
 
-def saved_input(layout: Layout, row: LinearRow, formats: Formats, native: Collection[Format] = NATIVE) -> float:
+def saved_input(layout: Layout, row: LinearRow, formats: Formats) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
     A linear keeps the operand of wgrad: elements in E4M3, or in bf16 if the format is emulated, and FP32 scales of
@@ -208,28 +187,18 @@ def saved_input(layout: Layout, row: LinearRow, formats: Formats, native: Collec
     if wgrad is Format.BF16:
         shared = after_attention(row) and not _recomputes_attention(layout)
         return 0.0 if shared else 2.0 * elements
-    return elements * _operand(wgrad, _TILE, native)
+    return elements * _operand(wgrad, _TILE)
 
 
-def quantised_weight(shape: LinearShape, formats: Formats, native: Collection[Format] = NATIVE) -> float:
-    """Return the bytes of the quantised operands of W for fprop and dgrad.
-
-    If both are emulated in formats with equal scales, they are one operand.
-    """
+def quantised_weight(shape: LinearShape, formats: Formats) -> float:
+    """Return the bytes of the quantised operands of W for fprop and dgrad."""
     sides = [fmt for fmt in formats[:2] if fmt is not Format.BF16]
-    if len(sides) == 2 and sides[0] not in native and one_weight(*sides):
-        del sides[1]
-    return float(shape.n * shape.k * shape.matrices) * sum(_operand(fmt, _BLOCK, native) for fmt in sides)
+    return float(shape.n * shape.k * shape.matrices) * sum(_operand(fmt, _BLOCK) for fmt in sides)
 
 
-def one_weight(fprop: Format, dgrad: Format) -> bool:
-    """Return whether both GEMMs read the same numbers of W (``quantization.exact.shared``, without importing torch)."""
-    return fprop.base is dgrad.base and fprop in _ONE_WEIGHT and dgrad in _ONE_WEIGHT
-
-
-def _operand(fmt: Format, numbers: int, native: Collection[Format]) -> float:
+def _operand(fmt: Format, numbers: int) -> float:
     """Return the bytes of an element of a quantised operand with its share of the scale of ``numbers`` elements."""
-    return (1.0 if fmt in native else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
+    return (1.0 if fmt in _NATIVE else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
 
 
 def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:

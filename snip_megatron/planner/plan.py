@@ -13,7 +13,7 @@ from snip_megatron.config.defaults import backend_of, dominated
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, phases, step_time, synthetic, updates
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, native_formats, stage_memory
+from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.phases import plan_phases
 from snip_megatron.planner.request import PlanRequest, build_problem, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
@@ -48,13 +48,9 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         raise SnipError(f"--budget {cut(str(request.budget))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
+    work, seconds = steps["bf16"].slowest, {name: time.total for name, time in steps.items()}
     cost = updates.update_cost(
-        layout,
-        request.config,
-        work=steps["bf16"].slowest,
-        bf16=steps["bf16"].total,
-        running=steps["map"].total,
-        links=step.links,
+        layout, request.config, step.links, work=work, bf16=seconds["bf16"], running=seconds["map"]
     )
     stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
     return {
@@ -68,7 +64,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, request, solution, steps),
         "phases": plan_phases(step, request, problem, solution),
-        "overhead": _overhead(cost, request.config),
+        "overhead": cost | {name: getattr(request.config, name) for name in ("policy", "estimator", "update_interval")},
         "assumptions": _assumptions(step, request),
     }
 
@@ -130,9 +126,9 @@ def _stage(
     layout = step.layout
     layers = layout.stages[stage]
     shapes = [(layout.shapes[row.name], row) for layer in layers for row in layer]
-    native = native_formats(step.model)
+    work = {name: time.stages[stage] for name, time in steps.items()}
     bytes_by_variant = {
-        name: _memory(stage_memory(layout, stage, formats_of, config, native)) for name, formats_of in variants.items()
+        name: _memory(stage_memory(layout, stage, formats_of, config)) for name, formats_of in variants.items()
     }
     return {
         "stage": stage,
@@ -141,11 +137,8 @@ def _stage(
         "parameters": layout.stage_parameters(stage),
         "flops": math.fsum(row.runs(None) * shape.flops * shape.microbatches for shape, row in shapes),
         "bytes": bytes_by_variant,
-        "seconds": {
-            name: dataclasses.asdict(time.stages[stage]) | {"total": time.stages[stage].total}
-            for name, time in steps.items()
-        },
-        "busy": {name: time.stages[stage].total / time.slowest for name, time in steps.items()},
+        "seconds": {name: own.seconds | {"total": own.total} for name, own in work.items()},
+        "busy": {name: own.total / steps[name].slowest for name, own in work.items()},
     }
 
 
@@ -208,11 +201,6 @@ def _budget(step: StepModel, request: PlanRequest, solution: Solution, steps: Ma
         "fp4_share": share,
         "snip_arguments": request.training_arguments(),
     }
-
-
-def _overhead(cost: updates.Update, config: SnipConfig) -> Body:
-    asked = {"policy": config.policy, "estimator": config.estimator, "interval": config.update_interval}
-    return dataclasses.asdict(cost) | asked
 
 
 def _assumptions(step: StepModel, request: PlanRequest) -> list[str]:

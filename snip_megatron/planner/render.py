@@ -161,7 +161,7 @@ def _overhead(plan: Body) -> str:
         f"an update of SNIP ({source}): {costs['microbatches']} microbatch passes a GPU ({kinds}) in {costs['passes']}"
         f" calls of the schedule,\n"
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
-        f" gradients over data parallel ranks); every {costs['interval']} steps {costs['share']:.2%} of training"
+        f" gradients over data parallel ranks); every {costs['update_interval']} steps {costs['share']:.2%} of training"
     )
 
 

@@ -52,30 +52,22 @@ class StageTime:
     """Seconds that one GPU of a stage works in a step.
 
     Attributes:
-        linears: linears with their quantisation, and their exchanges as far as formats decide them (``exchanges.py``):
-            the time of a ``speedup=`` budget.
-        attention: attention of the layers.
-        elementwise: element-wise kernels of the layers.
-        ends: embedding, output layer and loss.
-        tensor_parallel: the other exposed tensor parallel communication.
-        experts: exchanges of tokens between expert parallel ranks.
-        pipeline: exposed pipeline communication.
+        seconds: ``linears`` with their quantisation and with those exchanges that formats decide (``exchanges.py``);
+            ``attention``; element-wise kernels of the layers (``elementwise``); embedding, output layer and loss
+            (``ends``); and exposed communication of ``tensor_parallel`` ranks, ``experts`` and ``pipeline``.
     """
 
-    linears: float
-    attention: float
-    elementwise: float
-    ends: float
-    tensor_parallel: float
-    experts: float
-    pipeline: float
+    seconds: dict[str, float]
+
+    @property
+    def linears(self) -> float:
+        """Seconds of the linears: what a ``speedup=`` budget counts."""
+        return self.seconds["linears"]
 
     @property
     def other(self) -> float:
         """Seconds that no format changes."""
-        return math.fsum(
-            (self.attention, self.elementwise, self.ends, self.tensor_parallel, self.experts, self.pipeline)
-        )
+        return math.fsum(each for name, each in self.seconds.items() if name != "linears")
 
     @property
     def total(self) -> float:
@@ -180,17 +172,18 @@ class StepModel:
         layout = self.layout
         linears = [(row, formats_of(row)) for layer in layout.stages[stage] for row in layer]
         attentions = sum(layout.passes(row) for row, _ in linears if after_attention(row))
-        return StageTime(
-            linears=math.fsum(self.linear(row, formats) for row, formats in linears),
-            attention=layout.microbatches * attentions * self._attention(),
-            elementwise=layout.microbatches * self.rates.memory(self._layer_bytes([row for row, _ in linears])),
-            ends=layout.microbatches * self._ends(stage),
-            tensor_parallel=math.fsum(
+        seconds = {
+            "linears": math.fsum(self.linear(row, formats) for row, formats in linears),
+            "attention": layout.microbatches * attentions * self._attention(),
+            "elementwise": layout.microbatches * self.rates.memory(self._layer_bytes([row for row, _ in linears])),
+            "ends": layout.microbatches * self._ends(stage),
+            "tensor_parallel": math.fsum(
                 layout.shapes[row.name].microbatches * self.exchanges.fixed(row) for row, _ in linears
             ),
-            experts=layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
-            pipeline=layout.microbatches * self._pipeline(stage),
-        )
+            "experts": layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
+            "pipeline": layout.microbatches * self._pipeline(stage),
+        }
+        return StageTime(seconds)
 
     def _attention(self) -> float:
         """Return the seconds of an attention in one microbatch."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
@@ -46,47 +45,23 @@ def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
     return dict.fromkeys(kinds, probe_microbatches(layout, config))
 
 
-@dataclass(frozen=True)
-class Update:
-    """The cost of one update.
-
-    Attributes:
-        passes: calls of the pipeline schedule.
-        microbatches: microbatches that a rank runs in these calls.
-        by_kind: kind of ``probe`` event → microbatches that a rank runs for it.
-        steps: duration, in bf16 steps.
-        seconds: duration in seconds.
-        reducing_seconds: the part of ``seconds`` in which probe gradients are reduced over data parallel ranks.
-        share: the share of the update in the training time from one update to the next.
-    """
-
-    passes: int
-    microbatches: int
-    by_kind: Mapping[str, int]
-    steps: float
-    seconds: float
-    reducing_seconds: float
-    share: float
-
-
 def update_cost(
-    layout: Layout,
-    config: SnipConfig,
-    *,
-    work: float,
-    bf16: float,
-    running: float,
-    links: Links,
-) -> Update:
+    layout: Layout, config: SnipConfig, links: Links, *, work: float, bf16: float, running: float
+) -> dict[str, Any]:
     """Predict the cost of an update.
 
     Args:
         layout: the sizes.
         config: the configuration of the training.
+        links: bandwidths of the network.
         work: seconds of the slowest stage's work in a bf16 step.
         bf16: seconds of a bf16 step.
         running: seconds of a step between updates.
-        links: bandwidths of the network.
+
+    Returns:
+        ``passes``, the calls of the pipeline schedule; ``microbatches`` that a rank runs in them, and ``by_kind`` of
+        ``probe`` event; the duration in bf16 ``steps`` and in ``seconds``, of which probe gradients are reduced over
+        data parallel ranks for ``reducing_seconds``; the ``share`` of training time.
     """
     by_kind = passes(layout, config)
     ends = (layout.pp - 1) / layout.vpp
@@ -95,12 +70,12 @@ def update_cost(
     reduced = _FLOAT32 * parameters if layout.dp > 1 and "forward_noise" in by_kind else 0
     reducing = 2.0 * (layout.dp - 1) / layout.dp * reduced / links.of(layout.tp * layout.dp)
     seconds = passing + reducing
-    return Update(
-        passes=len(by_kind),
-        microbatches=sum(by_kind.values()),
-        by_kind=by_kind,
-        steps=seconds / bf16,
-        seconds=seconds,
-        reducing_seconds=reducing,
-        share=seconds / (seconds + config.update_interval * running),
-    )
+    return {
+        "passes": len(by_kind),
+        "microbatches": sum(by_kind.values()),
+        "by_kind": by_kind,
+        "steps": seconds / bf16,
+        "seconds": seconds,
+        "reducing_seconds": reducing,
+        "share": seconds / (seconds + config.update_interval * running),
+    }

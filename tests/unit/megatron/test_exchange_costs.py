@@ -84,7 +84,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
 def test_the_reference_of_a_step_s_speedup_contains_every_exposed_exchange() -> None:
     """In bf16 they are all in the rest; with ``all`` they are in the linears, whose bf16 formats take as long."""
     stages = {str(LinearId("decoder", block, kind)): block // 4 for block in range(8) for kind in DENSE_LAYER}
-    exposed = planned("bf16", "h200").step(lambda row: ALL_BF16).stages[1].tensor_parallel
+    exposed = planned("bf16", "h200").step(lambda row: ALL_BF16).stages[1].seconds["tensor_parallel"]
     found = {mode: of_run(mode, "h200") for mode in MODES}
     linears = {mode: times.linears(stages)[1] for mode, times in found.items()}
     assert exposed > 0

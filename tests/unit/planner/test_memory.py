@@ -6,22 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import flatten
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import (
     layer_activations,
-    quantised_weight,
     saved_input,
     stage_memory,
 )
 from snip_megatron.planner.models import Llama
 from snip_megatron.precision import Format
-from snip_megatron.quantization.exact import ExactOperand, quantize_exact
-from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.timing.shapes import Formats
 
 from .formula import layout
@@ -32,7 +25,6 @@ MEASURED = json.loads(
 BF16: Formats = (Format.BF16,) * 3
 FP8: Formats = (Format.FP8,) * 3
 TENSOR: Formats = (Format.FP8_TENSOR,) * 3
-NVFP4: Formats = (Format.NVFP4, Format.NVFP4, Format.NVFP4_HADAMARD)
 
 
 def measured_layout() -> Layout:
@@ -62,25 +54,6 @@ def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> Non
     # The quantised weights of the step before were there when the measurement began.
     peak = found.activations + found.working
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "formats",
-    [FP8, TENSOR, (Format.FP8, Format.FP4, Format.FP4), NVFP4, (Format.NVFP4, Format.MXFP8, Format.BF16)],
-)
-def test_emulated_operands_have_the_bytes_that_the_backend_makes(formats: Formats) -> None:
-    chosen = layout(seq_length=256)
-    row = chosen.kinds["mlp.linear_fc1"]
-    shape = chosen.shapes[row.name]
-    backend = EmulatedBackend(quantize_exact, ExactProducts())
-    x, w = (torch.zeros(rows, shape.k, dtype=torch.bfloat16) for rows in (256, shape.n))
-    _, x_side = backend.quantize(x, OperandSpec(None, formats[2]))
-    operands = backend.quantize(w, OperandSpec(formats[0], formats[1], weight=True))
-    sides = {id(side): side for side in operands if isinstance(side, ExactOperand)}
-    saved = sum(t.nbytes for t in flatten(x_side)[0] if t.numel() > 1)
-    quantised = sum(t.nbytes for side in sides.values() for t in flatten(side)[0] if t.numel() > 1)
-    assert saved_input(chosen, row, formats, native=()) == saved
-    assert quantised_weight(shape, formats, native=()) == quantised
 
 
 def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:

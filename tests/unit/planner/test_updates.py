@@ -11,5 +11,5 @@ from .formula import layout
 
 def test_a_fixed_map_measures_nothing() -> None:
     config = SnipConfig(enabled=True, policy="uniform-fp8")
-    found = update_cost(layout("8b", dp=2), config, work=1.0, bf16=1.1, running=1.0, links=Links())
-    assert (found.passes, found.microbatches, found.seconds) == (0, 0, 0)
+    found = update_cost(layout("8b", dp=2), config, Links(), work=1.0, bf16=1.1, running=1.0)
+    assert (found["passes"], found["microbatches"], found["seconds"]) == (0, 0, 0)
