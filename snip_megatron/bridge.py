@@ -106,22 +106,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         """
         if self._said is not None and is_rank_zero():
             print(f"snip: {self._said}", flush=True)
-        args = bridge_arguments(self._container)
-        validate.check(self._snip, args)
-        if (args.virtual_pipeline_model_parallel_size or 1) > 1:
-            raise SnipError(
-                "virtual_pipeline_model_parallel_size is not supported under"
-                " Megatron Bridge, whose step shares one iterator among model chunks; use None"
-            )
-        if compat.graph_implementation(args) is not None:
-            raise SnipError("CUDA graphs are not supported under Megatron Bridge; use cuda_graph_impl='none'")
-        if args.num_experts:
-            raise SnipError("num_moe_experts is not supported under Megatron Bridge; use SNIP's own entry")
-        if args.context_parallel_size > 1:
-            raise SnipError("context_parallel_size is not supported under Megatron Bridge; use SNIP's own entry")
-        if self._snip.eval == "both":
-            raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
-        self._run = _BridgeRun(self._snip, args)
+        self._run = _BridgeRun(self._snip, checked_arguments(self._snip, self._container))
         return self._run.pre_wrap_hook(model_chunks)
 
     # -- Bridge's events -------------------------------------------------------------------------------------------
@@ -163,8 +148,10 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                 *rest,
                 **named,
             )
+            # Bridge lets the chunks of a virtual pipeline share an iterator, and hands each its microbatches itself.
+            iterators = data_iterator if len(model) == 1 else [data_iterator] * len(model)
             call = StepCall(
-                iteration, forward_step_func, data_iterator, model, optimizer, model_config, forward_backward_func
+                iteration, forward_step_func, iterators, model, optimizer, model_config, forward_backward_func
             )
             return self._run.around_step(step, call)
 
@@ -202,6 +189,17 @@ class _BridgeRun(SnipRun):
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------
+def checked_arguments(snip: SnipConfig, container: Any) -> argparse.Namespace:
+    """Return the arguments of a run under Bridge. Raises SnipError if SNIP cannot run with its configuration."""
+    args = bridge_arguments(container)
+    validate.check(snip, args)
+    if compat.graph_implementation(args) is not None:
+        raise SnipError("CUDA graphs are not supported under Megatron Bridge; use cuda_graph_impl='none'")
+    if snip.eval == "both":
+        raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
+    return args
+
+
 def bridge_arguments(container: Any) -> argparse.Namespace:
     """Return the arguments of Megatron that SNIP reads, taken from Bridge's validated ``ConfigContainer``.
 

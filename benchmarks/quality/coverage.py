@@ -1,11 +1,11 @@
-"""Which of Megatron-LM's own pretraining configurations SNIP accepts, and how much of their linears a map reaches.
+"""Which configurations of the field SNIP accepts, and how much of their linears a map reaches.
 
-    python -m benchmarks.quality.coverage CHECKOUT [--out docs/coverage.md]
+    python -m benchmarks.quality.coverage CHECKOUT [--bridge FOLDER] [--out docs/coverage.md]
 
-CHECKOUT is a folder with ``tests/functional_tests/test_cases`` of Megatron-LM's repository. Each configuration passes
-Megatron's validation and SNIP's in a process of its own, as on a Hopper GPU with all optional packages; its model is
-then built on the meta device and its linears are looked up as conversion does. No GPU is needed. Transformer Engine
-must be importable. The page that is written has a table of the folders and a line for each configuration.
+CHECKOUT is a folder with ``tests/functional_tests/test_cases`` of Megatron-LM's repository; recipes of Megatron Bridge
+are added by ``--bridge``. Each configuration passes the validation of Megatron or Bridge and SNIP's in a process of its
+own, as on a GPU with all optional packages; its model is then built on the meta device and its linears are looked up
+as conversion does. No GPU is needed. Transformer Engine must be importable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from unittest import mock
 
 import yaml
 
+from benchmarks.quality import bridge_recipes
+from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.errors import SnipError
 
 FOLDERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
@@ -51,7 +53,7 @@ class Verdict:
 
     Attributes:
         case: folder and name.
-        by: who refuses it: "Megatron" (its own validation), "SNIP" or "build"; empty if it is accepted.
+        by: who refuses it: "Megatron", "Bridge", "SNIP" or "build"; empty if it is accepted.
         why: the line of the refusal.
         reached: share of the FLOPs of all linears that a map covers.
         stock: paths of linears that stay in bf16.
@@ -104,15 +106,11 @@ def ranks_of(words: list[str]) -> int:
     return least * max(1, _RANKS // least)
 
 
-def judged(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Verdict:
-    """Judge one configuration in this process, whose state it spoils."""
+def configuration(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Verdict:
+    """Judge a configuration of Megatron's in this process, whose state it spoils."""
     from megatron.training import arguments
 
-    from snip_megatron.config import SnipConfig
-    from snip_megatron.megatron import compat, validate
     from snip_megatron.megatron.compat import pretraining
-    from snip_megatron.megatron.compat.meta_model import CannotBuildError
-    from snip_megatron.megatron.conversion import linears_on_meta
 
     words = [*command_line(given), *SNIP]
     if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
@@ -120,30 +118,59 @@ def judged(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Ver
     os.environ |= {name: str(value) for name, value in environment.items()}
     os.environ |= {"WORLD_SIZE": str(ranks_of(words)), "RANK": "1", "LOCAL_RANK": "0"}
     sys.argv = ["pretrain_gpt", *words]
-    with ExitStack() as machine:
-        card = (10, 0) if re.search("gb_?200", case) else (9, 0)
-        for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", card)):
-            machine.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
-        machine.enter_context(mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]))
-        machine.enter_context(mock.patch.object(compat, "has_package", return_value=True))
-        machine.enter_context(mock.patch.object(validate, "check_measurable"))
+    card = (10, 0) if re.search("gb_?200", case) else (9, 0)
+    with _on_cards(card), mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]):
         try:
             args = pretraining.parse_arguments(_provide)
             model = pretraining.model_config(args, on_cpu=False)
         except SnipError as error:
             return Verdict(case, "Megatron", str(error))
-        config = SnipConfig.from_args(args)
+        return _checked(case, SnipConfig.from_args(args), lambda config: args, model)
+
+
+def recipe(case: str, make: Callable[[], Any]) -> Verdict:
+    """Judge a recipe of Megatron Bridge in this process, whose state it spoils."""
+    from snip_megatron import bridge
+    from snip_megatron.megatron.compat import bridge as bridge_compat
+
+    with _on_cards((9, 0) if "h100" in case else (10, 0)):
         try:
-            validate.check(config, args)
-        except SnipError as error:
-            return Verdict(case, "SNIP", str(error))
-        try:
-            linears = linears_on_meta(args, model)
-            validate.check_model(config, args, linears)
-        except CannotBuildError as error:
-            return Verdict(case, "build", str(error))
-        except SnipError as error:
-            return Verdict(case, "SNIP", str(error))
+            container = bridge_recipes.finished(make, bridge_compat.let_snip_choose)
+        except Exception as error:
+            return Verdict(case, "Bridge", f"{type(error).__name__}: {error}")
+        snip = SnipConfig(enabled=True, budget=SNIP[2], formats=("fp8", "fp4"))
+        return _checked(case, snip, lambda config: bridge.checked_arguments(config, container), container.model)
+
+
+def _on_cards(card: tuple[int, int]) -> ExitStack:
+    """Return a context in which there seem to be eight cards of a capability, and all optional packages."""
+    from snip_megatron.megatron import compat, validate
+
+    machine = ExitStack()
+    for name, value in (("is_available", True), ("device_count", 8), ("get_device_capability", card)):
+        machine.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+    machine.enter_context(mock.patch.object(compat, "has_package", return_value=True))
+    machine.enter_context(mock.patch.object(validate, "check_measurable"))
+    return machine
+
+
+def _checked(
+    case: str, config: SnipConfig, arguments: Callable[[SnipConfig], argparse.Namespace], model: Any
+) -> Verdict:
+    """Judge arguments and build the model."""
+    from snip_megatron.megatron import validate
+    from snip_megatron.megatron.compat.meta_model import CannotBuildError
+    from snip_megatron.megatron.conversion import linears_on_meta
+
+    try:
+        args = arguments(config)
+        validate.check(config, args)
+        linears = linears_on_meta(args, model)
+        validate.check_model(config, args, linears)
+    except CannotBuildError as error:
+        return Verdict(case, "build", str(error))
+    except SnipError as error:
+        return Verdict(case, "SNIP", str(error))
     covered = math.fsum(row.flops for row in linears.covered)
     left = math.fsum(row.flops for row in linears.left)
     paths = tuple(dict.fromkeys(f"{row.id.stack} {row.id.path}" for row in linears.left))
@@ -151,8 +178,6 @@ def judged(case: str, given: dict[str, Any], environment: dict[str, Any]) -> Ver
 
 
 def _provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    from snip_megatron.config import add_arguments
-
     parser.error = _refuse  # type: ignore[method-assign]
     parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's entries have it
     return add_arguments(parser)
@@ -162,7 +187,7 @@ def _refuse(message: str) -> NoReturn:
     raise SnipError(message)
 
 
-def in_a_child(case: str, *given: dict[str, Any]) -> Verdict:
+def in_a_child(judge: Callable[..., Verdict], case: str, *given: Any) -> Verdict:
     """Judge one configuration in a copy of this process, since Megatron keeps global state."""
     read, write = os.pipe()
     child = os.fork()
@@ -172,7 +197,7 @@ def in_a_child(case: str, *given: dict[str, Any]) -> Verdict:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         try:
-            found = judged(case, *given)
+            found = judge(case, *given)
         except BaseException as error:  # what no one line says is a fault of ours
             found = Verdict(case, "fault", " ".join(f"{type(error).__name__}: {error}".split())[:300])
         with os.fdopen(write, "w") as pipe:
@@ -188,45 +213,43 @@ def in_a_child(case: str, *given: dict[str, Any]) -> Verdict:
     return Verdict(**body | {"stock": tuple(body["stock"])})
 
 
-def page(verdicts: list[Verdict]) -> str:
-    """Return the page of all verdicts."""
-    lines = [
-        "# Coverage of Megatron-LM's configurations",
-        "",
-        "Written by `python -m benchmarks.quality.coverage CHECKOUT --out docs/coverage.md` from the configurations",
-        "for pretraining in `tests/functional_tests/test_cases` of a checkout of Megatron-LM. *Accepted*: the",
-        "arguments pass Megatron's validation and SNIP's, the model is built on the meta device, and its linears are",
-        "looked up as conversion does. *In reach*: the share of the FLOPs of all linears of decoder and MTP that",
-        "a precision map covers. Configurations that Megatron-Core's installed release refuses itself are not counted.",
-        "",
-        "| folder | configurations | accepted | every FLOP in reach |",
-        "|---|---:|---:|---:|",
-    ]
-    counted = [each for each in verdicts if each.by != "Megatron"]
-    for folder in (*FOLDERS, "all"):
-        own = [each for each in counted if folder in ("all", each.case.partition("/")[0])]
+_PAGE = """# Coverage of the field's configurations
+
+Written by `python -m benchmarks.quality.coverage CHECKOUT --bridge FOLDER --out docs/coverage.md`. *Accepted*: the
+arguments pass SNIP's checks, and the model is built on the meta device, where its linears are looked up as conversion
+does. *In reach*: a precision map covers the FLOPs of all linears of decoder and MTP. What the installed releases of
+Megatron-Core or Megatron Bridge refuse themselves is not counted.
+"""
+
+
+def section(title: str, host: str, verdicts: list[Verdict]) -> str:
+    """Return the part of the page on all configurations of one host."""
+    counted = [each for each in verdicts if each.by != host]
+    lines = [f"## {title}", "", "| folder | configurations | accepted | every FLOP in reach |", "|---|---:|---:|---:|"]
+    for folder in (*dict.fromkeys(_folder(each) for each in counted), "all"):
+        own = [each for each in counted if folder in ("all", _folder(each))]
         accepted = [each for each in own if not each.by]
         whole = sum(not each.stock for each in accepted)
         lines.append(f"| {folder} | {len(own)} | {len(accepted)} | {whole} |")
-    for by, title in (
+    for by, meaning in (
         ("SNIP", "Refused by SNIP"),
-        ("build", "Not built on the meta device"),
-        ("fault", "Faults"),
-        ("Megatron", "Refused by Megatron itself, not counted"),
+        ("build", "Accepted, but not built on the meta device"),
+        ("fault", "Faults of the check"),
+        (host, f"Refused by {host} itself, not counted"),
     ):
         reasons = Counter(_reason(each.why) for each in verdicts if each.by == by)
         if reasons:
-            lines += ["", f"## {title}", "", "| configurations | why |", "|---:|---|"]
+            lines += ["", f"{meaning}:", "", "| configurations | why |", "|---:|---|"]
             lines += [f"| {count} | {why} |" for why, count in reasons.most_common()]
     parts = Counter(path for each in counted if not each.by for path in each.stock)
     if parts:
-        lines += ["", "## Linears that stay in bf16 in accepted configurations", "", "| configurations | linear |"]
+        lines += ["", "Linears that stay in bf16 in accepted configurations:", "", "| configurations | linear |"]
         lines += ["|---:|---|", *(f"| {count} | {path} |" for path, count in parts.most_common())]
-    lines += ["", "## Configurations", "", "| configuration | verdict | in reach |", "|---|---|---:|"]
-    for each in verdicts:
-        verdict = f"{each.by}: {_reason(each.why)}" if each.by else "accepted"
-        lines.append(f"| {each.case} | {verdict} | {'' if each.by else f'{100 * each.reached:.4g} %'} |")
     return "\n".join(lines) + "\n"
+
+
+def _folder(verdict: Verdict) -> str:
+    return verdict.case.rpartition("/")[0]
 
 
 def _reason(why: str) -> str:
@@ -237,6 +260,9 @@ def _reason(why: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="folder of a checkout of Megatron-LM")
+    parser.add_argument(
+        "--bridge", type=Path, help="folder with megatron/bridge: src of a checkout, or a wheel's files"
+    )
     parser.add_argument("--out", type=Path, help="page to write; default: standard output")
     parser.add_argument("--only", default="", metavar="A,B,…", help="judge only configurations whose names begin so")
     asked = parser.parse_args()
@@ -248,17 +274,25 @@ def main() -> int:
     import snip_megatron.megatron.conversion
     import snip_megatron.megatron.validate  # noqa: F401
 
-    found = []
-    for case, *given in cases(asked.checkout):
-        if case.startswith(tuple(asked.only.split(","))):
-            found.append(in_a_child(case, *given))
-            print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
-    text = page(found)
+    def judged(judge: Callable[..., Verdict], given: Iterable[tuple[Any, ...]]) -> list[Verdict]:
+        found = []
+        for case, *rest in given:
+            if case.startswith(tuple(asked.only.split(","))):
+                found.append(in_a_child(judge, case, *rest))
+                print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
+        print(Counter(each.by or "accepted" for each in found), file=sys.stderr)
+        return found
+
+    parts = [_PAGE, section("Megatron-LM's functional tests", "Megatron", judged(configuration, cases(asked.checkout)))]
+    if asked.bridge is not None:
+        bridge_recipes.enter(asked.bridge)
+        parts += [section("Megatron Bridge's recipes", "Bridge", judged(recipe, bridge_recipes.recipes()))]
+        parts += [bridge_recipes.NOTE]
+    text = "\n".join(parts)
     if asked.out is None:
         print(text)
     else:
         asked.out.write_text(text, encoding="utf-8")
-    print(Counter(each.by or "accepted" for each in found), file=sys.stderr)
     return 0
 
 

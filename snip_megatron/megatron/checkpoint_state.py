@@ -36,6 +36,10 @@ class SnipState(torch.nn.Module):
         self._expected = expected
         self.loaded: bytes | None = None
 
+    def content(self) -> bytes | None:
+        """Return the bytes to store."""
+        return self._save() or self.loaded
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedObject]:
@@ -43,7 +47,7 @@ class SnipState(torch.nn.Module):
 
         Returns an empty dictionary if there is nothing to write and the checkpoint being loaded lacks the object.
         """
-        content = self._save() or self.loaded
+        content = self.content()
         if content is None and not self._expected():
             return {}
         data = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)

@@ -48,7 +48,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--use-megatron-fsdp", _SHARDED),
     Conflict("--use-torch-fsdp2", _SHARDED),
-    Conflict("--tp-comm-overlap", "it replaces the linears' GEMMs by its own; leave it out"),
     Conflict(
         "--overlap-moe-expert-parallel-comm",
         "it splits a layer's backward, which quantised linears do in one piece; leave it out",

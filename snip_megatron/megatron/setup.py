@@ -88,7 +88,7 @@ class SnipRun:
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
-        self._undo_evaluation = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
+        self._undo_model = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
         self._graphs = GraphedRun(args)
         self.undo.callback(self._graphs.close)
 
@@ -110,25 +110,32 @@ class SnipRun:
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
-        self._say_what_is_cut()
-        model_chunks[0].snip_state = self._checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
+        self._say_what_differs()
+        self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
+        model_chunks[0].snip_state = checkpoint
+        self._undo_model.callback(compat.carry_state(checkpoint.content, self._loaded))
         return model_chunks
 
-    def _say_what_is_cut(self) -> None:
-        cut = cut_tiles(self._args, self._linears)
-        if cut and is_rank_zero():
-            print(
-                f"snip: not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
-                " statistics and maps are slightly other ones than another layout's",
-                flush=True,
+    def _say_what_differs(self) -> None:
+        said = []
+        if cut := cut_tiles(self._args, self._linears):
+            said.append(
+                f"not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
+                " statistics and maps are slightly other ones than another layout's"
             )
+        if getattr(self._args, "tp_comm_overlap", False):
+            said.append(
+                "--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16"
+            )
+        for line in said if is_rank_zero() else ():
+            print(f"snip: {line}", flush=True)
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.
 
         Nothing here is collective, because ranks of the previous start may have died.
         """
-        self._undo_evaluation.close()
+        self._undo_model.close()
         if self._controller is not None:
             self._controller.close(together=False)
         self._controller = self._coordinator = self._probes = None
@@ -147,8 +154,8 @@ class SnipRun:
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self._graphs)
-        self._undo_evaluation.callback(compat.wrap_evaluate(evaluation.wrap))
-        self._undo_evaluation.callback(compat.watch_evaluations(evaluation.begin))
+        self._undo_model.callback(compat.wrap_evaluate(evaluation.wrap))
+        self._undo_model.callback(compat.watch_evaluations(evaluation.begin))
 
     def _sinks(self) -> Sinks:
         return Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer()))
@@ -170,12 +177,25 @@ class SnipRun:
         if self._args.finetune or not self._args.load:
             return False
         found = compat.checkpoint_holds(self._args, SNIP_STATE_KEY)
-        if not found and self._config.updates and is_rank_zero():
+        if not found:
+            self._say_no_state()
+        return found
+
+    def _say_no_state(self) -> None:
+        if self._config.updates and is_rank_zero():
             print(
                 "snip: the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map",
                 flush=True,
             )
-        return found
+
+    def _loaded(self, content: bytes | None) -> None:
+        """Take the state of a checkpoint of the format ``torch``."""
+        assert self._checkpoint is not None
+        if self._args.finetune:
+            return
+        self._checkpoint.loaded = content
+        if content is None:
+            self._say_no_state()
 
     def _restored_state(self) -> ControllerState | None:
         if self._checkpoint is None or self._checkpoint.loaded is None:

@@ -42,12 +42,12 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
         if conflict.present(value):
             shown = "" if value is True or conflict.derived else f" {value}"
             raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
-    if getattr(args, "ckpt_format", None) == "torch" and (args.save or args.load):
-        raise SnipError(
-            "--ckpt-format torch cannot be combined with --snip: it has no place for SNIP's state, so that a resumed"
-            " run would go on in BF16; use torch_dist, which loads such checkpoints as well"
-        )
     _check_engine(args)
+    if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
+        raise SnipError(
+            "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
+            " use --snip-gemm auto, which overlaps where a linear stays bf16, or leave it out"
+        )
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_gradients(config, args)

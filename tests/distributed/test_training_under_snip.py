@@ -98,8 +98,8 @@ def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
 
 
 def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: WarmRanks, tmp_path: Path) -> None:
-    """The checkpoint lies between submitting an update and adopting it."""
-    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", str(SAVED))
+    """The checkpoint lies between submitting an update and adopting it. It is a file for each rank."""
+    saves = ("--save", str(tmp_path / "ckpt"), "--save-interval", str(SAVED), "--ckpt-format", "torch")
     run, curve = train(warm, tmp_path, 1, *saves)
     adoptions = {event["step"]: event["version"] for event in events(run, "adopt")}
     assert len(adoptions) >= 2
@@ -107,7 +107,7 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
     _, replayed = train(warm, tmp_path, 1, "--snip-replay", str(run), name="replayed")
     assert replayed == curve
 
-    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", str(SAVED))
+    resume = ("--load", str(tmp_path / "ckpt"), "--ckpt-step", str(SAVED), "--ckpt-format", "torch")
     _, resumed = train(warm, tmp_path, 1, *resume, "--snip-replay", str(run), name="resumed")
     assert resumed == {step: loss for step, loss in curve.items() if step in resumed}
     assert list(resumed) == list(range(SAVED, STEPS))

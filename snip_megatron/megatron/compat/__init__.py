@@ -36,6 +36,7 @@ from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
 from snip_megatron.megatron.compat.te_graphs import graphs_of
+from snip_megatron.megatron.compat.torch_checkpoints import carry_state
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
 
@@ -50,6 +51,7 @@ __all__ = [
     "apply",
     "attention_logits_kept",
     "batch_size_ramp",
+    "carry_state",
     "check",
     "check_gradient_reduction",
     "check_reduced_models",

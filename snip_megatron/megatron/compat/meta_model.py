@@ -42,8 +42,10 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
     """
     if dist.is_initialized():
         raise SnipError("a model is built on the meta device in a process without process groups")
-    model_config, transformer = copy.copy(model_config), copy.copy(model_config.transformer)
-    model_config.transformer = transformer
+    model_config = copy.copy(model_config)
+    transformer = model_config  # a provider of Megatron Bridge has its fields itself
+    if hasattr(model_config, "transformer"):
+        transformer = model_config.transformer = copy.copy(model_config.transformer)
     transformer.use_cpu_initialization, transformer.perform_initialization = False, False
     transformer.init_model_with_meta_device = True
     transformer.gradient_accumulation_fusion = False  # Megatron asks for its kernel while it builds
@@ -64,11 +66,15 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
 
 
 def _build(model_config: Any) -> list[torch.nn.Module]:
-    builder = model_config.get_builder_cls()(model_config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = model_config.transformer.virtual_pipeline_model_parallel_size
+    chunks = model_config.virtual_pipeline_model_parallel_size
+    stages = [None] if chunks is None else range(chunks)
     with torch.device("meta"):
-        return [builder.build_model(groups, vp_stage=vp) for vp in ([None] if chunks is None else range(chunks))]
+        if hasattr(model_config, "provide"):  # Megatron Bridge's
+            model_config._pg_collection = groups
+            return [model_config.provide(vp_stage=stage) for stage in stages]
+        builder = model_config.get_builder_cls()(model_config)
+        return [builder.build_model(groups, vp_stage=stage) for stage in stages]
 
 
 @contextlib.contextmanager

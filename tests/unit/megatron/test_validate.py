@@ -87,6 +87,12 @@ def test_what_needs_the_layers_of_transformer_engine(given: dict[str, Any], mess
     assert found.startswith(f"{message} cannot be combined with --transformer-impl local: ")
 
 
+def test_overlapped_gathers_are_of_bf16() -> None:
+    overlap = arguments(tp_comm_overlap=True, transformer_impl="transformer_engine")
+    check(config(), overlap)
+    assert refused(config(gemm="transformer_engine"), overlap).startswith("--tp-comm-overlap cannot be combined with")
+
+
 def test_quantised_gathers_need_a_layout_that_gathers() -> None:
     snip = config(communication="gather")
     assert refused(snip, arguments()).startswith("--snip-communication gather: linears gather nothing without")
@@ -283,13 +289,6 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
     check(config(), arguments(**{**routed, **of_engine}))
     single = arguments(**routed, data_parallel_size=1, micro_batch_size=2)
     check(config(budget="loss=0.01", cost="flops"), single)
-
-
-@pytest.mark.parametrize("where", ["save", "load"])
-def test_a_checkpoint_format_without_a_place_for_snip_s_state(where: str) -> None:
-    check(config(), arguments(ckpt_format="torch"))
-    message = refused(config(), arguments(ckpt_format="torch", **{where: "checkpoints"}))
-    assert message.startswith("--ckpt-format torch cannot be combined with --snip: ")
 
 
 # -- maps over time ------------------------------------------------------------------------------------------------
