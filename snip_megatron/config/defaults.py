@@ -66,8 +66,8 @@ def defaults(
         found["budget"] = str(LOSS if saves else SHARE)
         if saves and ends and not _fixed(given):
             found["schedule"] = "auto"
-    budget = Budget.parse({**found, **given}["budget"], "--snip-budget")
-    found["formats"] = candidates(budget.kind, None if given.get("cost") == "flops" else backend, recipe)
+    kind = str({**found, **given}["budget"]).partition("=")[0]  # the configuration checks the rest
+    found["formats"] = candidates(kind, None if given.get("cost") == "flops" else backend, recipe)
     return found
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 class Format(str, Enum):
     """Number format of the operands of a GEMM.
 
-    The order of declaration is the int8 code that a broadcast carries. It is stored nowhere.
+    The order of declaration is the int8 code by which maps are compared and hashed. It is stored nowhere.
     """
 
     BF16 = "bf16"
@@ -28,7 +28,7 @@ class Format(str, Enum):
 
     @property
     def code(self) -> int:
-        """The int8 code of this format in a broadcast map."""
+        """The int8 code of this format."""
         return FORMATS.index(self)
 
     @property

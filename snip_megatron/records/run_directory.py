@@ -104,14 +104,10 @@ class RunDirectory:
     def event(
         self, step: int, kind: str, /, *, step_s: float | None = None, wait_s: float | None = None, **fields: Any
     ) -> None:
-        """Record an event.
+        """Record an event ``kind`` of a training step, with its own fields but ``time``, ``step`` and ``event``.
 
-        Args:
-            step: the training step that the event belongs to.
-            kind: the name of the event.
-            step_s: duration of the last step in seconds; defaults to the attribute ``step_s``.
-            wait_s: seconds for which the event blocked the training thread.
-            fields: the event's own fields. A field named ``time``, ``step`` or ``event`` is ignored.
+        ``step_s`` is the duration of the last step in seconds, by default the attribute, and ``wait_s`` the seconds for
+        which the event blocked the training thread.
         """
         record = _stamp(step) | {"event": kind, "step_s": self.step_s if step_s is None else step_s, "wait_s": wait_s}
         self.writer.append(

@@ -155,13 +155,7 @@ class Account:
         metrics: Iterable[Mapping[str, Any]],
         maps: Mapping[int, PrecisionMap | None],
     ) -> None:
-        """Take the records of a run directory.
-
-        Args:
-            events: the events in the order in which they were written.
-            metrics: the metrics, ascending.
-            maps: step of an adoption → its map. A map that is lost counts as quantised.
-        """
+        """Take a run directory's events, metrics and adopted maps by step. A lost map counts as quantised."""
         waiting = deque(events)
         for row in metrics:
             while waiting and waiting[0]["step"] <= row["step"]:
@@ -222,10 +216,7 @@ class Account:
         return sum(known) - self.cost_s if known else None
 
     def figures(self, *, judged: bool) -> dict[str, float] | None:
-        """Return the logged figures that are known; None if none is known.
-
-        These are ``step_s``, and if speeds are ``judged``, ``speedup`` and ``saved_h``.
-        """
+        """Return ``step_s``, and if speeds are ``judged`` and known, ``speedup`` and ``saved_h``; None without any."""
         now = self.now()
         if now is None or now.step_s is None:
             return None
@@ -263,10 +254,7 @@ def duration(seconds: float) -> str:
 def progress_line(account: Account, fp4_share: float | None, *, unjudged: str | None) -> str | None:
     """Return the line that a run prints beside Megatron's own; None before the first step.
 
-    Args:
-        account: the account so far.
-        fp4_share: the fp4 share of FLOPs of the map in force; None without a map.
-        unjudged: why speeds mean nothing in this run, such as ``emulated``; None if they do.
+    ``fp4_share`` is that of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
     """
     now = account.now()
     if now is None:

@@ -115,14 +115,9 @@ class Guard:
 
     # -- figures -----------------------------------------------------------------------------------------------
     def observe(self, figures: StepFigures, in_force: PrecisionMap | None) -> Alarm | None:
-        """Observe the figures of one step.
+        """Observe the figures of one step. Returns an alarm if the map in force must be taken back, else None.
 
-        Args:
-            figures: the figures. Those of steps before the adoption do not count against the map.
-            in_force: the map in force.
-
-        Returns:
-            An alarm if ``in_force`` must be taken back, else None.
+        Figures of steps before the adoption do not count against the map.
         """
         on_probation = self.state.probation is not None and figures.step >= self.state.probation
         if on_probation and figures.broken:

@@ -70,11 +70,6 @@ class ScheduleState:
         return self._timeline is not None and self._timeline.schedule is not None
 
     @property
-    def last(self) -> int | None:
-        """The step before which training ends; None if it is unknown."""
-        return None if self._timeline is None else self._timeline.last
-
-    @property
     def plan(self) -> PrecisionPlan | None:
         """The plan in force."""
         return self._state.plan
@@ -91,15 +86,13 @@ class ScheduleState:
 
         The count starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
         count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
-
-        Returns:
-            The fields of the event ``plan_moved``, the end before and now; None if it is the same.
+        Returns the fields of the event ``plan_moved``, the end before and now; None if it is the same.
         """
         state, timeline = self._state, self._timeline
         if state.spent is None or state.spent.next_step > step:
             state.spent = BudgetSpent(step)
             state.plan = None
-        before, state.spent.last = state.spent.last, self.last
+        before, state.spent.last = state.spent.last, None if timeline is None else timeline.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
         if state.pending is not None and not self.solves:
@@ -107,15 +100,11 @@ class ScheduleState:
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
             return None
-        if before is None or before == timeline.last or not self.ends_after(step):
+        if before is None or before == timeline.last or step >= timeline.last:
             return None
         if state.plan is not None:
             state.plan = self._fixed_from(step) or state.plan.moved(self.spent.origin, timeline.last, step)
         return {"last_before": before, "last": timeline.last}
-
-    def ends_after(self, step: int) -> bool:
-        """Return whether ``step`` is a step of the run."""
-        return self._timeline is not None and step < self._timeline.last
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
         """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet.
@@ -126,7 +115,7 @@ class ScheduleState:
 
     def _fixed_from(self, step: int) -> PrecisionPlan | None:
         timeline = self._timeline
-        if timeline is None or timeline.fixed is None or not self.ends_after(step):
+        if timeline is None or timeline.fixed is None or step >= timeline.last:
             return None
         return timeline.fixed(self.spent.origin, timeline.last, step, self.spent.shares)
 
@@ -142,7 +131,7 @@ class ScheduleState:
     def take(self, plan: PrecisionPlan, step: int) -> None:
         """Keep a plan for the steps from ``step`` on. One that was made for another end of the run is moved first."""
         timeline = self._timeline
-        if timeline is not None and plan.last != timeline.last and self.ends_after(step):
+        if timeline is not None and plan.last != timeline.last and step < timeline.last:
             plan = plan.moved(self.spent.origin, timeline.last, step)
         self._state.plan, self._entered = plan, None
 
@@ -203,15 +192,9 @@ class ScheduleState:
         return account
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
-        """Return the phases that an update must plan: those that remain at ``due``, with what will have been spent.
-
-        Args:
-            step: the step before which the update is submitted.
-            due: the step before which its plan is adopted. Until then the maps do not change.
-            current: the map in force, which is used if there is no plan.
-
-        Returns:
-            The request; None if maps do not depend on time, or if no step is left at ``due``.
+        """Return the phases that an update before ``step`` must plan: those that remain at ``due``, where its plan is
+        adopted, with what will have been spent. Until then maps follow the plan, or ``current`` stays. None if maps do
+        not depend on time, or if no step is left at ``due``.
         """
         timeline = self._timeline
         if timeline is None or timeline.schedule is None:

@@ -118,12 +118,7 @@ def fitting(
 ) -> float | Unmeasured:
     """Return the largest part of a microbatch that fits on all ranks, or why none does. Equal on all ranks. Collective.
 
-    Args:
-        sequences: sequences into which this rank can cut a microbatch.
-        needed: part of a microbatch → bytes that the update takes on this rank.
-        available: free bytes of this rank.
-        groups: process groups.
-        device: device of the tensor that is reduced.
+    This rank can cut a microbatch into ``sequences``. An update takes ``needed(part)`` of the ``available`` bytes.
     """
     parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
     fits = next((part for part in parts if needed(part) <= available), 0.0)
