@@ -233,11 +233,11 @@ def _backward_in_parts(
     def grad_weight_of() -> Tensor:
         return backend.multiply(Gemm.WGRAD, g_columnwise, x_columnwise, torch.float32, main_grad)
 
-    # A recorder reads the gradient after the backward, so that there is nothing left to do later.
-    later = handle.delays and ctx.recorder is None
-    grad_weight = None if later else grad_weight_of()
-    if handle.delays:
-        handle.state.delayed.append(partial(_accumulate, weight, main_grad, grad_weight_of) if later else nothing)
+    grad_weight = None
+    if handle.delays and call.trains:
+        handle.state.delayed.append(partial(_accumulate, weight, main_grad, grad_weight_of))
+    else:
+        grad_weight = grad_weight_of()
     d = reduction.result()
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():

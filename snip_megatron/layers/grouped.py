@@ -125,7 +125,7 @@ class GroupedLinear(torch.autograd.Function):
         x_columnwise = assemble((tuple(saved), ctx.rest))
         found = products.accumulate(columnwise, x_columnwise, out if len(out) == len(weights) else None)
         handle.state.backwards += 1
-        if handle.delays:  # wgrad has run; what Megatron calls later tells DDP so
+        if handle.delays and call.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
             handle.state.delayed.append(nothing)
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)

@@ -48,10 +48,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--use-megatron-fsdp", _SHARDED),
     Conflict("--use-torch-fsdp2", _SHARDED),
-    Conflict(
-        "--overlap-moe-expert-parallel-comm",
-        "it splits a layer's backward, which quantised linears do in one piece; leave it out",
-    ),
     Conflict("--use-transformer-engine-op-fuser", "it replaces the linears by fused operations; leave it out"),
     Conflict(
         "--tensor-parallel-num-weight-shards",

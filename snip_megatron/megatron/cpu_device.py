@@ -238,6 +238,7 @@ def _replace_cuda_runtime() -> None:
         setattr(torch.cuda.random, name, generator[name])
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _nothing())
+    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
 
 
 def _separate_data_loader_seeds() -> None:

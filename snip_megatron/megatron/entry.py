@@ -82,8 +82,12 @@ class _Help(argparse.HelpFormatter):
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
-    """Run one microbatch through one model chunk. Returns its output and the function that computes the loss of it."""
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, LossFunction]:
+    """Run one microbatch through one model chunk. Returns its output and the function that computes the loss of it.
+
+    With ``return_schedule_plan``, nothing runs yet, and Megatron's plan of the layers' parts takes the place of the
+    output (``--overlap-moe-expert-parallel-comm``).
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _stimer(bdata=True):
@@ -91,7 +95,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         batch = get_batch(get_args(), data_iterator, training=model.training, at_pipeline_end=at_end)
     timers("batch-generator").stop()
     with _stimer:
-        output = model(
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(
             batch["tokens"],
             batch["position_ids"],
             batch["attention_mask"],

@@ -100,3 +100,18 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
         assert actual["loss"] == pytest.approx(expected["loss"], rel=rounded)
         assert actual["fp4_fraction"] == expected["fp4_fraction"]
     assert figures[0][-1]["fp4_fraction"] > 0.7
+
+
+def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: WarmRanks, tmp_path: Path) -> None:
+    """Megatron runs parts of one microbatch's forward and another's backward in turn; probes run layer by layer."""
+    mixture = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --num-layers 2 --moe-layer-freq [0,1]"
+    given = f"{mixture} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --bf16 --micro-batch-size 1"
+    runs = []
+    for name, extra in (("plain", ()), ("overlapped", ("--overlap-moe-expert-parallel-comm",))):
+        run = tmp_path / name
+        args = tiny_llama_args(*given.split(), *SNIP, *extra, "--snip-dir", str(run), iters=5)
+        done = warm.run(2, args, tmp=tmp_path / f"{name}-ranks")
+        assert done.returncode == 0, done.stderr[-4000:]
+        (adopted,) = read_maps(run).values()
+        runs.append((adopted.choices, [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]))
+    assert runs[0] == runs[1]

@@ -135,7 +135,10 @@ def rerun_disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_schedule(model_config: Any) -> Iterator[None]:
-    """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context."""
+    """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context.
+
+    Layers run whole, one microbatch after the other, also where training overlaps parts of two microbatches.
+    """
     quiet: dict[str, Any] = {
         "no_sync_func": contextlib.nullcontext,
         "grad_sync_func": None,
@@ -143,6 +146,7 @@ def quiet_schedule(model_config: Any) -> Iterator[None]:
         # With None, Megatron would call its own finalize_model_grads.
         "finalize_model_grads_func": _nothing,
         "timers": None,
+        "overlap_moe_expert_parallel_comm": False,
     }
     before = {name: getattr(model_config, name) for name in quiet}
     for name, value in quiet.items():
