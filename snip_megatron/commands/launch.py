@@ -129,7 +129,7 @@ def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
 
 def _title(job: Job) -> str:
     trial = ", shrunk for a trial of its arguments" if job.smoke else ""
-    return f"{job.configuration.title}: {job.configuration.model.name}{trial}"
+    return f"{job.title}: {job.model.name}{trial}"
 
 
 def _expected(job: Job, built: Layout | str) -> list[str]:
@@ -143,11 +143,11 @@ def _expected(job: Job, built: Layout | str) -> list[str]:
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.timing.loading import load_cost_model
 
-    vocabulary = built.model.vocabulary or job.configuration.model.vocabulary
+    vocabulary = built.model.vocabulary or job.model.vocabulary
     model, given = load_cost_model(_TIMINGS), given_arguments(job.extra)
     try:
         request = parse_request({name: given[name] for name in DECISIVE if name in given}, model)
-        layout = replace(built, model=replace(built.model, name=job.configuration.model.name, vocabulary=vocabulary))
+        layout = replace(built, model=replace(built.model, name=job.model.name, vocabulary=vocabulary))
         return [_title(job), render(make_plan(StepModel(layout, model), request)).rstrip()]
     except SnipError as error:
         return [_title(job), f"no forecast: {error}"]

@@ -23,7 +23,7 @@ def megatron_arguments(job: Job) -> list[str]:
 
 
 def _model(job: Job) -> list[str]:
-    model, layout = job.configuration.model, job.layout
+    model, layout = job.model, job.layout
     text = (
         f"--num-layers {model.blocks} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn}"
         f" --num-attention-heads {model.heads} --kv-channels {model.head_size}"
@@ -32,8 +32,8 @@ def _model(job: Job) -> list[str]:
         text += f" --group-query-attention --num-query-groups {model.groups}"
     text += (
         f" --seq-length {layout.seq_length} --max-position-embeddings {max(layout.seq_length, model.context)}"
-        f" --position-embedding-type rope --rotary-base {job.rotary_base}"
-        f" --normalization RMSNorm --norm-epsilon {job.norm_epsilon:g} --swiglu --disable-bias-linear"
+        f" --position-embedding-type rope --rotary-base {model.rotary_base}"
+        f" --normalization RMSNorm --norm-epsilon {model.norm_epsilon:g} --swiglu --disable-bias-linear"
         " --attention-dropout 0 --hidden-dropout 0 --bf16"
     )
     if not model.tied:
@@ -53,8 +53,8 @@ def _layout(layout: Layout) -> list[str]:
 
 
 def _training(job: Job) -> list[str]:
-    lr, layout = job.configuration.lr, job.layout
-    steps = 20 if job.smoke else round(job.configuration.tokens / (layout.global_batch_size * layout.seq_length))
+    lr, layout = job.lr, job.layout
+    steps = 20 if job.smoke else round(job.tokens / (layout.global_batch_size * layout.seq_length))
     warmup, log, evaluate = (2, 1, 10) if job.smoke else (2000, 10, 1000)
     return (
         f"--train-iters {steps} --lr {lr:g} --min-lr {lr / 10:g} --lr-decay-style cosine"
@@ -70,7 +70,7 @@ def _data(job: Job) -> list[str]:
     workers = ["--num-workers", "0" if job.smoke else "2"]
     if job.data == MOCK:
         # The null tokenizer adds one token to --vocab-size.
-        size = str(job.layout.model.vocabulary - 1)
+        size = str(job.model.vocabulary - 1)
         return ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", size, *workers]
     data = job.data.rstrip("/")
     return [

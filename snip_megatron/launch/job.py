@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import MODELS, Llama, load_llama
+from snip_megatron.planner.models import Llama, load_llama
 
 GPUS_PER_NODE = 8
 MOCK = "mock"
@@ -25,52 +24,36 @@ class Configuration:
 
     Attributes:
         title: name of the model for readers.
-        model: the sizes of the model.
-        layout: parallel sizes and batch sizes.
+        model: the planner's name of the model.
+        tp, pp, dp: tensor, pipeline and data parallel sizes.
+        seq_length, micro_batch_size, global_batch_size: tokens of a sequence, sequences of a microbatch and of a step.
         tokens: tokens of the whole run.
         lr: largest learning rate of a cosine schedule that ends at a tenth of it.
+        recompute: what the backward recomputes.
     """
 
     title: str
-    model: Llama
-    layout: Layout
+    model: str
+    tp: int
+    pp: int
+    dp: int
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
     tokens: float
     lr: float
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes with :data:`GPUS_PER_NODE` GPUs each."""
-        return self.layout.ranks // GPUS_PER_NODE
-
-
-def _known(
-    title: str, model: str, ranks: tuple[int, int, int], sizes: tuple[int, int, int], tokens: float, lr: float,
-    recompute: str = "none",
-) -> Configuration:  # fmt: skip
-    """``ranks``: tensor, pipeline and data parallel. ``sizes``: sequence length, micro and global batch size."""
-    llama, (tp, pp, dp) = MODELS[model], ranks
-    layout = Layout(
-        llama.model(pp), tp, pp, 1, dp, *sizes,
-        sequence_parallel=tp > 1, recompute=recompute, overlap_grad_reduce=True, overlap_param_gather=True,
-    )  # fmt: skip
-    return Configuration(title, llama, layout, tokens, lr)
+    recompute: str = "none"
 
 
 CONFIGURATIONS = {
-    "1b": _known("TinyLlama 1.1B", "llama-1b", (1, 1, 8), (2048, 8, 1024), 3e12, 4e-4),
+    "1b": Configuration("TinyLlama 1.1B", "llama-1b", 1, 1, 8, 2048, 8, 1024, 3e12, 4e-4),
     # Fused attention needs heads of a multiple of 8 features, and these have 100. Unfused attention would keep its
     # scores for the backward, so they are recomputed.
-    "3b": _known("OpenLLaMA 3B", "llama-3b", (1, 1, 8), (2048, 4, 2048), 1e12, 3e-4, "selective"),
-    "7b": _known("OpenLLaMA 7B", "llama-7b", (1, 1, 8), (2048, 2, 2048), 1e12, 3e-4),
-    "70b": _known("Llama 3 70B", "llama-70b", (8, 4, 2), (8192, 1, 512), 15e12, 1.5e-4),
-    "70b-pp8": _known("Llama 3 70B", "llama-70b", (8, 8, 1), (8192, 1, 512), 15e12, 1.5e-4),
+    "3b": Configuration("OpenLLaMA 3B", "llama-3b", 1, 1, 8, 2048, 4, 2048, 1e12, 3e-4, "selective"),
+    "7b": Configuration("OpenLLaMA 7B", "llama-7b", 1, 1, 8, 2048, 2, 2048, 1e12, 3e-4),
+    "70b": Configuration("Llama 3 70B", "llama-70b", 8, 4, 2, 8192, 1, 512, 15e12, 1.5e-4),
+    "70b-pp8": Configuration("Llama 3 70B", "llama-70b", 8, 8, 1, 8192, 1, 512, 15e12, 1.5e-4),
 }
-#: Norm epsilon and rotary base of known models.
-_CONSTANTS = {
-    **dict.fromkeys(("llama-3b", "llama-7b"), (1e-6, 10_000)),
-    **dict.fromkeys(("llama-8b", "llama-70b", "llama-405b"), (1e-5, 500_000)),
-}
-_DEFAULT_EPSILON, _DEFAULT_BASE = 1e-5, 10_000
 
 
 @dataclass(frozen=True)
@@ -78,8 +61,10 @@ class Job:
     """One training run.
 
     Attributes:
-        configuration: the configuration with the user's changes.
-        norm_epsilon, rotary_base: constants of the model.
+        title: name of the model for readers.
+        model: the sizes of the model.
+        layout: parallel sizes and batch sizes.
+        tokens, lr: see :class:`Configuration`.
         nodes, gpus_per_node: their product is the number of ranks of the layout.
         data: a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
         save: folder of the checkpoints.
@@ -90,9 +75,11 @@ class Job:
         extra: arguments of Megatron that override all others, except ``load``.
     """
 
-    configuration: Configuration
-    norm_epsilon: float
-    rotary_base: int
+    title: str
+    model: Llama
+    layout: Layout
+    tokens: float
+    lr: float
     nodes: int
     gpus_per_node: int
     data: str | None
@@ -101,11 +88,6 @@ class Job:
     snip: bool
     smoke: bool
     extra: Sequence[str]
-
-    @property
-    def layout(self) -> Layout:
-        """Parallel sizes and batch sizes."""
-        return self.configuration.layout
 
 
 def make_job(
@@ -135,58 +117,44 @@ def make_job(
     if configuration not in CONFIGURATIONS:
         known = ", ".join(CONFIGURATIONS)
         raise SnipError(f"{cut(configuration)}: no such configuration; choose one of {known}, and --model for another")
-    known_one = CONFIGURATIONS[configuration]
-    base = known_one.layout
-    shape = known_one.model if model is None else load_llama(model)
-    epsilon, rotary = _constants(shape)
+    base = CONFIGURATIONS[configuration]
+    llama = load_llama(base.model if model is None else model)
     tp, pp = _given(tp, base.tp), _given(pp, base.pp)
     gpus_per_node = _given(gpus_per_node, GPUS_PER_NODE)
-    nodes = _given(nodes, max(1, base.ranks // max(1, gpus_per_node)))
+    nodes = _given(nodes, max(1, base.tp * base.pp * base.dp // max(1, gpus_per_node)))
     dp = _data_parallel(nodes, gpus_per_node, tp, pp)
-    seq_length = _given(seq_length, min(base.seq_length, shape.context))
+    seq_length = _given(seq_length, min(base.seq_length, llama.context))
     micro = _given(micro_batch_size, base.micro_batch_size)
     batch = _given(global_batch_size, base.global_batch_size)
     if smoke:
-        shape, seq_length, micro, batch = _shrunk(shape, pp), 64, 1, 2 * pp * dp
-    layout = replace(
-        base, model=shape.model(pp), tp=tp, pp=pp, dp=dp, seq_length=seq_length, micro_batch_size=micro,
-        global_batch_size=batch, sequence_parallel=tp > 1, recompute=recompute or base.recompute,
+        llama, seq_length, micro, batch = _shrunk(llama, pp), 64, 1, 2 * pp * dp
+    layout = Layout(
+        llama.model(pp), tp, pp, 1, dp, seq_length, micro, batch, sequence_parallel=tp > 1,
+        recompute=recompute or base.recompute, overlap_grad_reduce=True, overlap_param_gather=True,
     ).checked()  # fmt: skip
     other_save = last_value(extra, "--save")
     folder = _save(save if other_save is None else Path(other_save))
     goes_on = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
     return Job(
-        replace(known_one, title=known_one.title if model is None else shape.name, model=shape, layout=layout),
-        epsilon,
-        rotary,
-        nodes,
-        gpus_per_node,
-        _data(data, smoke, extra),
-        folder,
-        folder if goes_on else None,
-        snip,
-        smoke,
-        extra,
+        title=base.title if model is None else llama.name,
+        model=llama,
+        layout=layout,
+        tokens=base.tokens,
+        lr=base.lr,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        data=_data(data, smoke, extra),
+        save=folder,
+        load=folder if goes_on else None,
+        snip=snip,
+        smoke=smoke,
+        extra=extra,
     )
 
 
 def _given(asked: int | None, default: int) -> int:
     """Return the default only if nothing was asked: 0 is refused later and must not be taken for it."""
     return default if asked is None else asked
-
-
-def _constants(model: Llama) -> tuple[float, int]:
-    """Return the norm epsilon and the rotary base of a known model, or of one that a ``config.json`` describes."""
-    if model.name in MODELS:
-        return _CONSTANTS.get(model.name, (_DEFAULT_EPSILON, _DEFAULT_BASE))
-    body = json.loads(Path(model.name).read_text(encoding="utf-8"))  # load_llama has checked the file
-    rope = body.get("rope_parameters") or {}
-    base = body.get("rope_theta", rope.get("rope_theta", _DEFAULT_BASE) if isinstance(rope, dict) else None)
-    epsilon = body.get("rms_norm_eps", _DEFAULT_EPSILON)
-    for field, value in (("rope_theta", base), ("rms_norm_eps", epsilon)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise SnipError(f"{model.name}: {field}: must be a positive number, got {quoted(value)}")
-    return float(epsilon), int(base)
 
 
 def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:

@@ -76,6 +76,7 @@ class Llama:
         name, hidden, heads, groups, head_size, vocabulary, context, tied: see :class:`Model`.
         blocks: number of transformer blocks.
         ffn: intermediate size of the MLP.
+        norm_epsilon, rotary_base: constants of its norms and of RoPE.
     """
 
     name: str
@@ -88,6 +89,8 @@ class Llama:
     vocabulary: int
     context: int
     tied: bool = False
+    norm_epsilon: float = 1e-5
+    rotary_base: int = 10_000
 
     def model(self, pp: int = 1) -> Model:
         """Return the model, split evenly over ``pp`` pipeline stages. Raises SnipError if it cannot be."""
@@ -114,11 +117,11 @@ class Llama:
 
 _KNOWN = (
     Llama("llama-1b", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
-    Llama("llama-3b", 26, 3200, 8640, 32, 32, 100, 32000, 2048),
-    Llama("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096),
-    Llama("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8192),
-    Llama("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256, 8192),
-    Llama("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256, 8192),
+    Llama("llama-3b", 26, 3200, 8640, 32, 32, 100, 32000, 2048, norm_epsilon=1e-6),
+    Llama("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, 4096, norm_epsilon=1e-6),
+    Llama("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8192, rotary_base=500_000),
+    Llama("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256, 8192, rotary_base=500_000),
+    Llama("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256, 8192, rotary_base=500_000),
 )
 MODELS = {model.name: model for model in _KNOWN}
 """TinyLlama 1.1B, OpenLLaMA 3B, Llama 2 7B, Llama 3 8B, 70B and 405B."""
@@ -174,6 +177,8 @@ def from_hugging_face(text: str, *, where: str) -> Llama:
         raise SnipError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
     if heads % groups:
         raise SnipError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+    rope = body.get("rope_parameters") or {}
+    base = body.get("rope_theta", rope.get("rope_theta", Llama.rotary_base) if isinstance(rope, dict) else None)
     return Llama(
         name=where,
         blocks=_whole(body, "num_hidden_layers", where, most=_MAX_BLOCKS),
@@ -185,7 +190,15 @@ def from_hugging_face(text: str, *, where: str) -> Llama:
         vocabulary=_whole(body, "vocab_size", where),
         context=_whole(body, "max_position_embeddings", where, default=2048),
         tied=body.get("tie_word_embeddings", False) is True,
+        norm_epsilon=float(_positive(body.get("rms_norm_eps", Llama.norm_epsilon), f"{where}: rms_norm_eps")),
+        rotary_base=int(_positive(base, f"{where}: rope_theta")),
     )
+
+
+def _positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise SnipError(f"{where}: must be a positive number, got {quoted(value)}")
+    return value
 
 
 def _whole(body: dict[str, Any], field: str, where: str, *, default: int | None = None, most: int = _MAX_EDGE) -> int:

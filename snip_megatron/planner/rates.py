@@ -53,21 +53,18 @@ class Rates:
         self.gpu_memory = None if table is None else table.memory
         self._measured_copy = None if table is None else table.copy_rate
         self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
-        self._grid = LogGrid(attention) if attention else None
-        self._rates = [
-            {size: _attention_flops(*size) * factor / times[i] for size, times in attention.items()}
-            for i, factor in ((0, 1.0), (1, ATTENTION_BACKWARD))
-        ]
+        self._grid = LogGrid(attention, lambda size: _attention_flops(*size)) if attention else None
 
     def attention(self, sequence: int, heads: int, head_size: int, batch: int) -> tuple[float, float]:
         """Return the seconds of causal attention of ``batch`` sequences, forward and backward."""
-        forward, backward = (
-            batch * _attention_flops(sequence, heads, head_size) * f for f in (1.0, ATTENTION_BACKWARD)
-        )
+        size = (sequence, heads, head_size)
         if self._grid is None:
-            return forward / (STATED_ATTENTION * FLOPS_RATE), backward / (STATED_ATTENTION * FLOPS_RATE)
-        rates = [self._grid.rate((sequence, heads, head_size), series) for series in self._rates]
-        return forward / rates[0], backward / rates[1]
+            forward = batch * _attention_flops(*size) / (STATED_ATTENTION * FLOPS_RATE)
+            return forward, ATTENTION_BACKWARD * forward
+        return (
+            batch * self._grid.seconds(size, lambda row: row[0]),
+            batch * self._grid.seconds(size, lambda row: row[1]),
+        )
 
     def memory(self, moved: float) -> float:
         """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""

@@ -13,14 +13,11 @@ three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.shapes import LinearShape
-from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
+from snip_megatron.timing.table import TimingTable, Triple
 
 STATED_COPY = 4.0e12
 """Assumed bytes a second of a copy, if the table has no measurement."""
@@ -58,25 +55,9 @@ class CostModel:
             " measured shapes by multilinear interpolation of log rates",
             "one microbatch after the other: nothing of a linear overlaps with anything else",
         )
-        self._gemm_grid = LogGrid(table.gemms)
-        self._gemm_rates = {
-            (gemm, fmt): {shape: math.prod(shape) / row[fmt][i] for shape, row in table.gemms.items()}
-            for i, gemm in enumerate(_GEMMS)
-            for fmt in table.formats
-        }
-        self._activation_grid = LogGrid(table.activations) if table.activations else None
-        self._activation_rates = {
-            (operand, fmt, side): {
-                size: math.prod(size) / row[operand][fmt][side] for size, row in table.activations.items()
-            }
-            for operand in OPERANDS
-            for fmt in table.quantised
-            for side in range(3)
-        }
-        self._weight_grid = LogGrid(table.weights) if table.weights else None
-        self._weight_rates = {
-            fmt: {size: math.prod(size) / row[fmt] for size, row in table.weights.items()} for fmt in table.quantised
-        }
+        self._gemms = LogGrid(table.gemms)
+        self._activations = LogGrid(table.activations) if table.activations else None
+        self._weights = LogGrid(table.weights) if table.weights else None
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -104,13 +85,13 @@ class CostModel:
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
-        return self._gemm_grid.place((shape.tokens, shape.n, shape.k)).extrapolated
+        return self._gemms.place((shape.tokens, shape.n, shape.k)).extrapolated
 
     # -- single calls --------------------------------------------------------------------------------------------
     def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         """Return the seconds of one GEMM of one microbatch, without quantisation."""
-        fmt = self._known(fmt)
-        return _time(self._gemm_grid, (shape.tokens, shape.n, shape.k), self._gemm_rates[gemm, fmt])
+        fmt, place = self._known(fmt), _GEMMS.index(gemm)
+        return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
 
     def _added(self, shape: LinearShape) -> float:
         """Return the seconds in which Megatron's own linear adds ∇W of a microbatch, outside of its GEMM."""
@@ -130,11 +111,13 @@ class CostModel:
         return self._quantise("gradient", (shape.tokens, shape.n), fmt)
 
     def _quantise(self, operand: str, size: Point, fmt: Format) -> Triple:
-        fmt = self._known(fmt)
-        assert self._activation_grid is not None
-        rates = self._activation_rates
-        first, second, both = (_time(self._activation_grid, size, rates[operand, fmt, side]) for side in range(3))
-        return first, second, both
+        fmt, grid = self._known(fmt), self._activations
+        assert grid is not None
+
+        def side(place: int) -> float:
+            return grid.seconds(size, lambda row: row[operand][fmt][place])
+
+        return side(0), side(1), side(2)
 
     def _weight(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both.
@@ -142,8 +125,8 @@ class CostModel:
         A variant that was not measured and has a W of its own is charged a whole call of its base.
         """
         known = self._known(fmt)
-        assert self._weight_grid is not None
-        both = _time(self._weight_grid, (shape.n, shape.k), self._weight_rates[known])
+        assert self._weights is not None
+        both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
         alone = known is not fmt and VARIANTS[fmt].own_weight
         return both if alone else both / 2
 
@@ -188,10 +171,6 @@ def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
         copy_rate: bytes a second of a copy; None if not measured.
     """
     return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))
-
-
-def _time(grid: LogGrid, size: Point, rates: Mapping[Point, float]) -> float:
-    return math.prod(size) / grid.rate(size, rates)
 
 
 def _portion(times: Triple, side: int, *, alone: bool = False) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Point = tuple[int, ...]
@@ -29,16 +29,18 @@ class Place:
     extrapolated: bool
 
 
-class LogGrid:
-    """The measured points, on which several series of rates may be interpolated.
+class LogGrid[Row]:
+    """The measured points, on which times may be interpolated.
 
     Args:
-        points: at least one point of positive integer coordinates. Points that do not belong to a full grid are used
-            for exact queries, and for queries outside of the grid.
+        rows: point of positive integer coordinates → what was measured there; one or more. Points that do not belong to
+            a full grid are used for exact queries, and for queries outside of the grid.
+        work: the work of a point, to which rates refer.
     """
 
-    def __init__(self, points: Collection[Point]) -> None:
-        self._points = frozenset(points)
+    def __init__(self, rows: Mapping[Point, Row], work: Callable[[Point], float] = math.prod) -> None:
+        self._rows, self._work = rows, work
+        self._points = frozenset(rows)
         self._axes = _complete_axes(self._points)
         self._places: dict[Point, Place] = {}
 
@@ -48,14 +50,17 @@ class LogGrid:
             self._places[query] = self._find(query)
         return self._places[query]
 
-    def rate(self, query: Point, rates: Mapping[Point, float]) -> float:
-        """Return the weighted geometric mean of the ``rates`` around ``query``."""
+    def seconds(self, query: Point, of: Callable[[Row], float]) -> float:
+        """Return the seconds of a query at the weighted geometric mean of the rates around it.
+
+        ``of`` takes what was measured at a point, and returns the seconds.
+        """
         weights = self.place(query).weights
-        if len(weights) == 1:
-            return rates[weights[0][0]]
-        logs = [math.log(rates[point]) for point, _ in weights]
+        if weights[0][0] == query:
+            return of(self._rows[query])
+        logs = [math.log(self._work(point) / of(self._rows[point])) for point, _ in weights]
         mean = math.fsum(weight * log for (_, weight), log in zip(weights, logs, strict=True))
-        return math.exp(min(max(mean, min(logs)), max(logs)))
+        return self._work(query) / math.exp(min(max(mean, min(logs)), max(logs)))
 
     def _find(self, query: Point) -> Place:
         if query in self._points:

@@ -105,12 +105,11 @@ def solve_again(run: Path, tmp: Path, latest: PrecisionMap) -> None:
 
 
 def test_a_speedup_of_linears_that_gather_quantised_shards(warm: WarmRanks, tmp_path: Path) -> None:
-    """The options' seconds contain the gathers, which the test's table has no times of: the run says so once."""
+    """The options' seconds contain the gathers."""
     wide = shlex.split("--seq-length 256 --max-position-embeddings 256 --tensor-model-parallel-size 2")
     own = (*wide, "--sequence-parallel", "--bf16", "--snip-communication", "gather")
     done = warm.run(2, arguments(tmp_path, "speedup=1.25", *own), tmp=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("exchanges are priced at 350 GB/s a GPU (snip calibrate --ranks N measures them)") == 1
     run = tmp_path / "run"
     request = SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json")
     assert request.times is not None

@@ -71,7 +71,7 @@ def validated() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *CHANGED])
 def test_megatron_reads_what_the_planner_plans(name: str, validated: dict[str, dict[str, Any]]) -> None:
     args, job = validated[name], jobs()[name]
-    layout, model = job.layout, job.configuration.model
+    layout, model = job.layout, job.model
     expected = {
         "num_layers": model.blocks,
         "hidden_size": model.hidden,

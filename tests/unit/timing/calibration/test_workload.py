@@ -27,7 +27,7 @@ def test_coarse_first_is_the_whole_product_ends_first(lengths: list[int]) -> Non
 def test_a_calibration_cut_short_still_spans_everything() -> None:
     gemms = grid_workload("cuda").gemms
     for count in (8, 27, len(gemms)):
-        grid = LogGrid(gemms[:count])
+        grid = LogGrid(dict.fromkeys(gemms[:count]))
         assert not grid.place((8192, 7168, 8192)).extrapolated
 
 
@@ -46,7 +46,7 @@ def test_kinds_advance_together() -> None:
     [("llama-1b", 1), ("llama-3b", 1), ("llama-7b", 2), ("llama-8b", 1), ("llama-70b", 8), ("llama-405b", 8)],
 )
 def test_the_grid_covers_the_linears_of_the_models(model: str, tp: int) -> None:
-    grid = LogGrid(grid_workload("cuda").gemms)
+    grid = LogGrid(dict.fromkeys(grid_workload("cuda").gemms))
     layout = Layout(MODELS[model].model(), tp, 1, 1, 1, 8192, 1, 1)
     for kind, row in layout.kinds.items():
         shape = layout.shapes[row.name]
