@@ -62,7 +62,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "quantised wgrad of experts runs in the backward of its linear; leave it out",
     ),
     Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
-    Conflict("--mtp-use-repeated-layer", "probes take every layer to run once; leave it out"),
     Conflict(
         "--non-persistent-ckpt-type",
         "SNIP cannot tell whether such a checkpoint holds its state; use global",

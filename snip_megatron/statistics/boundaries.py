@@ -60,7 +60,8 @@ class Boundary:
         shard: tokens that this rank holds.
         sample_tokens: number of tokens sampled in a microbatch.
         phase: current pass.
-        h, r: sampled h_b and r_b of each microbatch in the statistics pass.
+        h, r: sampled h_b and r_b of each forward in the statistics pass. A layer of multi-token prediction may run
+            several times for a microbatch, with backward passes in the opposite order.
         weight: factor from a sum over sampled tokens to all tokens of a microbatch.
         sums: column name → float64 scalar, this rank's share of the global sum.
     """
@@ -70,16 +71,15 @@ class Boundary:
     sample_tokens: int
     phase: Pass = Pass.STATISTICS
     h: list[torch.Tensor] = field(default_factory=list)
-    r: list[torch.Tensor] = field(default_factory=list)
+    r: dict[int, torch.Tensor] = field(default_factory=dict)
     weight: float = 1.0
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _forwards: int = 0
-    _backwards: int = 0
 
     def start(self, phase: Pass) -> None:
         """Begin a pass."""
         self.phase = phase
-        self._forwards = self._backwards = 0
+        self._forwards = 0
 
     @property
     def seen(self) -> bool:
@@ -96,41 +96,39 @@ class Boundary:
 
     def on_forward(self, tensor: torch.Tensor) -> None:
         """Record the stream in the forward, and register a hook that records its gradient."""
-        h = self.sampled(tensor)
+        h, index = self.sampled(tensor), self._forwards
         if self.phase is Pass.STATISTICS:
             self.h.append(h)
             self._add("h2", h)
             if not tensor.requires_grad:  # all below it is frozen
-                self.r.append(torch.zeros_like(h))
+                self.r[index] = torch.zeros_like(h)
         elif self.phase is Pass.FORWARD_NOISE:
-            dh = h - self.h[self._forwards]
+            dh = h - self.h[index]
             self._add("fh2", dh)
-            self._add_value("cn2", (self.r[self._forwards] * dh).sum(1).double().square().sum())
+            self._add_value("cn2", (self.r[index] * dh).sum(1).double().square().sum())
         self._forwards += 1
         if tensor.requires_grad:
-            tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self.on_gradient(gradient, index))  # type: ignore[no-untyped-call]
 
-    def on_gradient(self, gradient: torch.Tensor) -> None:
-        """Record the gradient. A hook on the tensor gets the sum of all gradients of the stream: of the branch and of
-        the residual.
+    def on_gradient(self, gradient: torch.Tensor, index: int) -> None:
+        """Record the gradient of the stream of one forward. A hook on the tensor gets the sum of all gradients of the
+        stream: of the branch and of the residual.
         """
         r = self.sampled(gradient)
         if self.phase is Pass.STATISTICS:
-            self.r.append(r)
+            self.r[index] = r
             self._add("r2", r)
         else:
             name = "fr2" if self.phase is Pass.FORWARD_NOISE else "br2"
-            self._add(name, r - self.r[self._backwards])
-        self._backwards += 1
+            self._add(name, r - self.r[index])
 
     def finish_statistics(self, above: Boundary | None) -> None:
         """After the statistics pass, record what the branch between this boundary and the one ``above`` added."""
         if above is None:
             return
-        for low, high in zip(self.h, above.h, strict=True):
+        for index, (low, high) in enumerate(zip(self.h, above.h, strict=True)):
             self._add("branch_h2", high - low)
-        for low, high in zip(self.r, above.r, strict=True):
-            self._add("branch_r2", high - low)
+            self._add("branch_r2", above.r[index] - self.r[index])
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self._add_value(name, sum_squares(tensor))

@@ -86,7 +86,7 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--snip", "--mtp-use-repeated-layer"], "--mtp-use-repeated-layer cannot be combined with --snip"),
+        (["--snip", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training 2 cannot be combined with --snip"),
         (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
     ],
 )

@@ -128,7 +128,9 @@ _KERNELS: dict[Any, dict[str, Any]] = {
     common: {"HAVE_FLA": True, "chunk_gated_delta_rule": _not_run},
     gdn: {"chunk_gated_delta_rule": _not_run},
     WrappedTorchNorm: {"__new__": _norm},  # in place of Apex's, without all that Apex can do
-    token_dispatcher: {"hybrid_ep_dispatch": _not_run, "fused_dispatch": _not_run, "nccl_ep_dispatch": _not_run},
+    token_dispatcher: dict.fromkeys(
+        ("hybrid_ep_dispatch", "fused_dispatch", "set_deepep_num_sms", "nccl_ep_dispatch"), _not_run
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from snip_megatron.errors import SnipError
 
@@ -48,18 +49,19 @@ def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:
 # -- state of the routers --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the routers' buffers, and the tracker and scale of auxiliary losses, at the end of this context."""
-    routers = _routers(model)
-    if not routers:
-        yield
-        return
+    """Restore the routers' buffers, the tracker and scale of auxiliary losses, and the losses of multi-token prediction
+    that Megatron will print, at the end of this context.
+    """
+    routers, ahead = _routers(model), MTPLossLoggingHelper.tracker
     buffers = [(buffer, buffer.detach().clone()) for router in routers for buffer in router.buffers(recurse=False)]
     tracked = {name: values.clone() for name, values in _tracked().items()}
     scale = getattr(MoEAuxLossAutoScaler, _SCALE)
     scale = None if scale is None else scale.clone()
+    MTPLossLoggingHelper.tracker = {}
     try:
         yield
     finally:
+        MTPLossLoggingHelper.tracker = ahead
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -80,13 +80,14 @@ class ResidualStream:
         """Compute the norms of the residual branches after the statistics pass.
 
         Raises:
-            SnipError: a boundary was not passed once for each microbatch, forward and backward.
+            SnipError: a boundary was not passed equally often in each microbatch, forward and backward.
         """
         for boundary in self.all:
-            if (len(boundary.h), len(boundary.r)) != (microbatches, microbatches):
+            runs = len(boundary.h)
+            if runs == 0 or runs % microbatches or runs != len(boundary.r):
                 raise SnipError(
                     f"sub-block {boundary.index} ran {len(boundary.h)} times forward and {len(boundary.r)} times"
-                    f" backward in {microbatches} microbatches: SNIP takes blocks that run once each, on the residual"
+                    f" backward in {microbatches} microbatches: SNIP takes blocks that run in each, on the residual"
                     " stream as their first argument"
                 )
         for low, high in self._pairs:

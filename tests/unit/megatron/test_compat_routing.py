@@ -9,6 +9,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated
@@ -88,6 +89,16 @@ def test_nothing_is_left_behind(model: list[torch.nn.Module]) -> None:
     assert all(torch.equal(value, buffers[name]) for name, value in model[0].named_buffers())
     assert all(torch.equal(value, tracked[name]) for name, value in _tracked().items())
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 0.25
+
+
+def test_losses_of_multi_token_prediction_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: "cpu")
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    one = torch.ones(())
+    MTPLossLoggingHelper.save_metrics_to_tracker(2 * one, one, one, 0, 1)
+    with routers_kept([]):
+        MTPLossLoggingHelper.save_metrics_to_tracker(3 * one, one, one, 0, 1)
+    assert float(MTPLossLoggingHelper.tracker["loss_values"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def test_shards_sample_what_the_whole_samples(local: int, size: int, count: int)
 class Sub:
     """A sub-block: h → h + tanh(h·A), and its microbatches with a fixed gradient at the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, backwards: bool = False) -> None:
+        self.backwards = backwards
         generator = torch.Generator().manual_seed(3)
         self.a = torch.randn(HIDDEN, HIDDEN, generator=generator)
         self.h = [torch.randn(S, B, HIDDEN, generator=generator) for _ in range(2)]
@@ -50,15 +51,23 @@ class Sub:
         self.top = [torch.randn(S, B, HIDDEN, generator=generator) for _ in range(2)]
 
     def run(self, low: Boundary, high: Boundary, phase: Pass, tokens: slice) -> None:
-        """A pass over the tokens that a rank holds."""
+        """A pass over the tokens that a rank holds.
+
+        Microbatches run one after the other, or all forward first, as a layer that runs several times in one does.
+        """
         low.start(phase)
         high.start(phase)
+        ends = []
         for h, noise, top in zip(self.h, self.noise, self.top, strict=True):
             stream = (h + noise if phase is Pass.FORWARD_NOISE else h)[tokens].clone().requires_grad_()
             low.on_forward(stream)
             out = self.out(stream)
             high.on_forward(out)
-            out.backward(top[tokens] * (1.5 if phase is Pass.BACKWARD_NOISE else 1.0))
+            ends.append((out, top[tokens] * (1.5 if phase is Pass.BACKWARD_NOISE else 1.0)))
+            if not self.backwards:
+                out.backward(ends.pop()[1])
+        for out, gradient in reversed(ends):
+            out.backward(gradient)
 
     def out(self, h: torch.Tensor) -> torch.Tensor:
         return h + torch.tanh(h @ self.a)
@@ -68,10 +77,12 @@ class Sub:
         return top + (top * (1 - torch.tanh(h @ self.a).square())) @ self.a.t()
 
 
-def probe(shard: TokenShard, sample: int, tokens: slice = slice(None)) -> tuple[Boundary, Boundary]:
+def probe(
+    shard: TokenShard, sample: int, tokens: slice = slice(None), *, backwards: bool = False
+) -> tuple[Boundary, Boundary]:
     """All passes over one sub-block between two boundaries."""
     low, high = Boundary(4, shard, sample), Boundary(5, shard, sample)
-    sub = Sub()
+    sub = Sub(backwards=backwards)
     for phase in (Pass.STATISTICS, Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE):
         sub.run(low, high, phase, tokens)
         if phase is Pass.STATISTICS:
@@ -123,3 +134,11 @@ def test_token_shards_add_up_to_the_whole(sample: int) -> None:
 def test_a_replicated_stream_is_reported_once() -> None:
     low, _ = probe(TokenShard(rank=0, size=1, reports=False), 16)
     assert low.sums == {}
+
+
+def test_a_layer_may_run_several_times_before_its_backward_passes() -> None:
+    once, again = probe(WHOLE, 16), probe(WHOLE, 16, backwards=True)
+    for one, other in zip(once, again, strict=True):
+        assert {name: float(value) for name, value in other.sums.items()} == pytest.approx(
+            {name: float(value) for name, value in one.sums.items()}
+        )
