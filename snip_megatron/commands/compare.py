@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,15 +20,16 @@ from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.data import Data, load_data
-from snip_megatron.evaluation.experiment import VALIDATIONS, Experiment, load_experiment
+from snip_megatron.evaluation.experiment import Experiment, load_experiment
 from snip_megatron.evaluation.machine import describe, visible_gpus
-from snip_megatron.evaluation.pages import recovered_figure, write_page
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
-from snip_megatron.evaluation.statistics import Row, rows
-from snip_megatron.evaluation.tables import FORMATS, TITLES, markdown
+from snip_megatron.evaluation.statistics import rows
+from snip_megatron.evaluation.tables import markdown
 from snip_megatron.records.storage import write_atomically
+from snip_megatron.reporting.experiments import comparison_page
+from snip_megatron.reporting.page import write_page
 
 INCOMPLETE, SOME_FAILED = 4, 1
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         metavar="S",
-        help="end within S seconds, and start no run that would take longer; default: no limit",
+        help="end within S seconds; --resume makes the missing runs; default: no limit",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
@@ -324,21 +325,11 @@ def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
 
 def _report(results: Results, out: Path) -> None:
     """Write NAME.md and NAME.html beside the results, and the text of NAME.md to standard output."""
-    table = rows(list(results.runs.values()))
     text = markdown(results)
     name = results.path.stem
     try:
         write_atomically(out / f"{name}.md", text.encode())
-        write_page(out / f"{name}.html", name, text, _figures(table))
     except OSError as error:
         raise SnipError(f"{out}: cannot be written ({error})") from None
+    write_page(comparison_page(name, text, rows(list(results.runs.values()))), out / f"{name}.html")
     print(text)
-
-
-def _figures(table: Sequence[Row]) -> list[tuple[str, Any]]:
-    figures = []
-    for kind, title in TITLES.items():
-        own = [row for row in table if row.kind == kind and row.budget is not None]
-        drawn = [formats for formats in VALIDATIONS if any(row.recovered[formats] for row in own)]
-        figures += [(f"{title}, {FORMATS[formats]}", recovered_figure(own, formats)) for formats in drawn]
-    return figures

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from snip_megatron.commands.compare import ENVIRONMENT, alone, devices, select_gpus, stop_on_signals
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.machine import describe
-from snip_megatron.evaluation.pages import proxy_figure, write_page
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
 from snip_megatron.evaluation.recording import record_truth
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.records.storage import dump_json, write_atomically
+from snip_megatron.reporting.experiments import proxy_page
+from snip_megatron.reporting.page import write_page
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -79,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         write_atomically(args.out / "proxy.json", dump_json(body).encode())
         write_atomically(args.out / "proxy.md", text.encode())
-        write_page(args.out / "proxy.html", "proxy", text, _figures(validations))
     except OSError as error:
         raise SnipError(f"--out {args.out}: cannot be written ({error})") from None
+    write_page(proxy_page(text, validations), args.out / "proxy.html")
     print(text)
     return 0
 
@@ -120,13 +119,3 @@ def _steps(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise SnipError(f"--steps {cut(text)}: expected numbers of steps, comma separated")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _figures(validations: Sequence[Validation]) -> list[tuple[str, Any]]:
-    return [
-        (f"{v.source}, step {v.step}: {kind} by {estimator}", proxy_figure(v, kind, estimator))
-        for v in validations
-        for kind in ("loss", "drift")
-        for estimator in ("measured again", "noise")
-        if any(estimator in scores for scores in v.points[kind].values())
-    ]

@@ -75,11 +75,6 @@ class Comparison:
 
     def run(self) -> int:
         """Train the missing runs. Returns how many are still missing. Raises SnipError if results cannot be written."""
-        for part in self.parts:
-            for entry in part.results.runs.values():
-                if entry.get("status") == "done":
-                    family = _family(part, entry["kind"], entry["steps"])
-                    self.pool.expected[family] = max(self.pool.expected.get(family, 0.0), float(entry["seconds"]))
         warms = {
             part.warm.folder.name: part.warm
             for part in self.parts
@@ -123,7 +118,6 @@ class Comparison:
             name=identity,
             command=training_command(fill(run.arguments, folders), run.ranks),
             log=self.work / "logs" / f"{identity}.txt",
-            family=_family(part, run.kind, run.steps),
             before=lambda: shutil.rmtree(directory, ignore_errors=True),
             check=lambda: measure(run, directory),
         )
@@ -189,16 +183,11 @@ class Comparison:
         self._shown_at = now
         left = len(self._queued) - self._ended
         failed = f", {self.failed} failed" if self.failed else ""
-        seconds = -(-left // len(self.pool.devices)) * max(self.pool.expected.values(), default=0.0)
+        spent = now - self._started_at
+        rest = f", about {spent / self._ended * left:.0f} s left" if self._ended else ""
         self._say(
-            f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed},"
-            f" {now - self._started_at:.0f} s" + (f", about {seconds:.0f} s left" if seconds else "")
+            f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed}, {spent:.0f} s{rest}"
         )
 
     def _say(self, text: str) -> None:
         print(f"snip compare: {text}", file=sys.stderr, flush=True)
-
-
-def _family(part: Part, kind: str, steps: int) -> str:
-    """Return the name that runs of similar duration share."""
-    return f"{part.experiment.model} {kind} {steps}"

@@ -31,6 +31,10 @@ step. ``drift`` (weight divergence) covers all options, or those of one GEMM."""
 CEILING = "ceiling"
 DEFAULT = "noise"
 _FEWEST = 3
+_Scores = Mapping[str, FloatArray]
+"""``loss`` and ``drift`` of all options in one format, [linears, 3 GEMMs]. The loss of dgrad and wgrad is 0."""
+_Trusted = Mapping[str, NDArray[np.bool_]]
+"""Which of these are above rounding noise."""
 _LOSS_TRUST, _DRIFT_TRUST = 2.0, 2.0
 """A change of the loss is trusted from this multiple of the rounding noise on; a squared drift from this multiple of
 its squared floor on."""
@@ -107,38 +111,21 @@ def find_tables(source: Path) -> list[Path]:
     return found
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Scores of all options in one format, [linears, 3 GEMMs].
+def _estimated(loss: FloatArray, drift: FloatArray) -> _Scores:
+    """Return the scores of an estimator, given [linears, 3, 1]. A drift of 0 means that it predicts none."""
+    return {"loss": loss[:, :, 0], "drift": drift[:, :, 0]}
 
-    Attributes:
-        loss: ΔL in nats; 0 for dgrad and wgrad.
-        drift: ΔW, a sum of relative changes of the optimizer's update; 0 if the estimator has none.
-        loss_trusted, drift_trusted: which values are above rounding noise.
+
+def _measured(table: StatisticsTable, truth: Truth, fmt: str) -> tuple[_Scores, _Trusted]:
+    """Return what forcing each option alone did: ΔL in nats, ΔW as a sum of relative changes of the update.
+
+    The noise of a loss is the root mean square over perturbations.
     """
-
-    loss: FloatArray
-    drift: FloatArray
-    loss_trusted: NDArray[np.bool_]
-    drift_trusted: NDArray[np.bool_]
-
-    @classmethod
-    def estimated(cls, loss: FloatArray, drift: FloatArray) -> _Scores:
-        """Scores of an estimator, [linears, 3, 1]."""
-        all_of_them = np.ones(loss.shape[:2], dtype=np.bool_)
-        return cls(loss[:, :, 0], drift[:, :, 0], all_of_them, all_of_them)
-
-    @classmethod
-    def true(cls, table: StatisticsTable, truth: Truth, fmt: str) -> _Scores:
-        """What forcing the options alone did. The noise of a loss is the root mean square over perturbations."""
-        column = {name: of_formats(table, values, (fmt,))[:, :, 0] for name, values in truth.items()}
-        noise = float(np.sqrt(np.mean(truth["loss_floor"][:, FPROP] ** 2)))
-        trusted = column["raw_drift"] ** 2 >= _DRIFT_TRUST * column["floor"] ** 2
-        return cls(column["loss"], column["drift"], np.abs(column["loss"]) >= _LOSS_TRUST * noise, trusted)
-
-    def of(self, kind: str) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """Return values and trust of ``loss`` or ``drift``."""
-        return (self.loss, self.loss_trusted) if kind == "loss" else (self.drift, self.drift_trusted)
+    column = {name: of_formats(table, values, (fmt,))[:, :, 0] for name, values in truth.items()}
+    noise = float(np.sqrt(np.mean(truth["loss_floor"][:, FPROP] ** 2)))
+    drifted = column["raw_drift"] ** 2 >= _DRIFT_TRUST * column["floor"] ** 2
+    trusted = {"loss": np.abs(column["loss"]) >= _LOSS_TRUST * noise, "drift": drifted}
+    return {"loss": column["loss"], "drift": column["drift"]}, trusted
 
 
 def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
@@ -155,15 +142,21 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
     if table.truth is None:
         raise SnipError(f"the statistics of step {table.step} hold no truth; give snip validate-proxy an experiment")
     base = SolveRequest(formats=(fmt,))
-    true = _Scores.true(table, table.truth, fmt)
-    columns = {name: _Scores.estimated(*divergences(table, replace(base, estimator=name))) for name in ESTIMATORS}
+    true, trusted = _measured(table, table.truth, fmt)
+    columns = {name: _estimated(*divergences(table, replace(base, estimator=name))) for name in ESTIMATORS}
     if float(table.linear["bg2"].sum()) > 0.0:
         with_noise = divergences(table, replace(base, backward_noise=True))
-        columns["noise with backward noise"] = _Scores.estimated(*with_noise)
+        columns["noise with backward noise"] = _estimated(*with_noise)
     columns |= _rules(table, base)
+    again: _Trusted = {}
     if table.truth_again is not None:
-        columns[CEILING] = _Scores.true(table, table.truth_again, fmt)
-    compared = [_compare(quantity, name, scores, true) for quantity in QUANTITIES for name, scores in columns.items()]
+        columns[CEILING], again = _measured(table, table.truth_again, fmt)
+    both = {kind: above & again.get(kind, above) for kind, above in trusted.items()}
+    compared = [
+        _compare(quantity, name, scores, true, both if name == CEILING else trusted)
+        for quantity in QUANTITIES
+        for name, scores in columns.items()
+    ]
     points = {kind: _points(kind, table, true, columns) for kind in ("loss", "drift")}
     return Validation(source, table.step, table.tokens, fmt, tuple(c for c in compared if c), points)
 
@@ -182,7 +175,7 @@ def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, _Scores]:
     arrays: dict[str, FloatArray] = {"first-order loss": first_order(table, base.formats)}
     for policy in ("min-abs-err", "min-rel-err"):
         arrays[policy] = policy_scores(table, replace(base, policy=policy), loss, weight)
-    return {name: _Scores.estimated(values, values) for name, values in arrays.items()}
+    return {name: _estimated(values, values) for name, values in arrays.items()}
 
 
 def _gemms(quantity: str) -> list[int]:
@@ -192,14 +185,14 @@ def _gemms(quantity: str) -> list[int]:
     return [i for i, each in enumerate(Gemm) if wanted in (each.value, "all")]
 
 
-def _compare(quantity: str, name: str, scores: _Scores, true: _Scores) -> Comparison | None:
+def _compare(quantity: str, name: str, scores: _Scores, true: _Scores, trusted: _Trusted) -> Comparison | None:
     """Compare one estimator in one quantity.
 
     Returns None if the estimator does not predict the quantity, such as weight divergence for ``fisher``.
     """
     kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
-    (values, above), (expected, trusted) = scores.of(kind), true.of(kind)
-    values, expected, above = values[:, gemms].ravel(), expected[:, gemms].ravel(), (above & trusted)[:, gemms].ravel()
+    values, expected = (each[kind][:, gemms].ravel() for each in (scores, true))
+    above = trusted[kind][:, gemms].ravel()
     if not values.any():
         return None
     rho, trusted_rho = spearman(values, expected), spearman(values[above], expected[above])
@@ -213,7 +206,7 @@ def _points(
     if CEILING in named:
         named["measured again"] = named.pop(CEILING)
     return {
-        option_id(row.name, list(Gemm)[j]): {name: float(scores.of(kind)[0][i, j]) for name, scores in named.items()}
+        option_id(row.name, list(Gemm)[j]): {name: float(scores[kind][i, j]) for name, scores in named.items()}
         for i, row in enumerate(table.linears)
         for j in _gemms("loss" if kind == "loss" else "drift: all")
     }

@@ -12,8 +12,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.evaluation.runs import Run
-from snip_megatron.precision import FOUR_BIT, Gemm
-from snip_megatron.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.records.readers import read_events, read_metrics
 from snip_megatron.records.storage import dump_json, write_atomically
 
 SCHEMA = "snip.comparison/1"
@@ -78,7 +77,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     Returns:
         A dictionary with, among others, ``validation`` (mean token loss in nats after the last step by formats, ``map``
         and ``bf16``), ``train_loss`` (mean over the last steps), ``fp4_share`` (of the decoder linears' FLOPs after the
-        last step), ``average_share`` (its mean over the steps), ``fp4_by_gemm`` (of the number of linears) and
+        last step), ``average_share`` (its mean over the steps) and
         ``update_seconds`` (times for which the updates blocked the training thread).
 
     Raises:
@@ -89,7 +88,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         raise ValueError("the run directory holds no metrics")
     last = int(metrics[-1]["step"])
     validation: dict[str, float] = {}
-    for event in events:  # Megatron validates, then tests if there is a test set; only the first is the validation
+    for event in events:
         if event["event"] == "validation" and event["step"] == last + 1:
             loss = math.nan if event["loss"] is None else float(event["loss"])
             validation.setdefault(str(event["formats"]), loss)
@@ -109,7 +108,6 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         "last_step": last,
         "fp4_share": metrics[-1]["fp4_fraction"],
         "average_share": sum(m["fp4_fraction"] for m in metrics) / len(metrics),
-        "fp4_by_gemm": _share_by_gemm(directory),
         "adopted": [{key: event.get(key) for key in ("step", "status", "changed")} for event in adopted],
         "update_seconds": [e["update_seconds"] for e in events if e["event"] == "submit"],
         "step_seconds": _median_step(metrics),
@@ -140,15 +138,6 @@ def _reason(events: list[dict[str, Any]]) -> str:
     if not told:
         return "no update was made"
     return f"{told[-1]['event']}: {told[-1].get('message') or told[-1].get('reason') or 'the solver was too late'}"
-
-
-def _share_by_gemm(directory: Path) -> dict[str, float]:
-    maps = read_maps(directory)
-    if not maps:
-        return {}
-    final = maps[max(maps)]
-    names = [str(linear) for linear in final.linears()]
-    return {g.value: sum(final.format_of(name, g) in FOUR_BIT for name in names) / len(names) for g in Gemm}
 
 
 def _median_step(metrics: list[dict[str, Any]]) -> float | None:

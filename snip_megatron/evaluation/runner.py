@@ -13,8 +13,6 @@ from pathlib import Path
 
 POLL_S = 0.2
 GRACE_S = 20.0
-MARGIN = 1.1
-"""A run is started only if this multiple of the longest run so far fits before the time limit."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class Job:
         name: name of the job.
         command: the command line.
         log: the file for its output.
-        family: name shared with jobs of similar duration.
         before: called before each start.
         check: called after exit code 0; raises ValueError if the job is not a success.
     """
@@ -33,19 +30,17 @@ class Job:
     name: str
     command: Sequence[str]
     log: Path
-    family: str = ""
     before: Callable[[], object] = lambda: None
     check: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: None or one line about its failure, the seconds of the last attempt, its CUDA device."""
+    """The end of a job: None or one line about its failure, and the seconds of the last attempt."""
 
     job: Job
     error: str | None
     seconds: float
-    device: str | None
 
 
 @dataclass
@@ -63,16 +58,13 @@ class Pool:
     Args:
         devices: the CUDA device of each slot; None for the CPU.
         environment: additional environment variables of every process.
-        deadline: the ``time.monotonic()`` by which all jobs must have ended; None for no limit. A job that is expected
-            to end later is not started.
-        expected: family → longest duration of its jobs so far, in seconds.
+        deadline: the ``time.monotonic()`` at which jobs are ended; None for no limit.
         stopped: whether :meth:`stop` was called.
     """
 
     devices: Sequence[str | None]
     environment: Mapping[str, str]
     deadline: float | None = None
-    expected: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     _waiting: list[Job] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
@@ -95,8 +87,6 @@ class Pool:
         try:
             while (self._waiting or self._running) and not self.stopped and self._left() > 0:
                 self._start()
-                if not self._running:
-                    break
                 time.sleep(POLL_S)
                 for running in [r for r in self._running if r.process.poll() is not None]:
                     self._running.remove(running)
@@ -123,10 +113,8 @@ class Pool:
     def _start(self) -> None:
         taken = {running.slot for running in self._running}
         free = [slot for slot in range(len(self.devices)) if slot not in taken]
-        fitting = [job for job in self._waiting if MARGIN * self.expected.get(job.family, 0.0) <= self._left()]
-        for job, slot in zip(fitting, free, strict=False):
-            self._waiting.remove(job)
-            self._running.append(self._launch(job, slot))
+        for slot in free[: len(self._waiting)]:
+            self._running.append(self._launch(self._waiting.pop(0), slot))
 
     def _launch(self, job: Job, slot: int) -> _Running:
         job.before()
@@ -148,14 +136,12 @@ class Pool:
     def _ended(self, running: _Running, ended: Callable[[Outcome], None]) -> None:
         job, seconds = running.job, time.monotonic() - running.started
         error = _error(job, running.process.returncode)
-        if error is None:
-            self.expected[job.family] = max(self.expected.get(job.family, 0.0), seconds)
-        elif job.name not in self._failed_once:
+        if error is not None and job.name not in self._failed_once:
             self._failed_once.add(job.name)
             job.log.replace(job.log.with_name(job.log.name + ".1"))
             self._waiting.insert(0, job)
             return
-        ended(Outcome(job, error, seconds, self.devices[running.slot]))
+        ended(Outcome(job, error, seconds))
 
     def _end_all(self) -> None:
         for running in self._running:

@@ -6,14 +6,13 @@ its weights.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Experiment, Warm
 from snip_megatron.evaluation.runner import Job
@@ -21,7 +20,7 @@ from snip_megatron.evaluation.runs import fill, training_command, warm_arguments
 from snip_megatron.records.storage import dump_json, write_atomically
 
 HASHES = "weights.json"
-HASH_TIMEOUT_S = 300
+_OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,11 @@ class WarmCheckpoint:
         return self.folder / f"iter_{self.warm.steps:07d}"
 
     def _write_hash(self) -> None:
-        command = [sys.executable, "-m", "snip_megatron.evaluation.weights_hash", str(self._weights)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=HASH_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"{self._weights}: cannot be hashed (it took more than {HASH_TIMEOUT_S} s)") from None
-        lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
-        if done.returncode != 0 or not lines:
-            raise ValueError(f"{self._weights}: cannot be hashed ({lines[-1] if lines else 'no output'})")
-        write_atomically(self.folder / HASHES, dump_json({str(self.warm.steps): lines[-1].strip()}).encode())
+            found = weights_sha256(self._weights)
+        except Exception as error:  # whatever reading a broken checkpoint raises
+            raise ValueError(f"{self._weights}: cannot be hashed ({cut(error)})") from None
+        write_atomically(self.folder / HASHES, dump_json({str(self.warm.steps): found}).encode())
 
 
 def warm_checkpoint(experiment: Experiment, data: Data, work: Path) -> WarmCheckpoint:
@@ -84,3 +79,34 @@ def warm_checkpoint(experiment: Experiment, data: Data, work: Path) -> WarmCheck
         raise SnipError(f"experiment {experiment.name}: has no warm checkpoint")
     name = warm_identity(experiment, data, experiment.warm)
     return WarmCheckpoint(experiment, data, experiment.warm, work / "warm" / name)
+
+
+def weights_sha256(checkpoint: Path) -> str:
+    """Return the SHA-256 over name, dtype, shape and bytes of all tensors except optimizer state, sorted by name.
+
+    Args:
+        checkpoint: an ``iter_<N>`` folder in Megatron's torch_dist format.
+
+    Raises:
+        ValueError: the folder holds no weights.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+    reader = FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in sorted(entries.items())
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith(_OPTIMIZER)
+    }
+    if not tensors:
+        raise ValueError(f"{checkpoint}: no weights")
+    load_checkpoint(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()

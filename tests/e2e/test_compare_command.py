@@ -109,7 +109,7 @@ def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
     # A plot for each way of validating in which all-fp4 lost something: after so few steps it may not.
     worst = next(run for run in results(first)["runs"] if run["label"] == "uniform-fp4")["validation"]
     best = next(run for run in results(first)["runs"] if run["label"] == "bf16")["validation"]
-    plots = (first / "nano.html").read_text().count('class="plotly-graph-div"')
+    plots = (first / "nano.html").read_text().count('class="figure"')
     assert plots == sum(worst[formats] > best[formats] for formats in worst)
 
     nothing_to_do = snip(*arguments, "--out", first, "--resume")

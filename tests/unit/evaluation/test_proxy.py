@@ -84,7 +84,7 @@ def test_the_command_reads_runs_and_writes_figures_and_page(tmp_path: Path, caps
     assert [v["step"] for v in body["validations"]] == [5, 11]
     shown = capsys.readouterr().out
     assert "| loss | 16 (16 above noise) | " in shown
-    assert (tmp_path / "out" / "proxy.html").read_text().count('class="plotly-graph-div"') == 6
+    assert (tmp_path / "out" / "proxy.html").read_text().count('class="figure"') == 6
 
 
 def test_tables_without_truth_are_one_line(tmp_path: Path) -> None:
