@@ -33,14 +33,6 @@ def number(value: Any) -> float | None:
     return float(value) if is_finite(value) else None
 
 
-def shares(value: Any) -> dict[str, float]:
-    """Return the field ``achieved_per_stage`` as stage → share, in the order of the stages."""
-    if not isinstance(value, Mapping):
-        return {}
-    found = {str(stage): share for stage, raw in value.items() if (share := number(raw)) is not None}
-    return dict(sorted(found.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0])))
-
-
 @dataclass(frozen=True)
 class Adoption:
     """The adoption of a map before training step ``step``. A figure is None if it is not known.
@@ -55,7 +47,6 @@ class Adoption:
         asked: the budget, such as ``speedup=1.3``; None if it is an fp4 share of FLOPs.
         speedup, loss: under a timed budget the predicted speedup of the linears on the slowest stage, and Σ of losses.
         achieved: the map's fp4 share of FLOPs, in [0, 1].
-        achieved_per_stage: the same by pipeline stage; empty if unknown.
     """
 
     step: int
@@ -68,7 +59,6 @@ class Adoption:
     speedup: float | None
     loss: float | None
     achieved: float | None
-    achieved_per_stage: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -233,7 +223,6 @@ def _adoption(
         speedup=number(known("speedup")),
         loss=number(known("loss")),
         achieved=number(share),
-        achieved_per_stage={} if timed else shares(known("achieved_per_stage")),
     )
 
 

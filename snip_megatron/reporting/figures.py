@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,27 +135,16 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     return figure.as_dict()
 
 
-def share_figure(run: RunData, shares: Sequence[Mapping[str, float]] | None = None) -> dict[str, Any] | None:
-    """Draw the fp4 share over steps, of the whole model and of each pipeline stage.
-
-    ``shares`` are stage → share for each adoption; None for those in the ``adopt`` events. Returns None if the run
-    recorded no share.
-    """
+def share_figure(run: RunData) -> dict[str, Any] | None:
+    """Draw the fp4 share over steps. Returns None if the run recorded no share."""
     steps, values = run.series("fp4_fraction")
     if not any(value is not None for value in values) and not run.adoptions:
         return None
     adopted = [a.step for a in run.adoptions]
-    shares = [a.achieved_per_stage for a in run.adoptions] if shares is None else shares
     figure = Figure("fp4 share of FLOPs", share=True, zero=True)
     x, y = thin(steps, values) if steps else (adopted, [a.achieved for a in run.adoptions])
-    # A broad, pale line stays visible under the stages' thin lines, which often coincide with it.
-    figure.line("whole model", x, y, "rgba(63,131,200,0.45)", "%{y:.2%}", width=6, shape="hv")
+    figure.line("whole model", x, y, LINE, "%{y:.2%}", width=2, shape="hv")
     end = max([*steps[-1:], *adopted[-1:]], default=0)
-    if len({stage for by_stage in shares for stage in by_stage}) > 1:
-        for i, stage in enumerate(dict.fromkeys(stage for by_stage in shares for stage in by_stage)):
-            own, colour = [by_stage.get(stage) for by_stage in shares], STAGE_COLOURS[(i + 1) % len(STAGE_COLOURS)]
-            x, y = [*adopted, end], [*own, own[-1]]
-            figure.line(f"stage {stage}", x, y, colour, "%{y:.2%}", width=1.2, shape="hv")
     if run.budget is not None and run.budget.kind == "fp4" and run.adoptions:
         figure.line("target", [min([*steps[:1], adopted[0]]), end], [run.budget.value] * 2, FAULT, **DASHED)
     return figure.as_dict()

@@ -63,7 +63,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     phases = phase_view(run)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run, None if stages is None else stages.shares),
+        "share": share_figure(run),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }

@@ -1,4 +1,4 @@
-"""The adopted maps by pipeline stage: fp4 share of FLOPs, and predicted time of the linears under the last one."""
+"""The last map by pipeline stage: fp4 share of FLOPs, and predicted time of the linears."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from snip_megatron.timing.loading import load_cost_model
 
 @dataclass(frozen=True)
 class StageView:
-    """The adopted maps by pipeline stage.
+    """The last map by pipeline stage.
 
     Attributes:
         linears: stage → number of linears.
-        shares: for each adoption, stage → fp4 share of the stage's FLOPs. If its map is lost, that of its event.
-        last: stage → fp4 share under the last map.
-        times: stage → predicted times under the last map; empty if they cannot be predicted.
+        shares: stage → fp4 share of its FLOPs.
+        times: stage → predicted times; empty if they cannot be predicted.
         model: name of the cost model; empty if times cannot be predicted.
         assumptions: the assumptions of the cost model, a sentence each.
     """
 
     linears: Mapping[str, int]
-    shares: Sequence[Mapping[str, float]]
-    last: Mapping[str, float]
+    shares: Mapping[str, float]
     times: Mapping[str, StageTime]
     model: str
     assumptions: Sequence[str]
 
 
 def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageView | None:
-    """Build the view of a run's maps by stage.
+    """Build the view of a run's last map by stage.
 
     Args:
         run: the run.
@@ -51,37 +49,30 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
         SnipError: ``cost`` is not a cost model.
     """
     model = None if cost is None else load_cost_model(cost)
-    maps = [a.precision_map for a in run.adoptions if a.precision_map is not None]
+    last = next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
     rows = _rows(run, unreadable)
-    if not maps or not rows:
+    if last is None or not rows:
         return None
     flops: dict[str, dict[str, float]] = {str(stage): {} for stage in sorted({row.stage for row in rows})}
     for row in rows:
         flops[str(row.stage)][row.name] = row.flops
     found = run.facts.get("unquantised_flops")  # of linears that no map covers
     outside = {str(s): f for s, f in found.items() if is_finite(f) and f >= 0} if isinstance(found, Mapping) else {}
-    shares = [
-        {s: fp4_fraction(a.precision_map, own, outside.get(s, 0.0)) for s, own in flops.items()}
-        if a.precision_map is not None
-        else a.achieved_per_stage
-        for a in run.adoptions
-    ]
     prediction: Prediction | None = None
     times: dict[str, StageTime] = {}
     try:
         prediction = Prediction.stored(run) if model is None else None
         if prediction is None:
             model = FlopsModel() if model is None else model
-            prediction = Prediction.by_model(run, model, set(maps[-1].choices.values()))
+            prediction = Prediction.by_model(run, model, set(last.choices.values()))
         if prediction is not None:
-            by_stage = prediction.by_stage(maps[-1], {row.name: row.stage for row in rows})
+            by_stage = prediction.by_stage(last, {row.name: row.stage for row in rows})
             times = {str(stage): time for stage, time in by_stage.items()}
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
     return StageView(
         linears={stage: len(own) for stage, own in flops.items()},
-        shares=shares,
-        last={s: fp4_fraction(maps[-1], own, outside.get(s, 0.0)) for s, own in flops.items()},
+        shares={s: fp4_fraction(last, own, outside.get(s, 0.0)) for s, own in flops.items()},
         times=times,
         model=prediction.times.model if times and prediction is not None else "",
         assumptions=() if model is None else model.assumptions,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.run_data import load_run, shares
+from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
@@ -34,7 +34,6 @@ def test_adoptions_carry_their_map_and_scores(whole_run):
         assert adoption.precision_map.version == adoption.version
         assert adoption.scores.keys() == adoption.precision_map.choices.keys()
         assert adoption.achieved == 0.75
-        assert adoption.achieved_per_stage == {"0": 0.75, "1": 0.75}
     scores = json.loads((whole_run / "scores" / "step_30.json").read_text())
     assert run.adoptions[1].scores == scores["scores"]
     assert run.unreadable == []
@@ -138,8 +137,3 @@ def test_any_events_can_be_loaded_and_drawn(tmp_path_factory, events):
         for step, kind, fields in events:
             run.event(step, kind, **{k: v for k, v in fields.items() if k != "wait_s"})
     assert "</html>" in render(load_run(path))
-
-
-def test_stages_are_ordered_by_number():
-    assert list(shares({"10": 0.5, "9": 0.5, "x": 1, "0": "no", "1": 0.1})) == ["1", "9", "10", "x"]
-    assert shares([1]) == {}

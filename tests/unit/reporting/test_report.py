@@ -112,7 +112,7 @@ def test_all_figures_are_there(page):
     assert loss[2]["x"] == [15, 35, 55, 75, 95]
     assert loss[3]["x"] == [57]
     share = page.data("figures-data")["share"]["data"]
-    assert [trace["name"] for trace in share] == ["whole model", "stage 0", "stage 1", "target"]
+    assert [trace["name"] for trace in share] == ["whole model", "target"]
     assert set(share[0]["y"][15:]) == {0.75}
     timing = page.data("figures-data")["timing"]["data"]
     assert [(trace["name"], trace["offsetgroup"]) for trace in timing] == [

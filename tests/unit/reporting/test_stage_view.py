@@ -34,7 +34,7 @@ def test_flops_as_time(path):
     view = stage_view(run, None, unreadable := [])
     assert unreadable == []
     assert (view.linears, view.model) == ({"0": 12, "1": 12}, "flops")
-    assert view.shares == [view.last] * 5 == [{"0": 0.75, "1": 0.75}] * 5
+    assert view.shares == {"0": 0.75, "1": 0.75}
     assert {k: t.saved for k, t in view.times.items()} == pytest.approx({"0": 1 - 0.3125, "1": 1 - 0.3125})
     assert view.times["0"].before == pytest.approx(12 * 3 * 2 * 512 * 128 * 128 / 1e15)
 
@@ -43,7 +43,7 @@ def test_linears_that_no_map_covers_are_in_the_denominator(path):
     """On stage 1 as many FLOPs again: half the share; a figure that is none is left out."""
     flops = 12 * 3 * 2.0 * 128 * 128
     view = stage_view(with_facts(path, unquantised_flops={"1": flops, "0": "many"}), None, [])
-    assert view.shares[0] == {"0": 0.75, "1": 0.375}
+    assert view.shares == {"0": 0.75, "1": 0.375}
 
 
 def test_the_times_that_the_run_solved_with_come_first(path):
