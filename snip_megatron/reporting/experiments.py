@@ -70,9 +70,14 @@ def _scatter(validation: Validation, kind: str, estimator: str) -> Figure:
     what = "loss divergence" if kind == "loss" else "weight divergence"
     figure = Figure(f"{what} by {estimator}")
     figure.layout |= {"xaxis": {"title": {"text": f"measured {what}"}, **_AXIS}, "yaxis": _AXIS, "hovermode": "closest"}
-    positive = {o: s for o, s in validation.points[kind].items() if min(s["measured"], s.get(estimator, 0.0)) > 0.0}
+    names = ("measured", estimator)
+    positive = {
+        option: scores
+        for option, scores in validation.points[kind].items()
+        if all(0.0 < scores.get(name, 0.0) < math.inf for name in names)
+    }
     for (gemm, symbol), colour in zip(_SYMBOLS.items(), STAGE_COLOURS, strict=False):
         own = {option: scores for option, scores in positive.items() if split_option_id(option)[1] is gemm}
-        x, y = ([scores[name] for scores in own.values()] for name in ("measured", estimator))
+        x, y = ([scores[name] for scores in own.values()] for name in names)
         figure.marks(gemm.value, x, y, list(own), colour, symbol)
     return figure
