@@ -15,7 +15,7 @@ from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import PHASES, Experiment
 from snip_megatron.evaluation.results import Results, measure, record
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import Run, experiment_runs, fill, primer_arguments, training_command
+from snip_megatron.evaluation.runs import Run, experiment_runs, fill, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
 
 PROGRESS_S = 15.0
@@ -81,8 +81,6 @@ class Comparison:
             if part.warm is not None and part.warm.sha256 is None and part.missing("from_warm")
         }
         self.pool.add([warm.job(self.work / "logs") for warm in warms.values()])
-        if any(device is not None for device in self.pool.devices):
-            self.pool.add([self._primer(warm) for warm in warms.values()])
         for part in self.parts:
             self._queue(part)
         self.pool.run(self._take, self._progress)
@@ -122,20 +120,6 @@ class Comparison:
             check=lambda: measure(run, directory),
         )
 
-    def _primer(self, warm: WarmCheckpoint) -> Job:
-        """Return the job that compiles kernels during the warm run, so that not every branch has to compile them."""
-        name = warm.folder.name
-        directory = self.work / "primer" / name
-        arguments = fill(
-            primer_arguments(warm.experiment, warm.data), {"data": str(warm.data.folder), "run": str(directory)}
-        )
-        return Job(
-            name=f"primer {name}",
-            command=training_command(arguments, warm.experiment.training.ranks),
-            log=self.work / "logs" / f"primer_{name}.txt",
-            before=lambda: shutil.rmtree(directory, ignore_errors=True),
-        )
-
     # -- outcomes ----------------------------------------------------------------------------------------------
     def _take(self, outcome: Outcome) -> None:
         if outcome.job.name in self._queued:
@@ -146,7 +130,7 @@ class Comparison:
 
     def _take_warm(self, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self.failed += not outcome.job.name.startswith("primer")
+            self.failed += 1
             self._say(f"{outcome.job.name} failed: {outcome.error} (log: {outcome.job.log})")
             return
         self._say(f"{outcome.job.name}: {outcome.seconds:.0f} s")

@@ -98,16 +98,6 @@ def warm_identity(experiment: Experiment, data: Data, warm: Warm) -> str:
     return _sha256([warm_arguments(experiment, data, warm), data.sha256], experiment.training.ranks)
 
 
-def primer_arguments(experiment: Experiment, data: Data) -> list[str]:
-    """Return the arguments of a run of four steps with an update, which fills Triton's kernel cache."""
-    return [
-        *training_arguments(experiment, data, 1),
-        *("--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", NEVER, "--eval-iters", "0"),
-        *("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "1"),
-        *("--snip-wait", "60", "--snip-dir", "{run}", "--data-cache-path", "{run}/cache"),
-    ]
-
-
 def training_arguments(experiment: Experiment, data: Data, seed: int, kind: str = "from_warm") -> list[str]:
     """Return the arguments of model, text and training, without SNIP's, for the learning rate schedule of ``kind``."""
     training = experiment.training
