@@ -41,7 +41,7 @@ from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, is_rank_zero
-from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
+from snip_megatron.reporting.sinks import Sinks
 
 _LOSS = "lm loss"
 
@@ -185,7 +185,7 @@ class _BridgeRun(SnipRun):
         return None  # SnipCallback.on_eval_end reports the loss
 
     def _sinks(self) -> Sinks:
-        return Sinks(WandbSink(self.state.wandb_logger), TensorBoardSink(self.state.tensorboard_logger))
+        return Sinks(wandb=self.state.wandb_logger, tensorboard=self.state.tensorboard_logger)
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.reporting.sinks import Sinks, TensorBoardSink, WandbSink
+from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -158,7 +158,7 @@ class SnipRun:
         self._undo_model.callback(compat.watch_evaluations(evaluation.begin))
 
     def _sinks(self) -> Sinks:
-        return Sinks(WandbSink(get_wandb_writer()), TensorBoardSink(get_tensorboard_writer()))
+        return Sinks(wandb=get_wandb_writer(), tensorboard=get_tensorboard_writer())
 
     def _validated(self, losses: dict[str, float], **which: str) -> None:
         if self._controller is not None:

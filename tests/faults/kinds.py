@@ -264,11 +264,9 @@ class WandbFails(Kind):
         return {"calls": rng.randrange(1, 3), "error": rng.choice(("OSError", "TimeoutError", "RuntimeError"))}
 
     def at_step(self, rank: Rank, fault: Any, step: int) -> None:
-        from snip_megatron.reporting.sinks import WandbSink
-
-        for sink in rank.controller._sink._sinks:
-            if step == fault.step and isinstance(sink, WandbSink) and sink._writer is not None:
-                sink._writer = FailingWriter(sink._writer, rank, fault)
+        for logger in rank.controller._sink.loggers:
+            if step == fault.step and logger.name == "wandb" and logger.writer is not None:
+                logger.writer = FailingWriter(logger.writer, rank, fault)
 
     def outcome(self, events: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
         super().outcome(events, notes)

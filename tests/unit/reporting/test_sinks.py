@@ -8,7 +8,7 @@ import pytest
 from wandb_file import history
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.reporting.sinks import GIVE_UP_AFTER, Sinks, TensorBoardSink, WandbSink
+from snip_megatron.reporting.sinks import GIVE_UP_AFTER, Sinks
 
 pytest.importorskip("tensorboard")
 wandb = pytest.importorskip("wandb")
@@ -30,14 +30,14 @@ def read(writer):
 
 
 def test_scalars_stand_at_megatrons_iterations(writer):
-    sink = TensorBoardSink(writer)
+    sink = Sinks(tensorboard=writer)
     for step in range(3):
         sink.begin_step(step)
         sink.event(step, "probe", kind="statistics", seconds=0.25, wait_s=None)
         sink.metric(step, fp4_fraction=step / 4, grad_norm=math.nan, loss=None)
     sink.event(2, "adopt", version=2, status="optimal", achieved_per_stage={"0": 0.5, "1": 0.25}, changed=True)
     log = read(writer)
-    assert sink.last_error is None
+    assert [logger.last_error for logger in sink.loggers] == [None, None]
     assert [(e.step, e.value) for e in log.Scalars("snip/fp4_fraction")] == [(1, 0.0), (2, 0.25), (3, 0.5)]
     assert [(e.step, e.value) for e in log.Scalars("snip/probe/statistics/seconds")] == [(s, 0.25) for s in range(3)]
     assert [(e.step, e.value) for e in log.Scalars("snip/adopt/achieved_per_stage/1")] == [(2, 0.25)]
@@ -45,17 +45,16 @@ def test_scalars_stand_at_megatrons_iterations(writer):
 
 
 class Broken:
-    def add_scalar(self, *_):
+    def log(self, *_, **__):
         raise OSError("disk full")
 
 
 def test_a_broken_log_is_said_once_given_up_and_harms_no_other_sink(writer, capsys):
-    broken, works = TensorBoardSink(Broken()), TensorBoardSink(writer)
-    sinks = Sinks(broken, WandbSink(None), works)
+    sinks = Sinks(wandb=Broken(), tensorboard=writer)
     for step in range(GIVE_UP_AFTER + 2):
-        assert broken.active == (step < GIVE_UP_AFTER)
+        assert [logger.active for logger in sinks.loggers] == [step < GIVE_UP_AFTER, True]
         sinks.metric(step, fp4_fraction=0.5)
-    assert capsys.readouterr().err == "snip: TensorBoard: disk full; training goes on without these figures\n"
+    assert capsys.readouterr().err == "snip: wandb: disk full; training goes on without these figures\n"
     assert len(read(writer).Scalars("snip/fp4_fraction")) == GIVE_UP_AFTER + 2
 
 
@@ -80,14 +79,14 @@ def rows_of(tmp_path):
 
 
 def test_figures_join_megatrons_rows(offline, tmp_path):
-    sink = WandbSink(offline)
+    sink = Sinks(wandb=offline)
     for step in range(4):  # the order of a training loop: hook before the step, the step, Megatron's own log
         sink.event(step, "probe", kind="statistics", seconds=0.25, tokens=512, wait_s=None)
         sink.event(step, "probe", kind="forward_noise", seconds=0.5)
         offline.log({"lm loss": 5.0 - step}, step + 1)
         sink.metric(step, fp4_fraction=step / 4, grad_norm=math.nan, loss=None)
     rows = rows_of(tmp_path)
-    assert sink.last_error is None
+    assert [logger.last_error for logger in sink.loggers] == [None, None]
     assert sorted(rows) == [0, 1, 2, 3, 4]
     for step in range(4):
         assert rows[step + 1]["lm loss"] == 5.0 - step
@@ -99,20 +98,19 @@ def test_figures_join_megatrons_rows(offline, tmp_path):
 
 
 def test_a_dead_run_is_reported_once_and_given_up(offline, capsys):
-    sink = WandbSink(wandb.run)
+    sink = Sinks(wandb=wandb.run)
     wandb.finish()
     for step in range(GIVE_UP_AFTER + 2):
-        assert sink.active == (step < GIVE_UP_AFTER)
+        assert sink.loggers[0].active == (step < GIVE_UP_AFTER)
         sink.metric(step, fp4_fraction=0.5)
     assert capsys.readouterr().err.count("snip: wandb:") == 1
-    assert sink.last_error
+    assert sink.loggers[0].last_error
 
 
-@pytest.mark.parametrize("kind", [TensorBoardSink, WandbSink])
-def test_without_a_writer_nothing_happens(kind):
-    sink = kind(None)
+def test_without_a_writer_nothing_happens():
+    sink = Sinks()
     sink.metric(0, fp4_fraction=0.5)
     sink.event(0, "adopt", version=1)
     sink.precision_map(0, PrecisionMap(choices={}))
-    assert not sink.active
-    assert sink.last_error is None
+    assert not any(logger.active for logger in sink.loggers)
+    assert [logger.last_error for logger in sink.loggers] == [None, None]

@@ -22,7 +22,7 @@ from snip_megatron.precision import (
     dense_names,
 )
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.reporting.sinks import WandbSink
+from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.protocols import ProbeResult
@@ -176,7 +176,7 @@ class Run:
         arrived = None if restored is None else restored.in_flight
         channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
-            config, self.registry, channel, report, FLOPS, script, WandbSink(None), clip_grad=1.0,
+            config, self.registry, channel, report, FLOPS, script, Sinks(), clip_grad=1.0,
             restored=restored, timeline=timeline, kernels=kernels,
         )  # fmt: skip
         self.clips: list[float] = []
