@@ -10,7 +10,7 @@ import pytest
 from launch import REPOSITORY, losses, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.evaluation.weights_hash import weights_sha256
+from snip_megatron.evaluation.warm import weights_sha256
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 
