@@ -78,7 +78,7 @@ class HopperBackend(GemmBackend):
         assert kernels is not None
         made: OperandPair
         if spec is None:
-            made = kernels.swiglu_with_amax(y) if d is None else kernels.swiglu_gradient_with_amax(d, y)
+            made = kernels.swiglu_with_amax(y, d)
         else:
             made = kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)[:2]
         return made

@@ -10,14 +10,12 @@ because the microbatch of a rank is a tensor of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import SPECS, Scaling
-from snip_megatron.quantization.hadamard import ROTATED, Rotation, Signs, rotate
+from snip_megatron.quantization.hadamard import ROTATED
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
 
@@ -27,34 +25,7 @@ WHOLE_TENSOR = _SCALED - ROTATED
 ROTATED_TENSOR = _SCALED & ROTATED
 """Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""
 
-_SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
 _MAGNITUDE = 0x7FFFFFFF
-
-
-def is_shared(parallel: str, operand: str) -> bool:
-    """Return whether each tensor parallel rank holds only a shard of an operand.
-
-    X of a column parallel linear and G of a row parallel linear are not sharded: every rank has the whole tensor, under
-    sequence parallelism after the gather. A rank that holds a whole linear takes its tokens for a tensor of their own.
-
-    Args:
-        parallel: "column", "row" or "whole".
-        operand: "x", "w" or "g".
-    """
-    return operand in _SHARDED[parallel]
-
-
-def shared_amax(
-    x: torch.Tensor, formats: Iterable[Format | str | None], group: dist.ProcessGroup | None
-) -> torch.Tensor | None:
-    """Return the maximum of abs(x) over the shards of all ranks in ``group``, FP32 and 0-dim.
-
-    The result is NaN if any shard contains a NaN. Returns None, without communication, if there is no group or if none
-    of ``formats`` has a scale for the whole tensor. Otherwise this is a collective of ``group``.
-    """
-    if group is None or not any(fmt in WHOLE_TENSOR for fmt in formats):
-        return None
-    return largest_of_shards(_amax(x), group)
 
 
 def largest_of_shards(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -86,30 +57,12 @@ def gathered_amaxes(
     if not wanted:
         return None, None
     kinds = list(dict.fromkeys(wanted))
-    own = torch.stack([_amax(shard, finite=SPECS[fmt].scaling is Scaling.E4M3_FP32) for fmt in kinds])
+    own = torch.stack([amax_of(shard, finite=SPECS[fmt].scaling is Scaling.E4M3_FP32) for fmt in kinds])
     found: dict[Format | None, torch.Tensor] = dict(zip(kinds, largest(own, group).unbind(), strict=True))
     return found.get(formats[0]), found.get(formats[1])
 
 
-def shared_rotation(x: torch.Tensor, wgrad: Format, signs: Signs, group: dist.ProcessGroup | None) -> Rotation:
-    """Return how an operand of wgrad is transformed, of which each rank of ``group`` holds a shard.
-
-    If ``wgrad`` has a scale for the whole tensor, this is a collective of ``group``.
-
-    Args:
-        x: [tokens, features], with all tokens of the GEMM.
-        wgrad: a format that transforms it.
-        signs: see :class:`snip_megatron.quantization.hadamard.Rotation`. Formats without random signs ignore them.
-        group: None if this rank holds the whole matrix.
-    """
-    if not SPECS[wgrad].random_signs:
-        signs = 0
-    if group is None or wgrad not in ROTATED_TENSOR:
-        return Rotation(signs)
-    return Rotation(signs, largest_of_shards(_amax(rotate(x, signs)), group))
-
-
-def _amax(x: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
+def amax_of(x: torch.Tensor, *, finite: bool = False) -> torch.Tensor:
     """Return max|x|, FP32 and 0-dim, NaN if x holds a NaN; with ``finite`` that of the finite numbers."""
     x = x.detach().nan_to_num(0.0, 0.0, 0.0) if finite else x.detach()
     amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())

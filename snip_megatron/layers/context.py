@@ -12,17 +12,21 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.layers.amax import is_shared, largest_of_shards, shared_amax, shared_rotation
+from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, largest_of_shards
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
-from snip_megatron.quantization.hadamard import ROTATED, Rotation
+from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.hadamard import ROTATED, Rotation, rotate
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.quantization.rounding import derive_seeds
 
 ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
 _SIGNS = 0x486164616D617264  # a stream of its own for the signs of Hadamard transforms
+_SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
+"""Operands of which each tensor parallel rank holds a shard. X of a column parallel linear and G of a row parallel one
+are whole on every rank, under sequence parallelism after the gather."""
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
 
 
@@ -284,13 +288,15 @@ class LinearHandle:
         return OperandSpec(rowwise, columnwise, operand == "w", amax, keys, rotation)
 
     def shared_amax(self, operand: str, x: torch.Tensor, formats: Iterable[Format | None]) -> torch.Tensor | None:
-        """Return the amax of the unsharded operand. See :func:`snip_megatron.layers.amax.shared_amax`.
+        """Return the amax of the unsharded operand, FP32 and 0-dim. It is NaN if any shard holds a NaN.
 
         Returns None, without communication, if this rank holds the whole operand or if none of ``formats`` has a scale
         for the whole tensor. Otherwise this is a collective of the tensor parallel group.
         """
         group = self._sharing(operand)
-        return None if group is None else shared_amax(x, formats, group)
+        if group is None or WHOLE_TENSOR.isdisjoint(formats):
+            return None
+        return largest_of_shards(amax_of(x), group)
 
     def unsharded_amax(self, operand: str, amax: torch.Tensor) -> torch.Tensor:
         """Return the amax of the unsharded operand, from the amax of this rank's shard (FP32 and 0-dim).
@@ -301,14 +307,14 @@ class LinearHandle:
 
     def _sharing(self, operand: str) -> dist.ProcessGroup | None:
         """Return the group whose ranks hold shards of an operand; None if this rank holds the whole operand."""
-        return self.tp_group if self.tp_group is not None and is_shared(self.parallel, operand) else None
+        return self.tp_group if operand in _SHARDED[self.parallel] else None
 
     def rotation(
         self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
     ) -> Rotation | None:
         """Return how an operand of wgrad is transformed; None if its format has no Hadamard transform.
 
-        See :func:`snip_megatron.layers.amax.shared_rotation`. It may be a collective of the tensor parallel group.
+        If the format has a scale for the whole tensor, and ranks hold shards of the operand, this is a collective.
 
         Args:
             operand: "x" or "g".
@@ -320,7 +326,10 @@ class LinearHandle:
             return None
         graphed = self.state.graphed if on_device else None
         signs = signs_of([self], self.context.seed, self.context.step)[0] if graphed is None else graphed.signs
-        return shared_rotation(x.reshape(-1, x.shape[-1]), wgrad, signs, self._sharing(operand))
+        signs, group = signs if SPECS[wgrad].random_signs else 0, self._sharing(operand)
+        if group is None or wgrad not in ROTATED_TENSOR:
+            return Rotation(signs)
+        return Rotation(signs, largest_of_shards(amax_of(rotate(x.reshape(-1, x.shape[-1]), signs)), group))
 
 
 def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]:

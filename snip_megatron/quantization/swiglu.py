@@ -73,15 +73,10 @@ def _operands(x: Tensor, spec: OperandSpec) -> OperandPair:
     return x if spec.rowwise is Format.BF16 else row, x if spec.columnwise is Format.BF16 else col
 
 
-def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return SwiGLU [M, K] of y [M, 2K] in y's dtype, and max|·| of it, FP32 and 0-dim, NaN if it holds a NaN."""
-    return _with_amax(swiglu(y))
+def swiglu_with_amax(y: Tensor, d: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return SwiGLU [M, K] of y [M, 2K], or its gradient from that of its result, d [M, K], in y's dtype.
 
-
-def swiglu_gradient_with_amax(d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient [M, 2K] of SwiGLU of y as :func:`swiglu_gradient` does, and its amax."""
-    return _with_amax(swiglu_gradient(d, y))
-
-
-def _with_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    The second result is its amax, FP32 and 0-dim, NaN if it holds a NaN.
+    """
+    x = swiglu(y) if d is None else swiglu_gradient(d, y)
     return x, (x.abs().amax() if x.numel() else x.new_zeros(())).to(torch.float32)

@@ -74,7 +74,7 @@ def install() -> None:
 
     quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
-    names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax", "swiglu_gradient_with_amax")
+    names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)

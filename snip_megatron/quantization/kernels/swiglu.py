@@ -98,27 +98,15 @@ def _words(matrix: Tensor | None, unused: Tensor) -> Tensor | Seen:
     return unused if matrix is None else (matrix, _WORD)
 
 
-def swiglu_with_amax(y: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_with_amax(y: Tensor, d: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :func:`snip_megatron.quantization.swiglu.swiglu_with_amax`. Requires :func:`fits`."""
     M, K = y.shape[0], y.shape[1] // 2
-    x, amax = y.new_empty(M, K), torch.zeros((), dtype=torch.int32, device=y.device)
+    found, amax = y.new_empty(M, K if d is None else 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
     if y.numel():
+        kernel, kind = (swiglu_amax_kernel, "swiglu") if d is None else (swiglu_gradient_amax_kernel, "gradient")
+        given, stride = ([], {}) if d is None else ([(d, _WORD)], {"d_stride": d.stride(0) // 2})
         launch(
-            swiglu_amax_kernel, (parts_of(K), parts_of(M)), [(y, _WORD), (x, _WORD), amax], (M, K), (),
-            {"y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)}, LAUNCH["swiglu, amax"],
+            kernel, (parts_of(K), parts_of(M)), [*given, (y, _WORD), (found, _WORD), amax], (M, K), (),
+            {**stride, "y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)}, LAUNCH[f"{kind}, amax"],
         )  # fmt: skip
-    return x, amax.view(torch.float32)
-
-
-def swiglu_gradient_with_amax(d: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`snip_megatron.quantization.swiglu.swiglu_gradient_with_amax`. Requires :func:`fits`."""
-    M, K = d.shape
-    g, amax = y.new_empty(M, 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
-    if y.numel():
-        launch(
-            swiglu_gradient_amax_kernel, (parts_of(K), parts_of(M)), [(d, _WORD), (y, _WORD), (g, _WORD), amax],
-            (M, K), (),
-            {"d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)},
-            LAUNCH["gradient, amax"],
-        )  # fmt: skip
-    return g, amax.view(torch.float32)
+    return found, amax.view(torch.float32)

@@ -53,7 +53,7 @@ FORWARD = {
 }
 BACKWARD = {
     **dict.fromkeys(("fp8", "mixed", "fc1 alone", "backward alone"), "quantize_swiglu_gradient"),
-    **dict.fromkeys(("tensor", "tensor and tiles"), "swiglu_gradient_with_amax"),
+    **dict.fromkeys(("tensor", "tensor and tiles"), "swiglu_with_amax"),
 }
 
 
