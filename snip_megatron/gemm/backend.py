@@ -18,6 +18,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import reference
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
+from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import QuantizedShard, unquantized_shard
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.hadamard import ROTATED
@@ -42,6 +43,8 @@ class GemmBackend:
     name = "reference"
     replayed: Mapping[str, Any] = MappingProxyType({})
     """The methods whose calls C++ repeats."""
+    plain_products: ScaledProducts | None = None
+    """The library that adds a bf16 wgrad of a mixed linear to its gradient inside the GEMM; None: torch does."""
     fuses_swiglu = False
     """Whether :meth:`swiglu` has kernels."""
 
@@ -109,6 +112,8 @@ class GemmBackend:
         """
         assert isinstance(a, UnquantizedOperand)
         assert isinstance(b, UnquantizedOperand)
+        if gemm is Gemm.WGRAD and a.format is Format.BF16 and self.plain_products is not None:
+            return self.plain_products.accumulate_plain(a.tensor, b.tensor, out)
         return reference.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:

@@ -24,7 +24,7 @@ from snip_megatron.gemm.blackwell_engine import (
     TransformerEngine,
     one_usage,
 )
-from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
+from snip_megatron.gemm.operands import GemmOperand
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
@@ -49,7 +49,7 @@ class BlackwellBackend(GemmBackend):
 
     def __init__(self, engine: TransformerEngine, products: ScaledProducts) -> None:
         self._engine = engine
-        self._products = products
+        self.plain_products = products
 
     def check_graphs(self) -> None:
         """See the base class. The generator that Transformer Engine draws from is seeded by the host."""
@@ -98,15 +98,12 @@ class BlackwellBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
+        """See the base class."""
         if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
             if gemm is Gemm.WGRAD:
                 return self._accumulate(a, b, out)
             rows, cols = a.shape[0], b.shape[0 if gemm is Gemm.FPROP else 1]
             return self._multiply(b, a, "TN" if gemm is Gemm.FPROP else "NN", (rows, cols), dtype)
-        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
-            assert isinstance(b, UnquantizedOperand)
-            return self._products.accumulate_plain(a.tensor, b.tensor, out)
         return super().multiply(gemm, a, b, dtype, out)
 
     def _accumulate(self, g: NativeOperand, x: NativeOperand, out: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
+from snip_megatron.gemm.operands import GemmOperand
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.formats import SPECS
@@ -34,6 +34,7 @@ class EmulatedBackend(GemmBackend):
     def __init__(self, quantize: Callable[..., OperandPair], products: ExactProducts) -> None:
         self._quantize_exact = quantize
         self._products = products
+        self.plain_products = products.plain
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
@@ -50,12 +51,9 @@ class EmulatedBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
+        """See the base class."""
         if isinstance(a, ExactOperand) and isinstance(b, ExactOperand):
             if gemm is Gemm.WGRAD:
                 return self._products.accumulate(a, b, out)
             return self._products.multiply(a, b, (False, gemm is Gemm.FPROP), dtype)
-        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
-            assert isinstance(b, UnquantizedOperand)
-            return self._products.accumulate_plain(a.tensor, b.tensor, out)
         return super().multiply(gemm, a, b, dtype, out)

@@ -23,12 +23,15 @@ class ExactProducts:
             torch multiplies, and scaling and accumulation are separate operations.
         tiled: :func:`snip_megatron.gemm.tiled_kernel.multiply`, which multiplies operands with a scale for each tile.
             If it is None, such operands are dequantised and multiplied in FP32.
+
+    Attributes:
+        plain: the products of matrices that are not quantised.
     """
 
     def __init__(self, library: CublasLt | None = None, tiled: Callable[..., None] | None = None) -> None:
         self._library = library
         self._tiled = tiled
-        self._plain = ScaledProducts(library=library)
+        self.plain = ScaledProducts(library=library)
 
     def multiply(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
         """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
@@ -55,10 +58,6 @@ class ExactProducts:
         if not (out.dtype in _OUTPUTS and out.is_contiguous() and self._added(g, x, out)):
             out.add_(self.multiply(g, x, (True, False), torch.float32))
         return out
-
-    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
-        return self._plain.accumulate_plain(g, x, out)
 
     def _added(self, g: ExactOperand, x: ExactOperand, out: Tensor) -> bool:
         """Add gᵀ·x to ``out``. Returns False, and does nothing, where no kernel can."""

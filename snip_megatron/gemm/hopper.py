@@ -53,7 +53,7 @@ class HopperBackend(GemmBackend):
         groups: tuple[Any, Any] | None = None,
     ) -> None:
         self._quantizers = quantizers
-        self._products = products
+        self._products = self.plain_products = products
         self._others = others
         self._activations = activations
         self._groups = groups
@@ -99,12 +99,11 @@ class HopperBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class. A bf16 wgrad of a mixed linear is a library GEMM that accumulates into ``out``."""
+        """See the base class."""
         if isinstance(a, Operand) and isinstance(b, Operand):
             return self._products.accumulate(a, b, out) if gemm is Gemm.WGRAD else self._products.multiply(a, b, dtype)
-        if gemm is Gemm.WGRAD and isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
-            assert isinstance(b, UnquantizedOperand)
-            return self._products.accumulate_plain(a.tensor, b.tensor, out)
+        if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
+            return super().multiply(gemm, a, b, dtype, out)
         return self._others.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:

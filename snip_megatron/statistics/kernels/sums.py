@@ -1,13 +1,12 @@
 """The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
 
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
-Formats without a kernel (nvfp4, mxfp4, mxfp8 and variants) are summed by the reference.
+If one of the formats has no kernel (nvfp4, mxfp4, mxfp8 and variants), the reference sums all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +48,15 @@ def tensor_sums(
     d: Tensor | None = None,
 ) -> TensorSums:
     """See :func:`snip_megatron.statistics.errors.tensor_sums`."""
-    own, places = _own(formats)
-    if len(own) < len(formats):
-        return _completed(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
+    places = _places(formats)
+    if places is None:
+        return errors.tensor_sums(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
     M, K = x.shape
     x = _row_major(x)
     k_parts, m_parts = _parts(K), _parts(M)
     rows = torch.empty(k_parts, M, dtype=torch.float32, device=x.device)
-    cols = torch.empty(1 + len(own), m_parts, K, dtype=torch.float32, device=x.device)
-    error = torch.empty(len(own), m_parts * k_parts, dtype=torch.float32, device=x.device)
+    cols = torch.empty(1 + len(formats), m_parts, K, dtype=torch.float32, device=x.device)
+    error = torch.empty(len(formats), m_parts * k_parts, dtype=torch.float32, device=x.device)
     largest = _amax(x, places, amax)
     if x.numel():
         launch(
@@ -65,7 +64,7 @@ def tensor_sums(
             {**places, "RANDOM": stochastic}, LAUNCH["tensor"],
         )  # fmt: skip
     of_cols = cols.sum(1, dtype=torch.float64)
-    dots = None if d is None else _dots(x, _row_major(d), places, largest, 1 + len(own))
+    dots = None if d is None else _dots(x, _row_major(d), places, largest, 1 + len(formats))
     of_rows, errors_of_rows = rows.sum(0, dtype=torch.float64), error.sum(1, dtype=torch.float64)
     return TensorSums(of_rows, of_cols[0], errors_of_rows, of_cols[1:], dots)
 
@@ -88,19 +87,16 @@ def weight_sums(
     amax: Tensor | None = None,
 ) -> Tensor:
     """See :func:`snip_megatron.statistics.errors.weight_sums`."""
-    own, places = _own(formats)
+    places = _places(formats)
+    if places is None:
+        return errors.weight_sums(w, formats, amax=amax)
     w = _row_major(w)
     N, K = w.shape
-    sums = torch.empty(1 + len(own), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
+    sums = torch.empty(1 + len(formats), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
     if w.numel():
         tensors = (w, sums, _amax(w, places, amax))
         launch(weight_kernel, (_parts(K), _parts(N)), tensors, (N, K, w.stride(0)), (), places, LAUNCH["weight"])
-    totals = sums.sum(1, dtype=torch.float64)
-    if len(own) == len(formats):
-        return totals
-    rest = [fmt for fmt in formats if fmt not in own]
-    other = errors.weight_sums(w, rest, amax=amax)
-    return torch.cat([totals[:1], _ordered(formats, own, totals[1:], rest, other[1:])])
+    return sums.sum(1, dtype=torch.float64)
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,35 +123,12 @@ def sum_squares(x: Tensor) -> Tensor:
     return sums.sum(dtype=torch.float64)
 
 
-def _own(formats: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Return the formats that have kernels, and the index of each kernel's format among them; −1 if it is not among
-    them.
-    """
-    own = [fmt for fmt in formats if resolve(fmt) in _PLACES]
-    return own, {name: next((i for i, f in enumerate(own) if resolve(f) is fmt), -1) for fmt, name in _PLACES.items()}
-
-
-def _completed(x: Tensor, formats: Sequence[str], **options: Any) -> TensorSums:
-    """Sum formats with kernels by the kernels, the others by the reference."""
-    own = _own(formats)[0]
-    rest = [fmt for fmt in formats if fmt not in own]
-    found, other = tensor_sums(x, own, **options), errors.tensor_sums(x, rest, **options)
-    dots = None
-    if found.dots is not None and other.dots is not None:
-        dots = torch.cat([found.dots[:1], _ordered(formats, own, found.dots[1:], rest, other.dots[1:])])
-    return TensorSums(
-        found.rows,
-        found.cols,
-        _ordered(formats, own, found.row_errors, rest, other.row_errors),
-        _ordered(formats, own, found.col_errors, rest, other.col_errors),
-        dots,
-    )
-
-
-def _ordered(formats: Sequence[str], own: Sequence[str], a: Tensor, rest: Sequence[str], b: Tensor) -> Tensor:
-    """Order rows of a (formats ``own``) and rows of b (formats ``rest``) as ``formats``."""
-    by_name: dict[str, Any] = dict(zip(own, a, strict=True)) | dict(zip(rest, b, strict=True))
-    return torch.stack([by_name[fmt] for fmt in formats])
+def _places(formats: Sequence[str]) -> dict[str, int] | None:
+    """Return the place of each kernel's format among ``formats``, −1 if it is not there. None if one has no kernel."""
+    known = [resolve(fmt) for fmt in formats]
+    if not _PLACES.keys() >= set(known):
+        return None
+    return {name: known.index(fmt) if fmt in known else -1 for fmt, name in _PLACES.items()}
 
 
 def _amax(x: Tensor, places: dict[str, int], amax: Tensor | None) -> Tensor:
