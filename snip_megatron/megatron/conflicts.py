@@ -48,7 +48,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict("--use-megatron-fsdp", _SHARDED),
     Conflict("--use-torch-fsdp2", _SHARDED),
-    Conflict("--use-transformer-engine-op-fuser", "it replaces the linears by fused operations; leave it out"),
     Conflict(
         "--tensor-parallel-num-weight-shards",
         "quantised linears hold their whole shard of the weight; leave it out",

@@ -32,8 +32,9 @@ _OFF: dict[str, Any] = {
     "fp8_output_proj": False,
     "moe_router_padding_for_quantization": False,
     "moe_router_padding_for_fp8": False,
+    "use_transformer_engine_op_fuser": False,
 }
-"""What needs Megatron's FP8 or FP4, and its value without them."""
+"""What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that."""
 
 
 def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:

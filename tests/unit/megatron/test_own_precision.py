@@ -23,6 +23,7 @@ OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for
         ("--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather", "blackwell", ("bf16", "mxfp8", "nvfp4")),
         ("--fp4-format e2m1 --snip-budget fp4=0.5", "blackwell", ("mxfp8", "nvfp4")),
         ("--fp8-format hybrid --moe-router-padding-for-quantization --snip-formats fp8,fp4", None, ("fp8", "fp4")),
+        ("--use-transformer-engine-op-fuser", None, ("fp8", "fp4")),
         ("--fp8-format e4m3 --fp8-recipe custom", "hopper", ("bf16", "fp8", "fp8_tensor")),
         ("", None, ("fp8", "fp4")),
     ],
