@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -112,7 +113,8 @@ class Writer:
         self._prepare = prepare
         self.failures = self.lost = 0
         self.error = ""
-        self._kept: list[tuple[Path, Callable[[Path, bytes], None], bytes]] = []
+        self._kept: deque[tuple[Path, Callable[[Path, bytes], None], bytes]] = deque()
+        self._size = 0  # bytes of the kept writes
         self._retry_at = 0.0
         self._descriptors: dict[Path, int] = {}
         self._torn: set[Path] = set()  # files that end in a part of a line
@@ -127,9 +129,10 @@ class Writer:
 
     def _put(self, path: Path, write: Callable[[Path, bytes], None], data: bytes) -> None:
         self._kept.append((path, write, data))
+        self._size += len(data)
         self.drain()
-        while len(self._kept) > 1 and sum(len(data) for *_, data in self._kept) > MAX_KEPT_BYTES:
-            del self._kept[0]
+        while len(self._kept) > 1 and self._size > MAX_KEPT_BYTES:
+            self._size -= len(self._kept.popleft()[-1])
             if not self.lost:
                 self._say(f"more records wait than are kept: the oldest are lost from now on ({self.error})")
             self.lost += 1
@@ -138,12 +141,13 @@ class Writer:
         """Try all writes that are kept. Without ``force``, nothing is tried for some time after a failure."""
         if not force and time.monotonic() < self._retry_at:
             return
-        waiting, self._kept = self._kept, []
+        waiting, self._kept = self._kept, deque()
         failed: set[Path] = set()
         for path, write, data in waiting:
             try:
                 if path not in failed:
                     write(path, data)
+                    self._size -= len(data)
                     continue
             except OSError as error:
                 self._fail(error)
