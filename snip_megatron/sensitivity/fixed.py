@@ -111,11 +111,19 @@ def _all(fmt: Format) -> dict[Gemm, Format]:
 
 
 # -- plans of two maps ---------------------------------------------------------------------------------------------
-def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap, PrecisionMap]:
-    """Return the map of the first steps and the map of the last steps, with the request's pins applied.
+def late_shares(
+    request: SolveRequest, flops: Mapping[str, float], unquantised: float = 0.0
+) -> tuple[tuple[PrecisionMap, float], tuple[PrecisionMap, float]]:
+    """Return the map of the first steps and the map of the last steps, pinned as asked, with their fp4 shares.
+
+    Args:
+        request: the request, whose budget is the average share.
+        flops: name of a linear → FLOPs a token of one of its GEMMs.
+        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
 
     Raises:
-        SnipError: no candidate format has four bits, or a pin is invalid.
+        SnipError: no candidate format has four bits, a pin is invalid, or the average share is above that of the first
+            map, so that no plan reaches it.
     """
     low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
     if any(fmt.bits > 4 for fmt in low.values()):
@@ -126,33 +134,17 @@ def late_maps(request: SolveRequest, names: Sequence[str]) -> tuple[PrecisionMap
     better = {gemm: Format(max(request.formats_of(gemm), key=BITS.__getitem__)) for gemm in Gemm}
     better = {gemm: Format.BF16 if fmt.bits == low[gemm].bits else fmt for gemm, fmt in better.items()}
     switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
-    first = {option_id(name, gemm): low[gemm] for name in names for gemm in Gemm}
-    last = first | {option_id(name, gemm): better[gemm] for name in names for gemm in switched}
-    fixed = _pinned(names, request.pins)
-    return PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
-
-
-def late_shares(
-    request: SolveRequest, flops: Mapping[str, float], unquantised: float = 0.0
-) -> tuple[tuple[PrecisionMap, float], tuple[PrecisionMap, float]]:
-    """Return both maps of :func:`late_maps` with their fp4 shares.
-
-    Args:
-        request: the request, whose budget is the average share.
-        flops: name of a linear → FLOPs a token of one of its GEMMs.
-        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
-
-    Raises:
-        SnipError: the average share is above that of the first map, so that no plan reaches it.
-    """
-    first, last = late_maps(request, list(flops))
-    high, low = (fp4_fraction(each, flops, unquantised) for each in (first, last))
+    first = {option_id(name, gemm): low[gemm] for name in flops for gemm in Gemm}
+    last = first | {option_id(name, gemm): better[gemm] for name in flops for gemm in switched}
+    fixed = _pinned(list(flops), request.pins)
+    early, late = PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
+    high = fp4_fraction(early, flops, unquantised)
     if high < request.budget.value - 1e-9:
         raise SnipError(
             f"--snip-policy {request.policy} reaches an average fp4 share of {math.floor(high * 1e4) / 1e4:.4f} at"
             f" most, less than the {request.budget.value:g} of --snip-budget; lower the budget or pin less"
         )
-    return (first, high), (last, low)
+    return (early, high), (late, fp4_fraction(late, flops, unquantised))
 
 
 def late_plan(

@@ -293,23 +293,16 @@ def phased_items(
     Raises:
         SnipError: a glob of ``change`` matches no item.
     """
-    keeps = _keeps([item.id for item in items], phases)
-    each = zip(items, forward, keeps, strict=True)
-    return tuple(_phased_item(item, parts, phases, standing_share, kept) for item, parts, kept in each)
-
-
-def _phased_item(
-    item: Item, parts: Mapping[str, float], phases: PhasedRequest, standing_share: float, keeps: tuple[int, ...]
-) -> Item:
-    choices = []
-    for choice in item.choices:
-        share = standing_share * parts.get(choice.format.value, 0.0)
-        weights = [
-            share * stands + (1.0 - share) * carries
-            for stands, carries in zip(phases.standing, phases.carried, strict=True)
-        ]
-        choices.append(Choice(choice.format, tuple(choice.loss * w for w in weights), choice.saving))
-    return replace(item, choices=tuple(choices), keeps=keeps)
+    found = []
+    weights = list(zip(phases.standing, phases.carried, strict=True))
+    for item, parts, keeps in zip(items, forward, _keeps([item.id for item in items], phases), strict=True):
+        choices = []
+        for choice in item.choices:
+            share = standing_share * parts.get(choice.format.value, 0.0)
+            losses = (choice.loss * (share * stands + (1.0 - share) * carries) for stands, carries in weights)
+            choices.append(Choice(choice.format, tuple(losses), choice.saving))
+        found.append(replace(item, choices=tuple(choices), keeps=keeps))
+    return tuple(found)
 
 
 def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:

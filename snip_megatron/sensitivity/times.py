@@ -112,9 +112,9 @@ class OptionTimes:
     def from_dict(cls, body: Any, where: str) -> OptionTimes:
         """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
         try:
-            seconds = _seconds(body["seconds"], _positive)
-            rest = {int(stage): _positive(value) for stage, value in body.get("rest", {}).items()}
-            exchanges = _seconds(body.get("exchanges", {}), _not_negative)
+            seconds = _seconds(body["seconds"])
+            rest = {int(stage): _time(value) for stage, value in body.get("rest", {}).items()}
+            exchanges = _seconds(body.get("exchanges", {}), zero=True)
             return cls(str(body["model"]), seconds, rest, exchanges)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
@@ -124,29 +124,17 @@ def _of_linear(seconds: Seconds, linear: str) -> Mapping[str, Mapping[str, float
     return seconds.get(linear) or seconds.get(LinearId.parse(linear).path)
 
 
-def _seconds(body: Any, checked: Callable[[Any], float]) -> Seconds:
+def _seconds(body: Any, *, zero: bool = False) -> Seconds:
     return {
         str(name): {
-            Gemm(gemm).value: {Format(fmt).value: checked(value) for fmt, value in by_format.items()}
+            Gemm(gemm).value: {Format(fmt).value: _time(value, zero=zero) for fmt, value in by_format.items()}
             for gemm, by_format in by_gemm.items()
         }
         for name, by_gemm in body.items()
     }
 
 
-def _finite(value: Any) -> float:
-    if not is_finite(value):
-        raise ValueError(f"{quoted(value)} is no time")
-    return float(value)
-
-
-def _not_negative(value: Any) -> float:
-    if _finite(value) < 0:
-        raise ValueError(f"{quoted(value)} is no time")
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    if not is_finite(value) or value <= 0:
+def _time(value: Any, *, zero: bool = False) -> float:
+    if not is_finite(value) or value < 0 or not (value or zero):
         raise ValueError(f"{quoted(value)} is no time")
     return float(value)

@@ -57,7 +57,6 @@ def solve(
             raise SnipError(f"{name} must be above 0, got {value}")
     if solver not in SOLVERS:
         raise SnipError(f"solver {quoted(solver)} is not one of {', '.join(SOLVERS)}")
-    hints = _hints(hint, len(problem.phases))
     from snip_megatron.solver.core import Limits  # imports OR-Tools, which training ranks do not need
     from snip_megatron.solver.search import search
 
@@ -66,7 +65,7 @@ def solve(
     most = math.inf if deterministic_time is None else deterministic_time
     limits = Limits(started + time_limit_s, most, seed)
     table = Table.build(problem)
-    found = search(table, _hinted(table, hints), limits, exact=solver == "cpsat")
+    found = search(table, _hinted(table, hint), limits, exact=solver == "cpsat")
     if found is None:
         fault = infeasibility(problem)
         solution = Solution({}, "infeasible", problem.budget, fault=fault)
@@ -160,20 +159,14 @@ def _speedup(reference: float, time: float) -> float:
     return 1.0 if reference == 0 else math.inf
 
 
-def _hints(hint: Hint | None, phases: int) -> list[Mapping[str, Format]]:
-    """Return one hint for each phase; an empty list for none."""
-    if hint is None:
-        return []
-    each = [hint] * (phases or 1) if isinstance(hint, Mapping) else list(hint)
-    if len(each) != (phases or 1):
-        raise SnipError(f"hint: must have one entry for each of the {phases or 1} phases, has {len(each)}")
-    return each
-
-
-def _hinted(table: Table, hints: Sequence[Mapping[str, Format]]) -> Ints | None:
+def _hinted(table: Table, hint: Hint | None) -> Ints | None:
     """Return the hint as picks. A decision without a usable hint gets the format that saves most."""
-    if not hints:
+    if hint is None:
         return None
+    phases = len(table.steps)
+    hints = [hint] * phases if isinstance(hint, Mapping) else list(hint)
+    if len(hints) != phases:
+        raise SnipError(f"hint: must have one entry for each of the {phases} phases, has {len(hints)}")
     pick = table.most_saving()
     column = {f: j for j, f in enumerate(table.formats)}
     for i, (name, first) in enumerate(zip(table.ids, table.span[:, 0].tolist(), strict=True)):

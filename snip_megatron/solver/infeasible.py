@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -86,8 +85,6 @@ def _limit(problem: Problem, table: Table) -> float | None:
         limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
     limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
     for tried in (limit, max(limit - 1 / _DIGITS, least), max(limit - 2 / _DIGITS, least)):
-        if limit >= least:
-            reached = replace(problem, budget=replace(problem.budget, value=tried))
-            if Table.build(reached).saves_enough(most):
-                return tried
+        if limit >= least and Table.build(problem.at(tried)).saves_enough(most):
+            return tried
     return None

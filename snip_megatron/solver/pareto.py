@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,31 +38,25 @@ def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> lis
     """
     if points < 2:
         raise SnipError(f"a sweep needs 2 points or more, got {points}")
-    low, high = reachable(problem)
+    low, high = _reachable(problem)
     found: list[Solution] = []
     hint = options.pop("hint", None)
     # The most demanding budget comes first, so that each solution is feasible for the next budget.
     for wanted in np.linspace(low, high, points)[::-1].tolist():
         if problem.budget.kind == "loss":
             wanted = high - (wanted - low)
-        found.append(solve(asking(problem, wanted), hint=hint, **options))
+        found.append(solve(problem.at(wanted), hint=hint, **options))
         hint = found[-1].choices or hint
     return sorted(found, key=lambda solution: solution.budget.value)
 
 
-def asking(problem: Problem, wanted: float) -> Problem:
-    """Return the problem with another value of its budget."""
-    return replace(problem, budget=replace(problem.budget, value=wanted))
-
-
-def reachable(problem: Problem) -> tuple[float, float]:
+def _reachable(problem: Problem) -> tuple[float, float]:
     """Return the lowest and the highest useful budget. Beyond the latter nothing is feasible, or nothing is gained."""
-    budget = problem.budget
-    if budget.kind == "loss":
+    if problem.budget.kind == "loss":
         table = Table.build(problem)
         return float(np.nextafter(table.least, np.inf)), max(table.least, table.total_loss(table.most_saving()))
-    lowest, most = (0.0, 1.0) if budget.kind == "fp4" else (1.0, MAX_SPEEDUP)
-    fault = infeasibility(asking(problem, most))
+    lowest, most = (0.0, 1.0) if problem.budget.kind == "fp4" else (1.0, MAX_SPEEDUP)
+    fault = infeasibility(problem.at(most))
     if fault is None:
         return lowest, most
     if fault.reachable is None:

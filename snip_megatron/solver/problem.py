@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, quoted
@@ -22,6 +22,7 @@ _MAX_COST = 1e18
 _MAX_STAGE = 2**20
 _MAX_STEPS = 10**12
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
+_NO_AVERAGE = "has no meaning beside loss: what remains is made as fast as the bound allows"
 _Faults = Iterator[tuple[str, str]]
 """(JSON path, what is wrong), in order."""
 
@@ -67,6 +68,10 @@ class Problem:
         """All steps of the run, spent and remaining; 1 for one map."""
         remaining = sum(phase.steps for phase in self.phases) or 1
         return remaining + (self.spent.steps if self.spent is not None else 0)
+
+    def at(self, value: float) -> Problem:
+        """Return the problem with another value of its budget."""
+        return replace(self, budget=replace(self.budget, value=value))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
@@ -157,18 +162,18 @@ def _budget_faults(problem: Problem) -> _Faults:
 def _phase_faults(budget: Budget, phase: Phase, path: str) -> _Faults:
     if not 1 <= phase.steps <= _MAX_STEPS:
         yield f"{path}.steps", f"must be a number of steps from 1 to {_MAX_STEPS:g}, got {phase.steps}"
-    if phase.target is not None:
-        if budget.kind == "loss":
-            yield f"{path}.target", "has no meaning beside loss: what remains is made as fast as the bound allows"
-        if budget.kind == "fp4" and not 0 <= phase.target <= 1:
-            yield f"{path}.target", f"must be a share from 0 to 1, got {phase.target}"
-        if budget.kind == "speedup" and not 1 <= phase.target <= MAX_SPEEDUP:
-            yield f"{path}.target", f"must be a factor from 1 to {MAX_SPEEDUP:g}, got {phase.target}"
+    if phase.target is None:
+        return
+    if budget.kind == "loss":
+        yield f"{path}.target", _NO_AVERAGE
+    low, high, what = (0, 1, "share") if budget.kind == "fp4" else (1, MAX_SPEEDUP, "factor")
+    if not low <= phase.target <= high:
+        yield f"{path}.target", f"must be a {what} from {low} to {high:g}, got {phase.target}"
 
 
 def _spent_faults(budget: Budget, spent: Spent) -> _Faults:
     if budget.kind == "loss":
-        yield "spent", "has no meaning beside loss: what remains is made as fast as the bound allows"
+        yield "spent", _NO_AVERAGE
     if not 0 <= spent.steps <= _MAX_STEPS:
         yield "spent.steps", f"must be a number of steps from 0 to {_MAX_STEPS:g}, got {spent.steps}"
     if budget.kind == "speedup" and not (math.isfinite(spent.achieved) and spent.achieved > 0):

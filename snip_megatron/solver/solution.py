@@ -36,24 +36,21 @@ class Solution:
 
     Attributes:
         choices: item id → format, in the order of the problem's items; empty for a plan and if infeasible.
-        status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` (meets the budget; ``gap`` says how good it is) or
-            ``infeasible``.
+        status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` or ``infeasible``.
         budget: the budget that was asked for.
-        objective: what was minimised, computed in float64 from the numbers of the problem: Σ loss, or for a
-            budget of kind ``loss`` the time of the slowest stage, of a plan Σ steps · time. None if infeasible.
+        objective: what was minimised: Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps · time.
         bound: lower bound of the objective over all feasible choices.
-        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for a budget of kind
-            ``loss`` (objective − bound) / objective. None if infeasible.
+        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss``
+            (objective − bound) / objective.
         achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
             for budgets of time reference time / time.
         achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
         loss: Σ loss.
-        speedup: reference time / time of the slowest stage; None for a budget of kind ``fp4`` and for a plan.
+        speedup: reference time / time of the slowest stage; None under ``fp4`` and for a plan.
         solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
         fault: the reason of an infeasible budget, otherwise None.
-        phases: of a plan, the solution of every phase: its choices, loss and figures of one step. Its target is the
-            budget over all phases.
+        phases: of a plan, the solution of every phase, in figures of one step.
         steps: of a plan, the number of training steps of every phase.
     """
 

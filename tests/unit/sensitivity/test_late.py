@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -10,10 +12,15 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.fixed import LATE, late_maps, late_plan
+from snip_megatron.sensitivity.fixed import LATE, late_plan, late_shares
 
 FLOPS = {f"decoder.layers.{layer}.mlp.{kind}": 3.0 for layer in (0, 1) for kind in ("linear_fc1", "linear_fc2")}
 NAMES = list(FLOPS)
+
+
+def late_maps(request: SolveRequest, names: list[str]) -> tuple[PrecisionMap, PrecisionMap]:
+    (early, _), (late, _) = late_shares(replace(request, budget=Budget("fp4", 0.0)), dict.fromkeys(names, 3.0))
+    return early, late
 
 
 def formats(precision_map: PrecisionMap, name: str = NAMES[0]) -> list[str]:

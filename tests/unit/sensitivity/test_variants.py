@@ -10,7 +10,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
-from snip_megatron.sensitivity.fixed import late_maps
+from snip_megatron.sensitivity.fixed import late_shares
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.solver import solve
@@ -90,6 +90,6 @@ def test_pins() -> None:
 
 def test_late_policies_use_no_variant_beside_its_base() -> None:
     request = SolveRequest(formats=("mxfp8", "nvfp4", "nvfp4_46"), policy="late-all")
-    first, last = late_maps(request, ["decoder.layers.0.mlp.linear_fc1"])
+    (first, _), (last, _) = late_shares(request, {"decoder.layers.0.mlp.linear_fc1": 1.0})
     found = [[m.format_of("decoder.layers.0.mlp.linear_fc1", gemm).value for gemm in Gemm] for m in (first, last)]
     assert found == [["nvfp4"] * 3, ["mxfp8"] * 3]
