@@ -65,7 +65,8 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
 
 def optimizer_sharded(args: argparse.Namespace) -> bool:
     """Return whether a rank holds a part of the optimizer's state only."""
-    return bool(args.use_distributed_optimizer) or bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
+    whole = getattr(args, "use_layer_wise_distributed_optimizer", False) or args.optimizer.startswith("dist_")
+    return bool(args.use_distributed_optimizer or whole)
 
 
 def _groups(chunk: torch.nn.Module) -> ProbeGroups:

@@ -143,20 +143,21 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def _check_optimizer(config: SnipConfig, args: argparse.Namespace) -> None:
-    if args.optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
-        raise SnipError(f"--optimizer {args.optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
+    optimizer = args.optimizer.removeprefix("dist_")  # Bridge's recipes have Megatron's older name of sharded Muon
+    if optimizer in compat.NEEDS_PACKAGE and not compat.has_package():
+        raise SnipError(f"--optimizer {optimizer} needs a package that is not here: pip install {compat.PACKAGE}")
     _check_sharding(args)
     if not config.updates or not needs_forward_noise(config.request()):
         return
-    if args.optimizer not in compat.SUPPORTED_OPTIMIZERS:
+    if optimizer not in compat.SUPPORTED_OPTIMIZERS:
         raise SnipError(
-            f"--optimizer {args.optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
+            f"--optimizer {optimizer} cannot be combined with --snip-estimator {config.estimator}: weight"
             f" divergence knows the updates of {', '.join(compat.SUPPORTED_OPTIMIZERS)}; use one of these, or"
             " --snip-estimator fisher"
         )
     if config.first_update == 0 and not args.load:
         raise SnipError(
-            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {args.optimizer}"
+            f"--snip-first-update 0 cannot be combined with --snip-estimator {config.estimator}: {optimizer}"
             " has no moments before its first step; use --snip-first-update 1 or later"
         )
 

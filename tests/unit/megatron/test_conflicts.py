@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +45,11 @@ def test_each_conflict_is_an_argument_of_this_megatron(conflict: Conflict) -> No
     assert conflict.argument in dests
     assert dests[conflict.argument] == conflict.attribute or conflict.derived
     assert not conflict.present(DEFAULTS.get(conflict.attribute))
+
+
+def test_the_page_lists_each_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+    listed = [
+        flag for row in page.splitlines() if row.startswith("| `--snip`: ") for flag in re.findall("`(--.*?)`", row)
+    ]
+    assert sorted(set(listed) - {"--snip"}) == sorted(conflict.argument for conflict in CONFLICTS)

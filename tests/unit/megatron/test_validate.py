@@ -140,7 +140,7 @@ def test_bf16_gradients() -> None:
     assert message.startswith("gradients in 16 bits: the oracle")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon", "dist_muon"])
 def test_optimizers_whose_update_is_known(optimizer: str) -> None:
     check(config(), arguments(optimizer=optimizer))
 
