@@ -1,8 +1,8 @@
 """Pretrains a small Llama of Hugging Face's under NVFP4 and shows which of its linears matter. Two minutes on a CPU.
 
-    python examples/hf_nvfp4.py --dir runs/hf
-    snip report runs/hf              # the map as a picture, and what other shares of four bits would cost
+    python examples/hf_nvfp4.py --dir runs/hf        # --steps 40 for a short one
 
+It ends with the path of a page: the map as a picture, and what other shares of four bits would cost.
 Text: bytes of Python's standard library. Formats are emulated where the card does not have them, with the same numbers.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_megatron.plain import PlainSnip, convert
+from snip_megatron.reporting.report import write_report
 
 LENGTH, BATCH = 128, 8
 
@@ -90,7 +91,7 @@ def main() -> None:
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {value.item():.3f}", flush=True)
     show(snip, args.dir)
-    print(f"now: snip report {args.dir}")
+    print(f"the map as a picture: {write_report(args.dir)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from snip_megatron.plain import PlainSnip, convert
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.reporting.report import write_report
 
 TOKENS = torch.randint(0, 64, (6, 4, 16), generator=torch.Generator().manual_seed(5))
 
@@ -218,4 +217,5 @@ def test_the_example_shows_which_linears_matter(
     shown = capsys.readouterr().out
     assert "step 4: map 2, 75% of the FLOPs in NVFP4" in shown
     assert len([line for line in shown.splitlines() if line.endswith("/4")]) == 3 * 7
-    assert "mlp.down_proj" in write_report(tmp_path / "run").read_text()
+    assert shown.endswith(f"the map as a picture: {tmp_path / 'run' / 'report.html'}\n")
+    assert "mlp.down_proj" in (tmp_path / "run" / "report.html").read_text()
