@@ -82,7 +82,7 @@ def linear_update_error(
         words: returns the words of the signs for the kernel.
     """
     handle = recorder.handle
-    x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
+    x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
     tokens = scale.tokens if tokens is None else max(tokens, 1.0)
     power = scale.gradient**2 * scale.variance / tokens
     # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
@@ -131,7 +131,7 @@ def _linear_by_kernel(
     from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
     handle = recorder.handle
-    x_cols, g_cols, dx_cols, dg_cols = recorder.columns()
+    x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
     seen = power * scale.clip**2
     sizes = ErrorSizes(
         seed=seed,

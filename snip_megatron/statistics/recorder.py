@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -111,10 +112,10 @@ class LinearRecorder:
     phase: Pass = Pass.STATISTICS
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     by_format: dict[str, torch.Tensor] = field(default_factory=dict)
-    x_cols: torch.Tensor | None = None
-    g_cols: torch.Tensor | None = None
-    dx_cols: torch.Tensor | None = None
-    dg_cols: torch.Tensor | None = None
+    x_cols: torch.Tensor = field(init=False)
+    g_cols: torch.Tensor = field(init=False)
+    dx_cols: torch.Tensor = field(init=False)
+    dg_cols: torch.Tensor = field(init=False)
     dots: list[Dots] = field(default_factory=list)
     each_gw2: torch.Tensor | None = None
     microbatches: int = 0
@@ -123,6 +124,12 @@ class LinearRecorder:
     _rows: int = 0
     _samples: list[_Samples] = field(default_factory=list)
     _compared: int = 0
+
+    def __post_init__(self) -> None:
+        (n, k), formats = self.handle.weight.shape, len(self.formats)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": self.handle.weight.device}
+        self.x_cols, self.g_cols = torch.zeros(k, **options), torch.zeros(n, **options)
+        self.dx_cols, self.dg_cols = torch.zeros(formats, k, **options), torch.zeros(formats, n, **options)
 
     @property
     def _once(self) -> float:
@@ -170,23 +177,6 @@ class LinearRecorder:
             gradient = g.t() @ x
         self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
-    def complete_columns(self) -> None:
-        """Set the column norms to zero if nothing was recorded, as for an expert that no token was sent to."""
-        if self.x_cols is not None:
-            return
-        n, k = self.handle.weight.shape
-        shapes = {"x_cols": (k,), "g_cols": (n,), "dx_cols": (len(self.formats), k), "dg_cols": (len(self.formats), n)}
-        for name, shape in shapes.items():
-            setattr(self, name, torch.zeros(shape, dtype=torch.float64, device=self.handle.weight.device))
-
-    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (x_cols, g_cols, dx_cols, dg_cols). Call it after :meth:`complete_columns`."""
-        assert self.x_cols is not None
-        assert self.g_cols is not None
-        assert self.dx_cols is not None
-        assert self.dg_cols is not None
-        return self.x_cols, self.g_cols, self.dx_cols, self.dg_cols
-
     def own_sums(self) -> torch.Tensor:
         """Return this rank's share of :attr:`whole`. Call it before a table takes the sums."""
         zero = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
@@ -222,9 +212,8 @@ class LinearRecorder:
         self._add_formats("dx_col2", _owned(of_x.col_errors.sum(1), x_own))
         self._add_formats("dg_row2", _owned(of_g.row_errors, g_own))
         self._add_formats("dg_col2", _owned(of_g.col_errors.sum(1), g_own))
-        self.x_cols, self.g_cols = _plus(self.x_cols, of_x.cols), _plus(self.g_cols, of_g.cols)
-        self.dx_cols = _plus(self.dx_cols, of_x.col_errors)
-        self.dg_cols = _plus(self.dg_cols, of_g.col_errors)
+        self.x_cols, self.g_cols = self.x_cols + of_x.cols, self.g_cols + of_g.cols
+        self.dx_cols, self.dg_cols = self.dx_cols + of_x.col_errors, self.dg_cols + of_g.col_errors
         # One operand is whole on every rank, so the products of the shards add up to that of the whole token. Where all
         # are whole, one rank reports the products.
         own = self._own("y") if self.handle.parallel == "whole" else 1.0

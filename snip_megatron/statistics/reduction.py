@@ -159,17 +159,9 @@ class PartialTable:
             self._add(f"boundary.{name}", boundary.index, value, name)
         boundary.sums.clear()
 
-    def add_linear(self, name: str, column: str, value: torch.Tensor | float) -> None:
-        """Add to one column of a linear."""
-        self._add(f"linear.{column}", self._row[name], value, column)
-
-    def add_by_format(self, name: str, column: str, values: torch.Tensor) -> None:
-        """Add ``values`` [formats] to a per-format column of a linear."""
-        self._add(f"by_format.{column}", self._row[name], values, column)
-
-    def add_drift(self, name: str, values: torch.Tensor) -> None:
-        """Add the squared update error of a linear over the ρ grid."""
-        self._add("drift2", self._row[name], values, "drift2")
+    def add(self, name: str, array: str, value: torch.Tensor) -> None:
+        """Add to a linear's row of one of the arrays: "linear.gw2", "by_format.wdrift2", "drift2" and so on."""
+        self._add(array, self._row[name], value, array.rpartition(".")[2])
 
     def add_sink(self, index: int, drift2: torch.Tensor, w2: torch.Tensor) -> None:
         """Add the squared update error of a sink over the ρ grid, and its ‖W‖²."""
@@ -282,8 +274,6 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> 
     For experts, the sums of each expert alone are reduced as well, because the table adds up all experts of a layer.
     """
     for own, some in groups.split(recorders):
-        for recorder in some:
-            recorder.complete_columns()
         if own is not groups:
             for recorder in some:
                 recorder.whole = recorder.own_sums()

@@ -114,7 +114,7 @@ def recorded(device: str) -> LinearRecorder:
     handle = LinearHandle(
         id=LinearId("decoder", 1, "mlp.linear_fc1"), parallel="column", n=768, k=512, stage=0, tp_rank=0, tp_size=1,
         out_features=torch.arange(768), in_features=torch.arange(512), context=StepContext(backend=backend),
-        module=torch.nn.Identity(),
+        module=torch.nn.Linear(512, 768, bias=False, device=device),
     )  # fmt: skip
     recorder = LinearRecorder(handle, FORMATS, 128)
     d = g @ w

@@ -67,9 +67,9 @@ class UpdateErrors:
         total = sum_squares(gradient)
         if handle.expert is None:  # the gradients of an expert's microbatches are not known one by one
             noise = gradient_noise(recorder.each_gw2, total, groups, recorder.microbatches)
-            found.add_linear(name, "gv2", noise * unit)
+            found.add(name, "linear.gv2", noise * unit)
         if groups.dp_rank == 0:
-            found.add_linear(name, "gw2", total * unit)
+            found.add(name, "linear.gw2", total * unit)
         state = step.update_of(handle.weight)
         if state is None or not (self._host.sharded or groups.dp_rank == 0):
             return
@@ -90,11 +90,11 @@ class UpdateErrors:
             tokens=tokens,
             words=self._words,
         )
-        found.add_drift(name, result.drift2)
-        found.add_by_format(name, "wdrift2", result.wdrift2)
-        found.add_by_format(name, "wsigma2", result.wsigma2)
-        found.add_linear(name, "m2", result.m2)
-        found.add_linear(name, "v2", result.v2)
+        found.add(name, "drift2", result.drift2)
+        found.add(name, "by_format.wdrift2", result.wdrift2)
+        found.add(name, "by_format.wsigma2", result.wsigma2)
+        found.add(name, "linear.m2", result.m2)
+        found.add(name, "linear.v2", result.v2)
 
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
