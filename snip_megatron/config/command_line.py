@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.config.defaults import MULTIPLIED
 from snip_megatron.config.options import add_options, add_settings, given_options
 from snip_megatron.config.run import SnipConfig
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _known(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse SNIP's arguments among others. Raises SnipError if one is invalid or unknown."""
+    """Parse SNIP's arguments among others. Raises SnipError if one is invalid."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--train-iters", "--train-samples"):  # whether training has an end
         parser.add_argument(name)
@@ -32,14 +32,11 @@ def _known(argv: Sequence[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
     fields = {f.name for f in dataclasses.fields(SnipConfig)}
-    for word in others:
+    for word in others:  # Megatron's parser refuses those that it does not know either
         argument = word.partition("=")[0]
         name = argument.removeprefix("--snip-").replace("-", "_")
-        if not argument.startswith("--snip-"):
-            continue
-        if name in fields:
+        if argument.startswith("--snip-") and name in fields:
             raise SnipError(f"{argument} is a setting: use --snip-settings {name}=VALUE")
-        raise SnipError(f"{cut(argument)} is no argument of SNIP (docs/arguments.md lists them)")
     return known
 
 
@@ -54,7 +51,7 @@ def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
     What the arguments leave open has the value of a machine that emulates formats, if that is valid.
 
     Raises:
-        SnipError: an argument is invalid or unknown.
+        SnipError: an argument is invalid.
     """
     known = _known(argv)
     faults: list[SnipError] = []
