@@ -13,6 +13,7 @@ from launch import losses, tiny_llama_args
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from warm_ranks import WarmRanks
 
+from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_data import load_run
 
@@ -45,6 +46,23 @@ def test_train_and_validation_files(warm: WarmRanks, tmp_path: Path) -> None:
     # Between knowing nothing and knowing which 64 tokens occur; documents of the validation file were never seen.
     assert math.log(64) - 0.5 < validation[-1] < math.log(255) - 0.3
     assert validation[-1] < validation[0]
+
+
+def test_documents_whose_middle_is_filled_in(warm: WarmRanks, tmp_path: Path) -> None:
+    write_documents(tmp_path / "train", 40, seed=1)
+    save(byte_tokenizer(), tmp_path / "tokenizer")
+    tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
+    tokens = [
+        text for name in ("prefix", "middle", "suffix", "pad", "eod") for text in (f"--fim-{name}-token", name[0])
+    ]
+    curves = []
+    for extra in ((), ("--fim-data", *tokens)):
+        data = ("--train-data-path", str(tmp_path / "train"), *tokenizer)
+        process = warm.run(1, tiny_llama_args(*data, *extra, iters=2, mock_data=False), tmp=tmp_path)
+        assert process.returncode == 0, process.stderr[-4000:]
+        curves.append(losses(process))
+    assert len(curves[1]) == 2
+    assert curves[0] != curves[1]
 
 
 @pytest.mark.parametrize(("several", "expected"), [(True, {"books", "code"}), (False, {None})])

@@ -13,6 +13,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training import get_args, get_tokenizer
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from snip_megatron.errors import SnipError
@@ -20,11 +21,11 @@ from snip_megatron.megatron.data.batch import makes_attention_mask
 
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")
+_FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
 #: Arguments for data, models and losses that need another forward step.
 _OTHER_KINDS = (
     "sft",
     "hybrid_layer_pattern",
-    "fim_data",
     "hybrid_context_parallel",
     "dataloader_inter_document_masking",
     "logits_load_dir",
@@ -35,7 +36,7 @@ def check_data(args: argparse.Namespace) -> None:
     """Raise SnipError if there is no training data, or if this entry does not support its kind."""
     for name in _OTHER_KINDS:
         if getattr(args, name, None):
-            raise SnipError(f"--{name.replace('_', '-')} is not supported by this entry, which pretrains GPT models")
+            raise SnipError(f"--{name.replace('_', '-')} is not supported by this entry; use attach() in a script")
     if args.mock_data:
         return
     if not any(getattr(args, name) for name in (*_PATHS, *_PATH_FILES)):
@@ -59,7 +60,7 @@ def _is_weight(entry: str) -> bool:
 def provide_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
     """Return train, validation and test data sets of ``samples`` sequences. They are None on ranks that read none."""
     args = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         kind, samples, functools.partial(_reads_data, vp_stage), dataset_config(args)
     )
@@ -90,9 +91,13 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "tokenizer": get_tokenizer(),
         "create_attention_mask": makes_attention_mask(args),
     }
+    kind = GPTDatasetConfig
+    if args.fim_data:  # spans of a document are moved to its end, as for models that fill in the middle
+        kind = GPTFIMDatasetConfig
+        values["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in _FIM_TOKENS}
     # The fields differ between versions of Megatron.
-    fields = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
-    return GPTDatasetConfig(**{name: value for name, value in values.items() if name in fields})
+    fields = {f.name for f in dataclasses.fields(kind) if f.init}
+    return kind(**{name: value for name, value in values.items() if name in fields})
 
 
 def _read_json(path: str | None) -> Any:
