@@ -71,11 +71,10 @@ def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
     """Return one row for each contender of SNIP and bf16: predicted, measured, and predicted / measured − 1."""
     rows: list[dict[str, Any]] = []
     for name, measured in job["ms"].items():
-        contender = CONTENDERS[name]
-        if contender.transformer_engine or not {*formats_of(contender, 0), Format.BF16} <= {
-            *model.formats,
-            Format.BF16,
-        }:
+        contender = CONTENDERS.get(name)  # None for one that is gone
+        if contender is None or contender.transformer_engine:
+            continue
+        if not {*formats_of(contender, 0)} <= {*model.formats}:
             continue
         tried = job["graphs"].get(name, {})
         graphs = min(tried, key=tried.__getitem__) if tried else "none"
