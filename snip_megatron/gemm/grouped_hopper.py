@@ -9,6 +9,7 @@ expert while loads of the expert before may still read it (deepseek-ai/DeepGEMM,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,33 @@ from torch import Tensor
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.grouped import GroupRows, group_rows
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
 _GROUPED = frozenset((Format.BF16, *STORED))
 _OTHERS = frozenset(Format) - _GROUPED
+
+
+class GroupRows(NamedTuple):
+    """Where the rows of each expert are, which are ordered by expert. Tensors are int32 on the device of the rows.
+
+    Attributes:
+        splits: number of rows of each expert, multiples of 128.
+        counts: the same numbers, [experts].
+        experts: the expert of every row, [rows].
+    """
+
+    splits: tuple[int, ...]
+    counts: Tensor
+    experts: Tensor
+
+
+@functools.lru_cache(maxsize=16)  # fc1 and fc2 of a layer have the same rows, in forward and backward
+def group_rows(splits: tuple[int, ...], device: torch.device) -> GroupRows:
+    """Describe the rows of experts, with one copy to the device."""
+    counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
+    numbers = torch.arange(len(splits), dtype=torch.int32, device=device)
+    return GroupRows(splits, counts, torch.repeat_interleave(numbers, counts, output_size=sum(splits)))
 
 
 class RowsOperand(NamedTuple):
@@ -43,7 +65,7 @@ class HopperGroups(GroupLoop):
 
     Args:
         quantize, multiply: see :class:`GroupLoop`.
-        quantizers: the module ``quantization.grouped``, or its function in Triton.
+        quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
     """

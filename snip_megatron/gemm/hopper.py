@@ -39,7 +39,7 @@ class HopperBackend(GemmBackend):
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
-        groups: the module ``quantization.grouped``, or its function in Triton, and DeepGEMM's module; None without it.
+        groups: DeepGEMM's module, for grouped products; None without it.
     """
 
     name = "hopper"
@@ -50,7 +50,7 @@ class HopperBackend(GemmBackend):
         products: ScaledProducts,
         others: GemmBackend = REFERENCE,
         activations: Any = None,
-        groups: tuple[Any, Any] | None = None,
+        groups: Any = None,
     ) -> None:
         self._quantizers = quantizers
         self._products = self.plain_products = products
@@ -110,7 +110,7 @@ class HopperBackend(GemmBackend):
         """See the base class."""
         if self._groups is None or n % TILE or k % TILE or dtype is not torch.bfloat16:
             return super().grouped(n, k, dtype)
-        return HopperGroups(self.quantize, self.multiply, *self._groups, self._activations)
+        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._groups, self._activations)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""

@@ -202,7 +202,6 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
-    from snip_megatron.quantization.kernels import grouped as triton_groups
     from snip_megatron.quantization.kernels import quantize as triton_quantize
     from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 
@@ -215,9 +214,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     others = _emulated() if emulates else REFERENCE
 
     groups = None if faster is None else grouped_library()
-    backend = HopperBackend(
-        triton_quantize, scaled, others, triton_swiglu, None if groups is None else (triton_groups, groups)
-    )
+    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups)
     if replays:
         products += f"; {launch_from_cpp(backend)}"
     return backend, products

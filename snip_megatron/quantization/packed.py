@@ -7,6 +7,7 @@ Triton, with the same bytes; this module is their reference, and runs where the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,3 +109,22 @@ def _stored_values(values: Tensor) -> Tensor:
     stored = torch.zeros(rows, -(-depth // TILE) * TILE, dtype=torch.float8_e4m3fn, device=values.device)
     stored[:, :depth] = values.to(torch.float8_e4m3fn)
     return stored
+
+
+def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
+    """Quantise weights [experts, N, K] in 128×128 blocks, for grouped GEMMs; N and K are multiples of 128.
+
+    Returns:
+        The rowwise operand: values [experts, N, K], scale [experts, N/128, K/128], and the columnwise one: values
+        [experts, K, N], scale [experts, K/128, N/128]. All are contiguous.
+    """
+    rowwise, columnwise = zip(*(quantize_operands(each, spec) for each in w), strict=True)
+    return _stacked(rowwise), _stacked(columnwise)
+
+
+def _stacked(sides: Sequence[Operand | None]) -> Operand | None:
+    found = [side for side in sides if side is not None]
+    if not found:
+        return None
+    scales = [side.scale.t()[:, : side.values.shape[1] // TILE] for side in found]
+    return Operand(torch.stack([side.values for side in found]), torch.stack(scales), "block", found[0].depth)

@@ -19,8 +19,8 @@ from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import grouped, swiglu
-from snip_megatron.quantization.kernels import grouped as kernels
+from snip_megatron.quantization import packed, swiglu
+from snip_megatron.quantization.kernels import quantize as kernels
 from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
@@ -87,7 +87,7 @@ def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
     w = draws(4, 256, 384, seed=5)
     for formats in ((FP8, FP4), (None, FP8), (FP4, None)):
         spec = OperandSpec(*formats, weight=True)
-        found, expected = kernels.quantize_group_blocks(w, spec), grouped.quantize_group_blocks(w, spec)
+        found, expected = kernels.quantize_group_blocks(w, spec), packed.quantize_group_blocks(w, spec)
         for side, truth in zip(found, expected, strict=True):
             assert (side is None) == (truth is None)
             if side is not None and truth is not None:

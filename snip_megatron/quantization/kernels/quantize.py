@@ -173,3 +173,26 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
 def _is_readable(x: Tensor) -> bool:
     """Return whether the kernels take x: they read words of two 16-bit numbers. Torch quantises other matrices."""
     return x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
+
+
+def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
+    """See :func:`snip_megatron.quantization.packed.quantize_group_blocks`."""
+    w = w.detach()
+    E, N, K = w.shape
+    flat = w.view(E * N, K)
+    row, col = (
+        _group_output(w, rows, depth) if fmt in WIDTH else None
+        for fmt, rows, depth in zip(spec.formats, (N, K), (K, N), strict=True)
+    )
+    launch(
+        block_kernel, (parts_of(K), parts_of(E * N)), [(flat, torch.int32), *memory_of(row, col, w), flat],
+        (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (parts_of(K), parts_of(N)),
+        {**widths_of(spec), "GROUP": parts_of(N), "GUARDED": False, **device_options(w)}, LAUNCH["blocks"],
+    )  # fmt: skip
+    return row, col
+
+
+def _group_output(w: Tensor, rows: int, depth: int) -> Operand:
+    experts = w.shape[0]
+    scale = torch.empty(experts, parts_of(rows), parts_of(depth), dtype=torch.float32, device=w.device)
+    return Operand(values_like(w, experts * rows, depth).view(experts, rows, depth), scale, "block", depth)

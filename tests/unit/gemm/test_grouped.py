@@ -15,7 +15,7 @@ from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization import packed
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from . import emulated_grouped
@@ -27,7 +27,7 @@ SPLITS = [(256, 0, 128), (128,), (0, 0), (128, *[0, 128] * 16)]
 
 
 def backend() -> HopperBackend:
-    return HopperBackend(packed, ScaledProducts(scaled_mm), groups=(grouped, emulated_grouped))
+    return HopperBackend(packed, ScaledProducts(scaled_mm), groups=emulated_grouped)
 
 
 def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Tensor] | None) -> list[Tensor]:

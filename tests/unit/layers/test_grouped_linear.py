@@ -22,7 +22,7 @@ from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.precision import Format, Gemm, LinearId
-from snip_megatron.quantization import derive_seed, fake_quantize, grouped, packed, swiglu
+from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.formats import STOCHASTIC
 from snip_megatron.quantization.operands import OperandSpec
@@ -220,7 +220,7 @@ BF16_ALL = (BF16, BF16, BF16)
 def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2: Formats, asked: Any) -> None:
     """Against float64, with empty experts: the result, and the gradients of X, of the probabilities and of weights."""
     splits, hidden, width, noting = (256, 0, 128), 128, 256, Noting()
-    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=(grouped, emulated_grouped))
+    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
     fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
     fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
     draws = torch.Generator().manual_seed(5)
@@ -251,7 +251,7 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
 )
 def test_its_kernels_run_before_training(parallel: str, asked: Any) -> None:
     noting = Noting()
-    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=(grouped, emulated_grouped))
+    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
     experts = Experts(3, BF16_ALL, backend, n=256, k=128)
     experts.snip_experts = experts.handles  # type: ignore[assignment]
     handle = replace(experts.handles[0], parallel=parallel)

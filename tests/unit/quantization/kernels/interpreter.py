@@ -38,7 +38,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import tiled_kernel
-    from snip_megatron.quantization.kernels import exact, grouped, keys, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -49,8 +49,6 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
-    if "group" in name:
-        return getattr(grouped, name)(*arguments, **options)
     if "swiglu" in name:
         return getattr(swiglu, name)(*arguments, **options)
     if name in ("pack_partial", "add_partials"):

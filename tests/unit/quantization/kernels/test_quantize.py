@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.quantization import grouped, packed
+from snip_megatron.quantization import packed
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 
@@ -168,6 +168,6 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None)):
         how = spec(*formats, weight=True)
-        found, expected = quantizers.call("quantize_group_blocks", w, how), grouped.quantize_group_blocks(w, how)
+        found, expected = quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how)
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
