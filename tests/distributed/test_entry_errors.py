@@ -11,6 +11,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.startup import COMPAT_SETS
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.records.readers import read_config
 
 # Of a model with one layer more.
 MAP = """{"schema": "snip.map/1", "choices": {"decoder.layers.4.mlp.linear_fc1": "fp4"}}"""
@@ -74,7 +75,9 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
     parts = "word_embeddings,decoder.layers.0.,decoder.layers.2.mlp.linear_fc1,decoder.layers.3.input_layernorm"
     process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": parts})
     assert process.returncode == 0, process.stderr[-4000:]
-    assert "snip: decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)" in process.stdout
+    stays = "decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)"
+    assert f"snip: {stays}" in process.stdout
+    assert stays in read_config(tmp_path / "run")["facts"]["stays_bf16"]
     (path,) = (tmp_path / "run" / "maps").glob("step_*.json")
     found = {str(linear) for linear in PrecisionMap.from_json(path.read_text()).linears()}
     assert "decoder.layers.2.mlp.linear_fc1" not in found
