@@ -48,7 +48,7 @@ def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Lay
                 return pool.submit(_validated, list(arguments)).result()
             except SnipError:
                 raise
-            except BaseException as error:
+            except (Exception, SystemExit) as error:
                 sys.stderr.write(said.read_text(encoding="utf-8", errors="replace") if said.exists() else "")
                 raise SnipError(f"the check of the arguments failed: {error or type(error).__name__}") from None
 
