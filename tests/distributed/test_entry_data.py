@@ -58,10 +58,10 @@ def test_documents_whose_middle_is_filled_in(warm: WarmRanks, tmp_path: Path) ->
     curves = []
     for extra in ((), ("--fim-data", *tokens)):
         data = ("--train-data-path", str(tmp_path / "train"), *tokenizer)
-        process = warm.run(1, tiny_llama_args(*data, *extra, iters=2, mock_data=False), tmp=tmp_path)
+        process = warm.run(1, tiny_llama_args(*data, *extra, iters=3, mock_data=False), tmp=tmp_path)
         assert process.returncode == 0, process.stderr[-4000:]
         curves.append(losses(process))
-    assert len(curves[1]) == 2
+    assert len(curves[1]) == 3
     assert curves[0] != curves[1]
 
 
