@@ -126,7 +126,8 @@ class LinearRecorder:
     _compared: int = 0
 
     def __post_init__(self) -> None:
-        (n, k), formats = self.handle.weight.shape, len(self.formats)
+        n, k = len(self.handle.out_features), len(self.handle.in_features)  # its weight may be stored transposed
+        formats = len(self.formats)
         options: dict[str, Any] = {"dtype": torch.float64, "device": self.handle.weight.device}
         self.x_cols, self.g_cols = torch.zeros(k, **options), torch.zeros(n, **options)
         self.dx_cols, self.dg_cols = torch.zeros(formats, k, **options), torch.zeros(formats, n, **options)

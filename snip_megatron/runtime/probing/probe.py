@@ -115,7 +115,8 @@ class ProbeRunner:
             seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream)
             started = time.perf_counter()
             scale = self._scale(step, clip, sequences, recorders)
-            stream.finish_statistics(microbatches)
+            # Where the passes alone tell the tokens, a block that runs again would count as more of them.
+            stream.finish_statistics(microbatches, once=self._host.tokens is None)
             table = self._reduce_statistics(recorders, stream, scale)
             if self._weighs_updates:
                 found = PartialTable(self._shape, scale.gradient)

@@ -76,15 +76,15 @@ class ResidualStream:
         for boundary in self.all:
             boundary.start(phase)
 
-    def finish_statistics(self, microbatches: int) -> None:
+    def finish_statistics(self, microbatches: int, *, once: bool = False) -> None:
         """Compute the norms of the residual branches after the statistics pass.
 
         Raises:
-            SnipError: a boundary was not passed equally often in each microbatch, forward and backward.
+            SnipError: a boundary was not passed equally often in each microbatch, or ``once``, forward and backward.
         """
         for boundary in self.all:
             runs = len(boundary.h)
-            if runs == 0 or runs % microbatches or runs != len(boundary.r):
+            if runs == 0 or runs % microbatches or runs != len(boundary.r) or (once and runs != microbatches):
                 raise SnipError(
                     f"sub-block {boundary.index} ran {len(boundary.h)} times forward and {len(boundary.r)} times"
                     f" backward in {microbatches} microbatches: SNIP takes blocks that run in each, on the residual"
