@@ -89,7 +89,7 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         words.append(name)
         if value is not True:
             text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [text] if name in _ONE_WORD else text.removeprefix("[").removesuffix("]").split()
+            words += [text] if name in _ONE_WORD else re.sub(r"^\[([^][]*)\]$", r"\1", text).split()
     return [*words, *_TOKENIZER]
 
 

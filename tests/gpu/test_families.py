@@ -41,14 +41,20 @@ EXPERTS = """
 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 """
+DELTA = """
+--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --attention-output-gate --deterministic-mode
+--linear-conv-kernel-dim 4 --linear-key-head-dim 64 --linear-value-head-dim 64 --linear-num-key-heads 4
+--linear-num-value-heads 8 --group-query-attention --num-query-groups 4 --qk-layernorm
+"""
 SHARED = "--moe-shared-expert-intermediate-size 256 --moe-layer-freq [0]*1+[1]*3"
 FAMILIES = {
     "dense": "--group-query-attention --num-query-groups 4 --qk-layernorm",
-    "latent": f"{LATENT} --mtp-num-layers 1",
+    "latent": f"{LATENT} --mtp-num-layers 2 --mtp-use-repeated-layer",
     "experts": f"--group-query-attention --num-query-groups 4 --qk-layernorm {EXPERTS}",
     "latent_experts": f"{LATENT} --mtp-num-layers 1 {EXPERTS} {SHARED}",
+    "delta_experts": f"{DELTA} {EXPERTS} --moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate",
 }
-"""Megatron's arguments."""
+"""Megatron's arguments. Gated delta nets need flash-linear-attention."""
 BF16 = "--snip --snip-policy bf16"
 UPDATED = (
     "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 4 --snip-update-interval 12 --snip-lag 2"
@@ -58,6 +64,8 @@ RECIPE = (
     "--snip --snip-gemm transformer_engine --snip-policy uniform-fp8 --snip-pin *.linear_proj=fp8_tensor"
     " --snip-pin *.linear_fc1:wgrad=bf16 --snip-pin *.experts.linear_fc2:dgrad=bf16"
 )
+if importlib.util.find_spec("fla") is None:
+    del FAMILIES["delta_experts"]
 chosen = os.environ.get("SNIP_FAMILIES", ",".join(FAMILIES)).split(",")
 
 
@@ -80,7 +88,11 @@ class Family:
             arguments += ["--snip-dir", str(run / "snip")]
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "TRACE": str(run)}
-        environment |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        environment |= {
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NCCL_ALGO": "Ring",
+        }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         done = subprocess.run(
             [*launcher, "-m", "graphed_pretrain", *arguments],
