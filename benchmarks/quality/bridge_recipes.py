@@ -79,8 +79,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": _sizes("qwen3_moe", 48, 32, 4, num_experts=128),
     "Qwen/Qwen3-235B-A22B": _sizes("qwen3_moe", 94, 64, 4, num_experts=128),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": _sizes("qwen3_next", 48, 16, 2, num_experts=512),
-    "deepseek-ai/DeepSeek-V2": _sizes("deepseek_v2", 60, 128, 128),
-    "deepseek-ai/DeepSeek-V2-Lite": _sizes("deepseek_v2", 27, 16, 16, q_lora_rank=None),
+    "deepseek-ai/DeepSeek-V2": _sizes("deepseek_v2", 60, 128, 128, n_routed_experts=160, num_experts_per_tok=6),
+    "deepseek-ai/DeepSeek-V2-Lite": _sizes(
+        "deepseek_v2", 27, 16, 16, q_lora_rank=None, n_routed_experts=64, num_experts_per_tok=6
+    ),
     "deepseek-ai/DeepSeek-V3": _sizes("deepseek_v3", 61, 128, 128, num_nextn_predict_layers=1),
     "moonshotai/Kimi-K2-Instruct": _sizes(
         "deepseek_v3", 61, 64, 64, n_routed_experts=384, n_group=1, topk_group=1, num_nextn_predict_layers=0
@@ -123,6 +125,7 @@ def enter(folder: Path) -> None:
     import megatron
 
     sys.meta_path.insert(0, _Absent())
+    sys.modules.pop("transformer_engine.pytorch.optimizers", None)  # hidden where there is no GPU
     megatron.__path__.append(str(folder / "megatron"))
     auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
     auto_bridge.safe_load_config_with_retry = _configuration  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -21,7 +22,11 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.meta_model import stages_on_meta
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
-from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.megatron.linear import (
+    SnipColumnParallelLinear,
+    SnipColumnParallelLinearGathered,
+    SnipRowParallelLinear,
+)
 from snip_megatron.megatron.model_linears import (
     BuiltLinear,
     ModelLinears,
@@ -35,6 +40,7 @@ from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 _SNIP_CLASS: dict[type, tuple[type, str]] = {
     ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
+    ColumnParallelLinearGathered: (SnipColumnParallelLinearGathered, "column"),
     RowParallelLinear: (SnipRowParallelLinear, "row"),
 }
 """Class of a built linear → the class that it gets, and how its weight is sharded. Only exact classes are converted: a

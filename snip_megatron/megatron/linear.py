@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
@@ -91,6 +92,10 @@ class _QuantizedForward:
 
 class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type: ignore[misc]
     """A column-parallel linear whose GEMMs follow the precision map."""
+
+
+class SnipColumnParallelLinearGathered(ColumnParallelLinearGathered, SnipColumnParallelLinear):  # type: ignore[misc]
+    """A linear in place of a whole attention or MLP, in heterogeneous layers."""
 
 
 class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.heterogeneous.linear_replacements import TELayerNormColumnParallelLinearGathered
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.te_norm import normalized
@@ -113,10 +114,17 @@ class SnipTELayerNormColumnParallelLinear(_QuantizedForward, TELayerNormColumnPa
         return normalized(self, x)
 
 
+class SnipTELayerNormColumnParallelLinearGathered(  # type: ignore[misc]
+    TELayerNormColumnParallelLinearGathered, SnipTELayerNormColumnParallelLinear
+):
+    """A norm and a linear in place of a whole attention or MLP, in heterogeneous layers."""
+
+
 CLASSES: dict[type, tuple[type, str]] = {
     TELinear: (SnipTELinear, "whole"),
     TEColumnParallelLinear: (SnipTEColumnParallelLinear, "column"),
     TERowParallelLinear: (SnipTERowParallelLinear, "row"),
     TELayerNormColumnParallelLinear: (SnipTELayerNormColumnParallelLinear, "column"),
+    TELayerNormColumnParallelLinearGathered: (SnipTELayerNormColumnParallelLinearGathered, "column"),
 }
 """Class of a built linear → the class that it gets, and how its weight is sharded."""

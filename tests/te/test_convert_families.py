@@ -6,6 +6,7 @@ Everything but the linears runs by torch: attention's core, and the kernels of g
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,9 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.ssm.gated_delta_net import common
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from te_models import DENSE, seeming_cuda, with_torch_norms
 from torch.nn import functional
@@ -39,6 +42,13 @@ LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_head_dim": 16, "v_head_dim": 16,
     "qk_pos_emb_head_dim": 8, "rope_type": "rope", "qk_layernorm": True, "num_query_groups": 4,
 }  # fmt: skip
+BLOCKS = [
+    {
+        "attention": {"replace_with_linear": linear, "num_query_groups": None if linear else 2},
+        "mlp": {"ffn_hidden_size": 96},
+    }
+    for linear in (True, False)
+]
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "latent attention": (
         LATENT,
@@ -69,8 +79,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"self_attention.in_proj", "self_attention.out_proj"},
     ),
+    "a linear in place of attention": (
+        {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": BLOCKS})},
+        {"self_attention", "mlp.linear_fc1"},
+    ),
 }  # fmt: skip
 """Name → fields of the configuration, and some paths in its first layer."""
+
+
+KINDS = {
+    "multi_latent_attention": MLATransformerConfig,
+    "heterogeneous_layers_config_encoded_json": HeterogeneousTransformerConfig,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,23 +106,24 @@ def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(fields: dict[str, Any]) -> GPTModel:
     torch.manual_seed(0)
-    kind = MLATransformerConfig if "multi_latent_attention" in fields else TransformerConfig
+    kind = next((kind for name, kind in KINDS.items() if name in fields), TransformerConfig)
     config = kind(**{**DENSE, "transformer_impl": "transformer_engine", **fields})
     with seeming_cuda():
-        if config.experimental_attention_variant is None:
+        if config.experimental_attention_variant is not None:
+            spec: Any = get_transformer_block_with_experimental_attention_variant_spec(config)
+        elif kind is HeterogeneousTransformerConfig:
+            spec = get_gpt_heterogeneous_layer_spec(config, use_te=True)
+        else:
             spec = get_gpt_layer_with_transformer_engine_spec(
                 num_experts=config.num_moe_experts,
                 moe_grouped_gemm=config.moe_grouped_gemm,
                 qk_layernorm=config.qk_layernorm,
                 multi_latent_attention=config.multi_latent_attention,
             )
-            layers = [spec]
-        else:
-            spec = get_transformer_block_with_experimental_attention_variant_spec(config)
-            layers = spec.layer_specs
-        for layer in layers:
-            if hasattr(layer.submodules.self_attention.submodules, "core_attention"):
-                layer.submodules.self_attention.submodules.core_attention = TorchAttention
+        for layer in getattr(spec, "layer_specs", [spec]):
+            parts = getattr(layer.submodules.self_attention, "submodules", None)
+            if hasattr(parts, "core_attention"):
+                parts.core_attention = TorchAttention
         model = GPTModel(config, spec, 128, 32, position_embedding_type="rope")
     return with_torch_norms(model)
 
