@@ -114,8 +114,9 @@ class SnipTELayerNormColumnParallelLinear(_QuantizedForward, TELayerNormColumnPa
         return normalized(self, x)
 
 
-class SnipTELayerNormColumnParallelLinearGathered(  # type: ignore[misc]
-    TELayerNormColumnParallelLinearGathered, SnipTELayerNormColumnParallelLinear
+class SnipTELayerNormColumnParallelLinearGathered(
+    TELayerNormColumnParallelLinearGathered,  # type: ignore[misc]
+    SnipTELayerNormColumnParallelLinear,
 ):
     """A norm and a linear in place of a whole attention or MLP, in heterogeneous layers."""
 
