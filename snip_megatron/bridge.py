@@ -50,16 +50,19 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     """Adds SNIP to one training run. Leaving it as a context manager stops the sidecar and writes the last files.
 
     Args:
+        snip: A whole configuration, which is taken as it is; None to give ``options``.
         options: Fields of :class:`snip_megatron.config.SnipConfig`. The others are as ``--snip`` chooses them.
 
     Raises:
         SnipError: If the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, snip: SnipConfig | None = None, **options: Any) -> None:
         bridge_compat.check_interface()
-        native = native_backend(options.get("gemm", SnipConfig.gemm))
-        self._snip = SnipConfig.from_options(options, native, ends=True)
+        if snip is not None and options:
+            raise SnipError(f"SnipCallback takes a SnipConfig or options, not both: {', '.join(sorted(options))}")
+        native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm)
+        self._snip = SnipConfig.from_options(options, native, ends=True) if snip is None else snip
         self._said = dominated(self._snip.wanted, self._snip.formats, native) if self._snip.updates else None
         self._run: _BridgeRun | None = None
         self._container: Any = None
@@ -84,6 +87,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         Raises:
             SnipError: If this callback was attached before, or if the model has no pre-wrap hooks.
         """
+        if not self._snip.enabled:
+            return self
         if self._container is not None:
             raise SnipError("SnipCallback.attach() was called before: one callback serves one training run")
         self._container = container

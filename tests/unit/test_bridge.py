@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.records.run_data import load_run
 
@@ -53,6 +54,14 @@ def test_a_changed_step_is_refused(bridge: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bridge.bridge_compat.train, "train_step", lambda model, data_iterator: None)
     with pytest.raises(SnipError, match="train_step"):
         bridge.SnipCallback()
+
+
+def test_a_whole_configuration_is_taken_as_it_is(bridge: Any) -> None:
+    config = SnipConfig(enabled=True, budget="fp4=0.5")
+    assert bridge.SnipCallback(config)._snip is config
+    assert bridge.SnipCallback(SnipConfig()).attach(object()) is not None  # SNIP is off: nothing is touched
+    with pytest.raises(SnipError, match="or options, not both: lag"):
+        bridge.SnipCallback(config, lag=3)
 
 
 def test_events_exist(bridge: Any) -> None:
