@@ -25,6 +25,8 @@ COMPAT_SETS: dict[str, str] = {
     "torch-norm-sequence-parallel": "torch's norm under --sequence-parallel, its gradient summed over tensor parallel",
     "step-hook": "SNIP's step and validation hooks where this Megatron's source has none (patches/)",
     "checkpoint-fallback": "a checkpoint that a kill left incomplete is passed over for the newest complete one",
+    "partial-save": "--no-save-optim and --no-save-rng do not keep a resume from loading what it needs",
+    "restart-store": "ranks that torchrun starts again do not meet under the keys of those that have died",
     "writer-processes": "SIGTERM to all processes of a job step does not end those of the checkpoint writer",
     "distributed-optimizer-resume": "the distributed optimizer over torch's AdamW resumes with its step and moments",
 }

@@ -213,7 +213,6 @@ def run_launcher(job: Job) -> dict[int, str]:
     else:
         # To files: what a killed rank leaves behind would hold a pipe open.
         launcher = ("--standalone", "--max-restarts", "2", "--redirects", "3", "--log-dir", str(folder / "log"))
-        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         process = start_ranks(2, arguments, module=MODULE, env=env, tmp=folder, launcher=launcher)
         codes = [finish(process, TIMEOUT_S).returncode]
     no_orphans(folder)

@@ -17,6 +17,8 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import (
     checkpoint_fallback,
     distributed_optimizer,
+    partial_save,
+    restart_store,
     torch_norm,
     writer_processes,
 )
@@ -39,6 +41,8 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "torch-norm-sequence-parallel": (torch_norms, torch_norm.install),
         "distributed-optimizer-resume": (torch_adamw, distributed_optimizer.install),
         "checkpoint-fallback": (bool(args.load), checkpoint_fallback.install),
+        "partial-save": (partial_save.is_needed(args), partial_save.install),
+        "restart-store": (restart_store.is_needed(), restart_store.install),
         "writer-processes": (writer_processes.is_needed(args), functools.partial(writer_processes.install, args)),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
