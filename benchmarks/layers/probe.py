@@ -92,6 +92,7 @@ class Training:
             context_parallel_size=1,
             virtual_pipeline_model_parallel_size=None,
             use_distributed_optimizer=False,
+            optimizer="adam",
         )
         self.host = make_host(self.loop, self.model, self.registry)
         self.runner = ProbeRunner(self.host, self.registry, self.snip, weighs_updates=True)

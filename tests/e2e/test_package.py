@@ -123,6 +123,6 @@ def test_the_wheel_trains_and_names_what_is_missing_without_its_extras(wheel: Pa
     assert [line for line in commands.stderr.splitlines() if line.startswith("snip ")] == [
         "snip report: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'",
         "snip prepare-data: a tokenizer needs tokenizers, which is not installed: pip install 'snip_megatron[text]'",
-        "snip compare: a page of figures needs plotly, which is not installed: pip install 'snip_megatron[evaluation]'",
+        "snip compare: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'",
     ]
     assert "Traceback" not in commands.stderr
