@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron.startup import is_rank_zero
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -42,10 +43,18 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
 
     Returns:
         A line to print, empty if nothing was on, and the formats of the recipe.
+
+    Raises:
+        SnipError: something that is asked for works with the fuser of operations alone.
     """
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if not on:
         return "", ()
+    if "use_transformer_engine_op_fuser" in on and getattr(settings, "moe_expert_rank_capacity_factor", None):
+        raise SnipError(
+            "--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"
+            " --use-transformer-engine-op-fuser, which replaces the linears by fused operations; leave both out"
+        )
     recipe = settings.fp4_recipe if on.get("fp4") else settings.fp8_recipe if on.get("fp8") else None
     for name in on:
         setattr(settings, name, _OFF[name])

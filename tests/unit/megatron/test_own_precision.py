@@ -8,6 +8,7 @@ import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
 from snip_megatron.config import SnipConfig, add_arguments
+from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import let_snip_choose
 
 OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
@@ -44,3 +45,11 @@ def test_without_snip_megatron_s_own_precision_stays() -> None:
     args = let_snip_choose(add_arguments(megatron_parser())).parse_args(["--fp8-format", "hybrid"])
     assert args.fp8 == "hybrid"
     assert not hasattr(args, "snip_recipe")
+
+
+def test_what_works_with_fused_operations_alone_is_refused() -> None:
+    parser = let_snip_choose(add_arguments(megatron_parser()))
+    words = ["--use-transformer-engine-op-fuser", "--moe-expert-rank-capacity-factor", "1.5"]
+    assert parser.parse_args(words).use_transformer_engine_op_fuser
+    with pytest.raises(SnipError, match="^--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"):
+        parser.parse_args(["--snip", *words])
