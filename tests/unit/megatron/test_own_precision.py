@@ -51,5 +51,5 @@ def test_what_works_with_fused_operations_alone_is_refused() -> None:
     parser = let_snip_choose(add_arguments(megatron_parser()))
     words = ["--use-transformer-engine-op-fuser", "--moe-expert-rank-capacity-factor", "1.5"]
     assert parser.parse_args(words).use_transformer_engine_op_fuser
-    with pytest.raises(SnipError, match="^--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"):
+    with pytest.raises(SnipError, match=r"^--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"):
         parser.parse_args(["--snip", *words])
