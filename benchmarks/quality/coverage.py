@@ -136,6 +136,8 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
     with _on_cards((9, 0) if "h100" in case else (10, 0)):
         try:
             container = bridge_recipes.finished(make, bridge_compat.let_snip_choose)
+        except SnipError as error:
+            return Verdict(case, "SNIP", str(error))
         except Exception as error:
             return Verdict(case, "Bridge", f"{type(error).__name__}: {error}")
         snip = SnipConfig(enabled=True, budget=SNIP[2], formats=("fp8", "fp4"))

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from snip_megatron.errors import first_line
 from snip_megatron.precision import Format
 
 QUANTIZERS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4)
@@ -34,7 +35,7 @@ def why_not_transformer_engine(formats: Collection[Format] | None) -> str | None
     try:
         te_map()
     except Exception as error:  # an incompatible shared object may raise anything
-        return f"Transformer Engine cannot be used ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
+        return f"Transformer Engine cannot be used ({first_line(error)})"
     known = QUANTIZERS if torch.cuda.get_device_capability() >= (10, 0) else _HOPPER
     others = sorted(fmt.value for fmt in formats or () if fmt not in known)
     if others:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense
+from te_models import counting, dense, trained
 from torch.nn import functional
 
 from snip_megatron.config import SnipConfig
@@ -97,16 +97,8 @@ class Ignored:
 def test_a_decoder_trains_under_a_map() -> None:
     chunk = dense()
     registry = under(chunk, Format.FP8)
-    optimizer = torch.optim.AdamW(chunk.parameters(), lr=3e-3)
-    tokens = (torch.arange(32)[None] * 3 + torch.arange(2)[:, None]) % 128
-    losses = []
-    for step in range(12):
-        registry.start_step(step)
-        optimizer.zero_grad()
-        loss = chunk(tokens, torch.arange(32)[None].expand(2, -1), None, labels=(tokens + 3) % 128).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    tokens = counting()
+    losses = trained(chunk, registry, tokens, (tokens + 3) % 128, steps=12)
     assert losses[-1] < losses[0] - 1
     assert all(parameter.grad is not None for parameter in chunk.parameters())
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense
+from te_models import dense, trained
 from torch import Tensor
 from torch.nn import functional
 
@@ -166,16 +166,7 @@ def test_a_decoder_of_experts_trains_under_a_map(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", None)  # needs CUDA
     chunk, registry = converted(Format.FP8)
     tokens = torch.arange(64).view(2, 32) % 17
-    losses = []
-    optimizer = torch.optim.Adam(chunk.parameters(), lr=3e-3)
-    for step in range(12):
-        registry.start_step(step)
-        loss = chunk(tokens, torch.arange(32).expand(2, 32), None, labels=tokens.roll(-1, 1)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        registry.end_step()
-        losses.append(float(loss))
+    losses = trained(chunk, registry, tokens, tokens.roll(-1, 1), steps=12)
     assert losses[-1] < losses[0] - 0.5
 
 

@@ -24,7 +24,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get
 from megatron.core.ssm.gated_delta_net import common
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from te_models import DENSE, seeming_cuda, with_torch_norms
+from te_models import DENSE, counting, seeming_cuda, trained, with_torch_norms
 from torch.nn import functional
 from torch_attention import TorchAttention
 
@@ -143,17 +143,8 @@ def test_a_family_trains_under_a_map(name: str) -> None:
     assert not registry.stock
     assert {f"decoder.layers.0.{path}" for path in paths} <= set(registry.names)
     assert list(chunk.state_dict()) == keys
-    tokens = (torch.arange(32)[None] * 3 + torch.arange(2)[:, None]) % 128
-    optimizer = torch.optim.AdamW(chunk.parameters(), lr=3e-3)
-    losses = []
-    for step in range(10):
-        registry.start_step(step)
-        optimizer.zero_grad()
-        loss = chunk(tokens, torch.arange(32)[None].expand(2, -1), None, labels=(tokens + 3) % 128).mean()
-        loss.backward()
-        optimizer.step()
-        registry.end_step()
-        losses.append(loss.item())
+    tokens = counting()
+    losses = trained(chunk, registry, tokens, (tokens + 3) % 128, steps=10)
     assert losses[-1] < losses[0] - 0.5
     missing = [name for name, parameter in chunk.named_parameters() if parameter.grad is None]
     assert missing == []
