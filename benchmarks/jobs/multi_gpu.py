@@ -8,7 +8,7 @@ torchrun, in bf16 with the distributed optimizer.
 
 - *equivalence*: one GPU trains three steps and saves. Every layout loads the checkpoint, probes, solves without stage
   constraint, adopts and continues. Table, map and losses are compared with those of one GPU. bf16 rounds partial sums,
-  so they agree within its tolerance, not within that of fp32 (``tests/distributed/layout_matrix.py`` tests the latter
+  so they agree within its tolerance, not within that of fp32 (``tests/distributed/test_layout_matrix.py`` tests that
   on a CPU). Nothing is timed, so all these runs run side by side.
 - *time*: the entry without SNIP, with an all-bf16 map, and with an update whose 75 % map is then adopted. The figures
   are medians of Megatron's step times, the update's passes, and Σ wait from the run's events. Layouts whose GPUs are

@@ -227,7 +227,6 @@ class ResumeRuns:
             "run": f"{name} → without SNIP",
             "point": point,
             "passed": set(curves[0]) == whole and curves[0] == curves[1],
-            "losses": list(curves[0].values())[-1],
         }
 
     def enter_snip(self, name: str) -> dict[str, Any]:
@@ -252,7 +251,6 @@ class ResumeRuns:
         return {
             "run": f"{name}, from a checkpoint without SNIP",
             "point": 2,
-            "notices": len(notices),
             "passed": len(notices) == 1 and adopted == expected,
         }
 
