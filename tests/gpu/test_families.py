@@ -62,7 +62,7 @@ UPDATED = (
 )
 RECIPE = (
     "--snip --snip-gemm transformer_engine --snip-policy uniform-fp8 --snip-pin *.linear_proj=fp8_tensor"
-    " --snip-pin *.linear_fc1:wgrad=bf16 --snip-pin *.experts.linear_fc2:dgrad=bf16"
+    " --snip-pin *.linear_fc1:wgrad=bf16"
 )
 if importlib.util.find_spec("fla") is None:
     del FAMILIES["delta_experts"]
@@ -74,6 +74,7 @@ class Family:
 
     def __init__(self, folder: Path, arguments: str) -> None:
         self._folder, self._arguments = folder, arguments
+        self._pins = " --snip-pin *.experts.linear_fc2:dgrad=bf16" if "--num-experts" in arguments else ""
         self.found: dict[str, dict[str, dict[str, str]]] = {}
 
     def train(self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0) -> None:
@@ -113,7 +114,7 @@ class Family:
             list(
                 pool.map(
                     lambda each: self.train(each[0], each[1], STEPS),
-                    [("stock", ""), ("updated", UPDATED), ("recipe", RECIPE)],
+                    [("stock", ""), ("updated", UPDATED), ("recipe", RECIPE + self._pins)],
                 )
             )
 
