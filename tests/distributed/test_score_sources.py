@@ -27,7 +27,6 @@ MODEL = shlex.split(
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"
     " --micro-batch-size 2 --global-batch-size 4"
 )
-SHARED_OUT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TENSOR = "--tensor-model-parallel-size 2 --muon-tp-mode duplicated"
 
 

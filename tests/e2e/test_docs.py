@@ -114,13 +114,6 @@ def test_figures_are_those_of_the_json_files(kind, word):
     assert shown == {name: round(true[name], 2) for name in shown}
 
 
-def test_figures_in_brackets_are_those_without_fusions():
-    ((_, figures, path),) = [row for row in figure_rows() if row[0].startswith("with CUDA graphs and")]
-    speedup = json.loads(path.read_text())["speedup"]
-    unfused = [round(speedup[f"snip_{name}_graphs"], 2) for name in ("fp8_tensor", "fp8")]
-    assert [float(figure) for figure in re.findall(r"\((\d\.\d+)×", figures)] == unfused
-
-
 def test_what_the_default_gives_is_what_its_training_measured():
     gain = README.partition("| gain | ")[2].partition(" |\n")[0]
     ms = json.loads((ROOT / re.search(r"\]\(([^)]+)\)", gain)[1]).read_text())["ms"]
@@ -128,81 +121,6 @@ def test_what_the_default_gives_is_what_its_training_measured():
     others = [ms[name] for name in ("bf16_graphs", "te_fp8_tensor_graphs", "te_fp8_block_graphs")]
     assert [int(x) for x in re.findall(r"(\d+) ms", gain)] == [round(each + 1e-9) for each in (default, *others)]
     assert re.findall(r"(\d\.\d+)×", gain) == [f"{each / default:.2f}" for each in others]
-
-
-def cells(path: Path, *starts: str) -> list[list[str]]:
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in path.read_text().splitlines() if "|" in line]
-    return [row for row in rows if row[: len(starts)] == list(starts)]
-
-
-def test_figures_are_those_of_the_tables():
-    rows = {path.name.partition("_")[0]: (figures, path) for _, figures, path in figure_rows()}
-    figures, path = rows["solver"]
-    shares = [row for row in cells(path) if re.fullmatch(r"70b, \d formats, fp4", row[0])]
-    seconds = [float(row[4].split(",")[1]) for row in shares]
-    assert f"{max(seconds):.2f} s in {sum(int(row[2]) for row in shares)} " in figures
-    figures, path = rows["proxy"]
-    drifts = cells(path, "drift: all")
-    assert f"{drifts[0][3]}, {drifts[1][3]}, {drifts[2][3]} (min-rel-err: " in figures
-    assert [row[8].replace("-", "−") for row in drifts] == re.findall(r"−0\.\d+", figures)
-    compared = [
-        (figures, path)
-        for _, figures, path in figure_rows()
-        if path.name.startswith("compare_") and "-time_" not in path.name and "fp4_" not in path.name
-    ]
-    assert len(compared) == 2
-    for figures, path in compared:
-        for name, value in re.findall(r"([a-z-]+) (0\.\d+)", figures):
-            assert [row[4].split()[0] for row in cells(path, "75 %", name)][:1] == [value], name
-    figures, path = rows["staleness"]
-    assert [row[6] for row in cells(path, "late", "200")] == [figures.strip()]
-
-
-def test_figures_of_schedules_are_those_of_the_table():
-    shown = [row for row in figure_rows() if "-time_" in row[2].name]
-    assert len(shown) == 2, "one row for each model"
-    labels = {"`auto`": "snip, auto", "`late-forward`": "late-forward", "one map": "snip, static"}
-    for _, figures, path in shown:
-        for part in figures.strip().split("; "):
-            label = next(name for name in labels if part.startswith(name))
-            true = [cells(path, f"{budget} %", labels[label])[0][4].split()[0] for budget in (80, 90, 95)]
-            assert part.removeprefix(label).strip().split(", ") == true
-
-
-def test_figures_of_blackwells_formats_are_those_of_the_tables():
-    page = (ROOT / "docs" / "results.md").read_text().partition("| 125 M model | [")[2].partition("\n\n")[0]
-    paths = [ROOT / "docs" / link for link in re.findall(r"\]\((.*?)\)", page)]
-    labels = {
-        "NVIDIA's recipe": "nvidia",
-        "one map of `snip`": "snip, static",
-        "`auto`": "snip, auto",
-        "`backward-first`": "backward-first",
-    }
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
-    assert (len(paths), len(rows)) == (2, 5)
-    for what, *values in rows:
-        name, _, share = what.rpartition(", ")
-        budget = "–" if name.startswith("NVIDIA") else {"83 %": "83.33 %", "95 %": "95 %"}[share]
-        assert [cells(path, budget, labels[name])[0][4].split()[0] for path in paths] == values
-
-
-def test_figures_of_steps_with_graphs_on_two_gpus_are_those_of_the_files():
-    ((_, figures, path),) = [row for row in figure_rows() if "both with CUDA graphs" in row[0]]
-    files = {"tensor": "tp2", "context": "cp2", "data": "dp2", "pipeline": "pp2"}
-    shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
-    assert shown.keys() == files.keys()
-    for word, name in files.items():
-        ms = json.loads(path.with_name(path.name.replace("tp2", name)).read_text())["ms"]
-        assert shown[word] == f"{ms['snip_fp4_75_graphs'] / ms['bf16_graphs']:.2f}"
-
-
-def test_figures_of_steps_without_graphs_on_two_gpus_are_those_of_the_files():
-    ((_, figures, path),) = [row for row in figure_rows() if row[0].startswith("the same, neither with CUDA graphs")]
-    shown = dict(re.findall(r"(\w+) parallel (\d\.\d+)", figures))
-    assert shown.keys() == {"context", "tensor"}
-    for word, name in (("context", "cp2"), ("tensor", "tp2")):
-        ms = json.loads(path.with_name(path.name.replace("cp2", name)).read_text())["ms"]
-        assert shown[word] == f"{ms['snip_fp4_75'] / ms['bf16']:.2f}"
 
 
 def test_every_argument_and_command_that_is_named_exists():

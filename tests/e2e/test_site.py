@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -62,11 +61,6 @@ def test_every_markdown_file_is_a_page(site: Path, pages: dict[Path, Page]) -> N
     assert {"index.html", "quickstart.html", "how-it-works.html", "api.html", "arguments.html"} <= shown
     rooms = {path.parent.relative_to(ROOT / "snip_megatron") for path in (ROOT / "snip_megatron").rglob("README.md")}
     assert {f"rooms/{room}/index.html" for room in rooms} <= shown
-
-
-def test_no_two_pages_have_one_title(pages: dict[Path, Page]) -> None:
-    titles = Counter(page.title for path, page in pages.items() if path.name != "404.html")
-    assert titles.most_common(1)[0][1] == 1, titles.most_common(3)
 
 
 def test_every_link_leads_to_a_file_and_an_anchor_of_it(site: Path, pages: dict[Path, Page]) -> None:

@@ -49,28 +49,14 @@ def test_the_contract_of_a_schedule_file() -> None:
     [
         ("[", "not a JSON object"),
         (schedule({"from": 0.0}, schema="snip.map/1"), 'schema: must be "snip.schedule/1"'),
-        (schedule(), "phases: the first one must begin at 0"),
         (schedule({"from": 0.1}), "phases: the first one must begin at 0"),
         (schedule(*({"from": i / 65} for i in range(65))), "phases: at most 64 are supported, got 65"),
         (schedule({"from": 0}, {"from": 1.0}), "phases[1].from: must be a fraction of the run"),
         (schedule({"from": 0}, {"from": 0.5}, {"from": 0.5}), "phases[2].from: 0.5 must be above 0.5"),
-        (schedule({"from": 0}, {"from": True}), "phases[1].from: must be a fraction"),
-        (schedule({"from": 0}, {}), "phases[1].from: must be a fraction"),
-        (
-            schedule({"from": 0, "budget": "fp4=2"}),
-            "phases[0].budget: fp4=2: the share must be",
-        ),
-        (schedule({"from": 0, "budget": "speedup=0.9"}), "phases[0].budget: speedup=0.9: must be a factor from 1"),
-        (
-            schedule({"from": 0, "budget": "loss=0.9"}),
-            "phases[0].budget: loss=0.9: expected fp4=SHARE or",
-        ),
-        (schedule({"from": 0, "budget": 0.7}), "phases[0].budget: 0.7: expected fp4=SHARE or speedup=FACTOR"),
+        (schedule({"from": 0, "budget": "fp4=2"}), "phases[0].budget: fp4=2: the share must be"),
+        (schedule({"from": 0, "budget": "loss=0.9"}), "phases[0].budget: loss=0.9: expected fp4=SHARE or"),
         (schedule({"from": 0, "change": "*:fprop"}), "phases[0].change: must be a list of globs"),
-        (schedule({"from": 0, "change": [1]}), "phases[0].change: must be a list of globs"),
         (schedule({"from": 0, "until": 1}), "phases[0]: unknown key 'until'"),
-        ('{"schema": "snip.schedule/1", "phases": [{"from": 0}], "budget": "fp4=0.9"}', "unknown key 'budget'"),
-        ('{"schema": "snip.schedule/1", "phases": 3}', "phases: must be a list of objects"),
     ],
 )
 def test_a_bad_schedule_is_refused_in_one_line(text: str, message: str) -> None:
@@ -171,25 +157,6 @@ def test_a_plan_survives_json_with_every_field() -> None:
         (0, 9, "snip.map/1"),
         (9, 1, "snip.map/1"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": "snip.map/1"}, 'schema: must be "snip.phases/1"'),
-        ({"phases": []}, "phases: must hold one phase or more"),
-        ({"phases": [{}]}, "phases[0].from_step: must be an integer"),
-        ({"phases": [{"from_step": 0, "steps": 0}]}, "phases[0].steps: must be an integer, 1 or more"),
-        ({"phases": [{"from_step": 0, "steps": 1}]}, "phases[0].map: schema: must be"),
-        ({"status": "perfect"}, "status: 'perfect' is not one of"),
-        ({"bound": "low"}, "bound: must be a finite number"),
-        ({"version": -1}, "version: must be an integer, 0 or more"),
-    ],
-)
-def test_a_bad_plan_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SnipError) as caught:
-        PrecisionPlan.from_json(json.dumps(plan(0, 5, last=10).as_dict() | change), where="plan.json")
-    assert str(caught.value).startswith(f"plan.json: {message}")
 
 
 def test_phases_of_a_plan_file_follow_one_another() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from enum import Enum
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from small_runs import CONFIG, FC1, new_run, recorded_run, strict_json
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.records import storage
 from snip_megatron.records.readers import (
     read_config,
     read_events,
@@ -68,24 +62,6 @@ def test_non_finite_fields_become_null(tmp_path):
     assert event["table"] == {"a": [None, 2.0]}
 
 
-class Colour(Enum):
-    RED = "red"
-
-
-LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.just(Colour.RED), st.just(Path("x")),
-    st.floats().map(np.float64), st.just(np.arange(3)), st.just({1, 2}), st.just(object()),
-)  # fmt: skip
-TREES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
-
-
-@given(TREES)
-def test_jsonable_always_gives_strict_json_and_is_idempotent(value):
-    plain = storage.jsonable(value)
-    text = json.dumps(plain, allow_nan=False)
-    assert storage.jsonable(json.loads(text)) == plain
-
-
 def test_fields_cannot_replace_step_or_event(tmp_path):
     with new_run(tmp_path) as run:
         run.event(3, "submit", step=99, time=0, event="other", version=1)
@@ -111,13 +87,6 @@ def test_broken_map_is_an_error_or_listed(tmp_path):
     skipped: list[str] = []
     assert list(read_maps(tmp_path, skipped=skipped)) == [0]
     assert "step_4.json" in skipped[0]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "other/1"}', '{"schema": "snip.run/1", "config": []}'])
-def test_broken_config_is_one_clear_line(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SnipError, match=r"config\.json"):
-        read_config(tmp_path)
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------

@@ -80,19 +80,3 @@ def test_round_trip() -> None:
 def test_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SnipError, match=re.escape(message)):
         replace(REQUEST, **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"phases": []}, "config.json.phases: not phases that this version knows"),
-        ({"phases": {"steps": [1]}}, "config.json.phases: not phases (KeyError('begins'))"),
-        ({"phases": REQUEST.as_dict() | {"carried": ["x", 1]}}, "config.json.phases: not phases"),
-        ({"phases": REQUEST.as_dict() | {"more": 1}}, "this version"),
-        ({"standing_share": 1.5}, "standing_share 1.5: must lie between 0 and 1"),
-        ({"forgetting": -1.0}, "forgetting -1.0: must be a finite number"),
-    ],
-)
-def test_damaged_json(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SnipError, match=re.escape(message)):
-        SolveRequest.from_dict(SolveRequest().as_dict() | change, "config.json")

@@ -158,31 +158,3 @@ def test_formats_without_figures_are_refused() -> None:
 )
 def test_a_request_survives_json(made: SolveRequest) -> None:
     assert SolveRequest.from_dict(json.loads(json.dumps(made.as_dict())), "config.json") == made
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"unknown": 1},
-        {"formats": 3},
-        {"pins": [["a"]]},
-        {"times": {"model": "x"}},
-        {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"fprop": {"bf16": -1.0}}}}},
-        {"times": {"model": "x", "seconds": {"mlp.linear_fc1": {"sideways": {}}}}},
-        {"times": {"model": "x", "seconds": {}, "exchanges": {"mlp.linear_fc1": {"fprop": {"bf16": -1.0}}}}},
-        {"times": {"model": "x", "seconds": {}, "exchanges": {"mlp.linear_fc1": {"fprop": {"bf16": True}}}}},
-        {"times": {"model": "x", "seconds": {}, "exchanges": []}},
-        {"target": "much"},
-        {"granularity": "block"},
-        {"speedup": 1.2, "loss": 0.1},
-        {"speedup": 0.5},
-        {"unquantised_stage_flops": {"a": 1}},
-    ],
-    ids=str,
-)
-def test_a_damaged_request_is_one_line(damage: dict) -> None:
-    with pytest.raises(SnipError) as caught:
-        SolveRequest.from_dict(SolveRequest().as_dict() | damage, "config.json")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(SnipError):
-        SolveRequest.from_dict([], "config.json")

@@ -98,37 +98,6 @@ def test_json_round_trip(problem: Problem) -> None:
     assert Problem.from_json(problem.to_json()) == problem
 
 
-def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place of a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [p for key, each in inner for p in paths(each, (*path, key))]
-
-
-PLACES = paths(body())
-JUNK = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
-)
-
-
-@given(st.sampled_from(PLACES), JUNK, st.booleans())
-def test_any_damage_is_refused_or_harmless(place: tuple[str | int, ...], junk: Any, drop: bool) -> None:
-    root = body()
-    owner: Any = root
-    for key in place[:-1]:
-        owner = owner[key]
-    if drop:
-        del owner[place[-1]]
-    else:
-        owner[place[-1]] = junk
-    text = json.dumps(root)
-    try:
-        problem = Problem.from_json(text)
-    except SnipError:
-        refused(text)
-    else:
-        assert Problem.from_json(problem.to_json()) == problem
-
-
 def at(*place: str | int, value: Any) -> str:
     root = body()
     owner: Any = root
