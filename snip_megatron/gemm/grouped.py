@@ -24,9 +24,11 @@ class GroupLoop:
 
     Attributes:
         row_multiple: the number of rows of every expert must be a multiple of it.
+        in_one_launch: formats whose fprop and dgrad of all experts are one launch.
     """
 
     row_multiple = 1
+    in_one_launch: frozenset[Format] = frozenset()
 
     def __init__(self, quantize: Callable[..., OperandPair], multiply: Callable[..., Tensor]) -> None:
         self._quantize = quantize

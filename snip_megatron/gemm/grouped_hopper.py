@@ -71,6 +71,7 @@ class HopperGroups(GroupLoop):
     """
 
     row_multiple = TILE
+    in_one_launch = _GROUPED
 
     def __init__(
         self,

@@ -58,6 +58,8 @@ class Layout:
         gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
             missing.
+        grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
+            Engine.
     """
 
     model: Model
@@ -82,6 +84,7 @@ class Layout:
     gradient_reduction: str = "fp32"
     gradient_bytes: int = 4
     gradient_accumulation_fusion: bool = True
+    grouped_experts: bool = False
 
     def checked(self) -> Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
@@ -168,7 +171,7 @@ class Layout:
         return row.id.layer % chunk < self.recompute_layers
 
     def _shape(self, row: LinearRow) -> LinearShape:
-        """Tokens are taken to be spread evenly over experts, each of which has GEMMs of its own."""
+        """Tokens are taken to be spread evenly over experts."""
         tokens, tp, sequence_parallel = self.tokens, self.tp, self.sequence_parallel
         if row.experts > 1:
             own = self.etp or tp
@@ -187,6 +190,7 @@ class Layout:
             forwards=2 if self.recomputed(row) else 1,
             fused_accumulation=self.gradient_accumulation_fusion,
             matrices=self.matrices(row),
+            grouped=row.experts > 1 and self.grouped_experts,
         )
 
     # -- parameters ----------------------------------------------------------------------------------------------

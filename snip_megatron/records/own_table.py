@@ -95,6 +95,7 @@ class OwnTable:
             and set(self.workload.gemms) <= set(table.gemms)
             and set(self.workload.activations) <= set(table.activations)
             and set(self.workload.weights) <= set(table.weights)
+            and set(self.workload.grouped) <= set(table.grouped)
         )
 
 

@@ -13,6 +13,10 @@ three GEMMs are bf16. Otherwise SNIP's linear runs, which adds in the GEMM, and 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
@@ -30,6 +34,13 @@ _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_gr
 FLOPS_RATE = 1e15
 """The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
 _GEMMS = tuple(Gemm)
+_GROUP_WORK: dict[str, Callable[[Point], float]] = {
+    "gemms": lambda group: math.prod(group[1:]),
+    "input": lambda group: group[1] * group[3],
+    "gradient": lambda group: group[1] * group[2],
+    "weights": lambda group: group[0] * group[2] * group[3],
+}
+"""Part of a grouped linear's times → the work of (experts, tokens, n, k)."""
 
 
 class CostModel:
@@ -58,6 +69,8 @@ class CostModel:
         self._gemms = LogGrid(table.gemms)
         self._activations = LogGrid(table.activations) if table.activations else None
         self._weights = LogGrid(table.weights) if table.weights else None
+        grouped = table.grouped
+        self._grouped = {part: LogGrid(grouped, work) for part, work in _GROUP_WORK.items()} if grouped else {}
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -85,12 +98,16 @@ class CostModel:
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
-        return self._gemms.place((shape.tokens, shape.n, shape.k)).extrapolated
+        if self._is_grouped(shape):
+            return self._grouped["gemms"].place(shape.group).extrapolated
+        return shape.grouped or self._gemms.place((shape.tokens, shape.n, shape.k)).extrapolated
 
     # -- single calls --------------------------------------------------------------------------------------------
     def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
-        """Return the seconds of one GEMM of one microbatch, without quantisation."""
+        """Return the seconds of one GEMM of one microbatch and matrix, without quantisation."""
         fmt, place = self._known(fmt), _GEMMS.index(gemm)
+        if self._is_grouped(shape):
+            return self._share(shape, "gemms", lambda times: times[fmt][place])
         return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
 
     def _added(self, shape: LinearShape) -> float:
@@ -104,17 +121,27 @@ class CostModel:
         alone = 0.0 if fmt is Format.BF16 else self._input(shape, fmt)[0]
         return (shape.forwards - 1) * (self.gemm_seconds(shape, Gemm.FPROP, fmt) + alone)
 
+    def _is_grouped(self, shape: LinearShape) -> bool:
+        """Return whether the shape has the times of grouped GEMMs: a table without any has those of one expert."""
+        return shape.grouped and bool(self._grouped)
+
+    def _share(self, shape: LinearShape, part: str, of: Callable[[Any], float]) -> float:
+        """Return the seconds of one of the matrices of a grouped linear."""
+        return self._grouped[part].seconds(shape.group, lambda row: of(row[part])) / shape.matrices
+
     def _input(self, shape: LinearShape, fmt: Format) -> Triple:
-        return self._quantise("input", (shape.tokens, shape.k), fmt)
+        return self._quantise("input", shape, shape.k, fmt)
 
     def _gradient(self, shape: LinearShape, fmt: Format) -> Triple:
-        return self._quantise("gradient", (shape.tokens, shape.n), fmt)
+        return self._quantise("gradient", shape, shape.n, fmt)
 
-    def _quantise(self, operand: str, size: Point, fmt: Format) -> Triple:
-        fmt, grid = self._known(fmt), self._activations
+    def _quantise(self, operand: str, shape: LinearShape, features: int, fmt: Format) -> Triple:
+        fmt, grid, size = self._known(fmt), self._activations, (shape.tokens, features)
         assert grid is not None
 
         def side(place: int) -> float:
+            if self._is_grouped(shape):
+                return self._share(shape, operand, lambda times: times[fmt][place])
             return grid.seconds(size, lambda row: row[operand][fmt][place])
 
         return side(0), side(1), side(2)
@@ -126,7 +153,10 @@ class CostModel:
         """
         known = self._known(fmt)
         assert self._weights is not None
-        both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
+        if self._is_grouped(shape):
+            both = self._share(shape, "weights", lambda times: times[known])
+        else:
+            both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
         alone = known is not fmt and VARIANTS[fmt].own_weight
         return both if alone else both / 2
 

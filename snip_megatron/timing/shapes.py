@@ -27,6 +27,7 @@ class LinearShape:
         fused_accumulation: whether Megatron's own linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad``
             in its GEMM. Otherwise it writes ∇W in bf16 and adds it in another kernel.
         matrices: W of so many experts. Each is quantised once a step.
+        grouped: whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts.
     """
 
     tokens: int
@@ -37,6 +38,12 @@ class LinearShape:
     forwards: int = 1
     fused_accumulation: bool = True
     matrices: int = 1
+    grouped: bool = False
+
+    @property
+    def group(self) -> tuple[int, int, int, int]:
+        """The size of a grouped GEMM: number of experts, tokens of all experts, n, k."""
+        return self.matrices, self.matrices * self.tokens, self.n, self.k
 
     @property
     def flops(self) -> float:

@@ -19,10 +19,12 @@ MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
 MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
+GROUPED = ("gemms", *OPERANDS, "weights")
 _KEYS = {
     "gemms": ("tokens", "n", "k"),
     "activations": ("tokens", "features"),
     "weights": ("n", "k"),
+    "grouped": ("experts", "tokens", "n", "k"),
     "attention": ("sequence", "heads", "head_size"),
 }
 _ABOUT = ("date", "commit", "command", "versions", "rounds", "complete", "notes")
@@ -43,6 +45,8 @@ class TimingTable:
             GEMM only, for wgrad only, and for both in one call. The operand is ``input`` or ``gradient``, which is
             rounded stochastically in 4 bits.
         weights: (n, k) → format → seconds of quantising for fprop and dgrad in one call.
+        grouped: (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``,
+            ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.
@@ -55,6 +59,7 @@ class TimingTable:
     gemms: Mapping[tuple[int, ...], Mapping[Format, Triple]]
     activations: Mapping[tuple[int, ...], Mapping[str, Mapping[Format, Triple]]]
     weights: Mapping[tuple[int, ...], Mapping[Format, float]]
+    grouped: Mapping[tuple[int, ...], Mapping[str, Mapping[Format, Any]]] = field(default_factory=dict)
     attention: Mapping[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
     copy_rate: float | None = None
     memory: float | None = None
@@ -90,6 +95,7 @@ class TimingTable:
             "gemms": lambda row: {"seconds": _by_name(row)},
             "activations": lambda row: {operand: _by_name(row[operand]) for operand in OPERANDS},
             "weights": lambda row: {"seconds": _by_name(row)},
+            "grouped": lambda row: {part: _by_name(row[part]) for part in GROUPED},
             "attention": lambda row: {"forward": row[0], "backward": row[1]},
         }
         lists = {
@@ -140,6 +146,11 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def weight(row: dict[str, Any], prefix: str) -> dict[Format, float]:
         return _by_format(row, "seconds", quantised, _seconds, prefix)
 
+    def grouped(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
+        found: dict[str, dict[Format, Any]] = {"gemms": _by_format(row, "gemms", formats, _triple, prefix)}
+        weights = _by_format(row, "weights", quantised, _seconds, prefix)
+        return found | activation(row, prefix) | {"weights": weights}
+
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
 
@@ -154,6 +165,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
         gemms=_rows(body, "gemms", gemm, least=1),
         activations=_rows(body, "activations", activation, least=least),
         weights=_rows(body, "weights", weight, least=least),
+        grouped=_rows(body, "grouped", grouped),
         attention=_rows(body, "attention", attention),
         copy_rate=optional("copy_rate", 1, 1e20),
         memory=optional("memory", 1, 1e15),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.compiler import Compilation
 
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
+_KINDS = ("gemms", "activations", "weights", "grouped", "attention")
 _LISTED = 4  # sizes of each kind whose kernels are listed: the corners of a grid
 _MOST_PROCESSES = 16
 _COMPILING = 0.4  # of the time, at most, is spent waiting for kernels
@@ -74,7 +75,7 @@ def calibrate(
     Raises:
         SnipError: no size of some kind was measured, so that nothing could read the table.
     """
-    rows: dict[str, dict[Size, Any]] = {kind: {} for kind in ("gemms", "activations", "weights", "attention")}
+    rows: dict[str, dict[Size, Any]] = {kind: {} for kind in _KINDS}
     notes: list[str] = []
     sizes = workload.ordered()
     copy_rate: float | None = None
@@ -110,6 +111,7 @@ def calibrate(
         gemms=rows["gemms"],
         activations=rows["activations"],
         weights=rows["weights"],
+        grouped=rows["grouped"],
         attention=rows["attention"],
         copy_rate=copy_rate,
         memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,

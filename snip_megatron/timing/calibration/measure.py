@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.timing.calibration.clock import Call, Clock
+from snip_megatron.timing.calibration.grouped import GroupedLinear
 from snip_megatron.timing.calibration.workload import Size
 from snip_megatron.timing.table import OPERANDS, Triple
 
@@ -97,6 +99,10 @@ class Measurer:
                 for fmt in self.formats
             }
         )
+
+    def grouped(self, size: Size) -> dict[str, dict[Format, Any]]:
+        """Time a linear of all experts of a size (experts, tokens, n, k)."""
+        return GroupedLinear(self.backend, self.clock, self.formats, size, self._normal, _KEYS).times()
 
     def _linear(self, m: int, n: int, k: int) -> dict[tuple[Format, Gemm], Callable[[], object]]:
         """Quantise one set of operands in every format, and return the call of each format and GEMM."""

@@ -13,9 +13,11 @@ Size = tuple[int, ...]
 _TOKENS = (2048, 8192, 16384)
 _FEATURES = (512, 2048, 4096, 8192, 32768)
 _ATTENTION = ((2048, 16, 64), (8192, 16, 64), (2048, 16, 128), (8192, 16, 128))
+_GROUPED = ((8, 128), (8192, 65536), (1024, 4096), (1024, 4096))  # experts, tokens, n, k
 _CPU_TOKENS = (32, 128)
 _CPU_FEATURES = (64, 256)
 _CPU_ATTENTION = ((64, 2, 32),)
+_CPU_GROUPED = ((2,), (128,), (64, 128), (64, 128))
 
 
 @dataclass(frozen=True)
@@ -27,47 +29,57 @@ class Workload:
         activations: (tokens, features).
         weights: (n, k).
         attention: (sequence, heads, head size).
+        grouped: (experts, tokens of all experts, n, k).
     """
 
     gemms: tuple[Size, ...]
     activations: tuple[Size, ...]
     weights: tuple[Size, ...]
     attention: tuple[Size, ...] = ()
+    grouped: tuple[Size, ...] = ()
 
     def ordered(self) -> list[tuple[str, Size]]:
-        """Return (attribute, size) for all sizes: attention, then the other kinds, which advance together."""
+        """Return (attribute, size) for all sizes: attention, then single linears, whose kinds advance together, and
+        last grouped ones, whose kernels take longest to compile.
+        """
         kinds = ("activations", "weights", "gemms")
         places = [
             (i / len(getattr(self, kind)), kind, size) for kind in kinds for i, size in enumerate(getattr(self, kind))
         ]
         linears = [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
-        return [*(("attention", size) for size in self.attention), *linears]
+        grouped = [("grouped", size) for size in self.grouped]
+        return [*(("attention", size) for size in self.attention), *linears, *grouped]
 
 
 def grid_workload(device_type: str) -> Workload:
     """Return a grid of powers of two. The grid of a CPU is tiny and only serves to try the command."""
     if device_type == "cpu":
-        return _grid(_CPU_TOKENS, _CPU_FEATURES, _CPU_ATTENTION)
-    return _grid(_TOKENS, _FEATURES, _ATTENTION)
+        return _grid(_CPU_TOKENS, _CPU_FEATURES, _CPU_ATTENTION, _CPU_GROUPED)
+    return _grid(_TOKENS, _FEATURES, _ATTENTION, _GROUPED)
 
 
-def _grid(tokens: Sequence[int], features: Sequence[int], attention: tuple[Size, ...]) -> Workload:
+def _grid(
+    tokens: Sequence[int], features: Sequence[int], attention: tuple[Size, ...], grouped: Sequence[Sequence[int]]
+) -> Workload:
     return Workload(
         gemms=coarse_first((tokens, features, features)),
         activations=coarse_first((tokens, features)),
         weights=coarse_first((features, features)),
         attention=attention,
+        grouped=coarse_first(grouped),
     )
 
 
 def shapes_workload(shapes: Iterable[LinearShape], attention: Iterable[Size] = ()) -> Workload:
     """Return the sizes of these linears and of ``attention``."""
-    gemms = dict.fromkeys((shape.tokens, shape.n, shape.k) for shape in shapes)
+    shapes = tuple(shapes)
+    gemms = dict.fromkeys((shape.tokens, shape.n, shape.k) for shape in shapes if not shape.grouped)
     return Workload(
         gemms=tuple(gemms),
         activations=tuple(dict.fromkeys((m, edge) for m, n, k in gemms for edge in (n, k))),
         weights=tuple(dict.fromkeys((n, k) for _, n, k in gemms)),
         attention=tuple(dict.fromkeys(attention)),
+        grouped=tuple(dict.fromkeys(shape.group for shape in shapes if shape.grouped)),
     )
 
 

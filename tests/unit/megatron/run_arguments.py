@@ -14,6 +14,7 @@ ARGUMENTS: dict[str, Any] = {
     "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
     "padded_vocab_size": 32000, "untie_embeddings_and_output_weights": True, "use_distributed_optimizer": True,
     "overlap_grad_reduce": False, "overlap_param_gather": False, "account_for_embedding_in_pipeline_split": False,
+    "moe_grouped_gemm": False, "transformer_impl": "transformer_engine",
     "gradient_accumulation_fusion": True, "accumulate_allreduce_grads_in_fp32": True,
     "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,

@@ -86,6 +86,10 @@ def test_experts_share_a_rank_s_tokens() -> None:
     assert set(times.rest) == {0, 1}
     both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
     assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4, matrices=4)
+    grouped = shapes(**experts | {"moe_grouped_gemm": True})["mlp.experts.linear_fc1"]
+    assert grouped == replace(one, grouped=True)
+    assert grouped.group == (4, 4 * tokens, 1024, 1024)
+    assert not shapes(**experts | {"moe_grouped_gemm": True, "transformer_impl": "local"})[QKV].grouped
 
 
 def test_recomputation_runs_forwards_twice() -> None:

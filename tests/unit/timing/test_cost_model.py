@@ -48,6 +48,22 @@ def test_each_expert_has_a_weight_to_quantise() -> None:
     assert more == pytest.approx(7 * 2 * one.n * one.k / QUANTISED)
 
 
+def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
+    """In the formula they are those of one linear with the rows of all experts, and a W each."""
+    one = LinearShape(2000, 3000, 700, microbatches=4)
+    grouped = replace(one, tokens=250, microbatches=4 * 8, matrices=8, grouped=True)
+    for g in Gemm:
+        weights = 0.0 if g is Gemm.WGRAD else 7 * one.n * one.k / QUANTISED
+        assert MODEL.seconds(grouped, g, FP8) == pytest.approx(MODEL.seconds(one, g, FP8) + weights)
+        assert MODEL.seconds(grouped, g, BF16) == pytest.approx(MODEL.seconds(one, g, BF16))
+    assert not MODEL.extrapolated(grouped)
+    assert MODEL.extrapolated(replace(grouped, matrices=2))
+    without = CostModel(replace(formula_table(), grouped={}))
+    assert without.extrapolated(grouped)
+    apart = replace(grouped, grouped=False)
+    assert without.seconds(grouped, Gemm.FPROP, FP8) == MODEL.seconds(apart, Gemm.FPROP, FP8)
+
+
 def test_extrapolation_is_said() -> None:
     assert not MODEL.extrapolated(SHAPE)
     assert MODEL.extrapolated(LinearShape(2000, 3000, 70_000))

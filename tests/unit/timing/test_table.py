@@ -27,8 +27,8 @@ def test_round_trip() -> None:
 
 def test_a_table_without_attention_and_copy_is_a_table() -> None:
     body = {key: value for key, value in BODY.items() if key not in ("attention", "copy_rate", "date")}
-    table = TimingTable.from_json(json.dumps(body))
-    assert (table.attention, table.copy_rate) == ({}, None)
+    table = TimingTable.from_json(json.dumps({key: value for key, value in body.items() if key != "grouped"}))
+    assert (table.grouped, table.attention, table.copy_rate) == ({}, {}, None)
 
 
 def test_what_earlier_tables_had_is_passed_over() -> None:
@@ -67,6 +67,8 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("gemms", 0, "seconds", "fp8"), [1.0], "t.json: gemms[0].seconds.fp8: must be an array of three"),
         (("gemms", 1), BODY["gemms"][0], "t.json: gemms[1]: 1024 × 512 × 512 stands twice"),
         (("weights", 0, "seconds", "fp8"), 5e-324, "t.json: weights[0].seconds.fp8: must be a number from 1e-12 to"),
+        (("grouped", 0, "experts"), 0, "t.json: grouped[0].experts: must be an integer, 1 or more"),
+        (("grouped", 0, "input", "fp8"), [1.0], "t.json: grouped[0].input.fp8: must be an array of three"),
         (("copy_rate",), 0, "t.json: copy_rate: must be a number from 1 to"),
     ],
 )

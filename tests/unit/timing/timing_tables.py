@@ -40,6 +40,10 @@ def formula_table(
     weights = {
         (n, k): dict.fromkeys(quantised, 2 * n * k / QUANTISED) for n, k in itertools.product(features, features)
     }
+    grouped = {}
+    for e, m, n, k in itertools.product((4, 64), tokens, features, features):  # GEMMs as fast as one of all tokens
+        times = {"gemms": gemms[m, n, k], "weights": {fmt: e * each for fmt, each in weights[n, k].items()}}
+        grouped[e, m, n, k] = times | {"input": activations[m, k]["input"], "gradient": activations[m, n]["gradient"]}
     return TimingTable(
         device="Formula 1",
         backend="none",
@@ -47,6 +51,7 @@ def formula_table(
         gemms=gemms,
         activations=activations,
         weights=weights,
+        grouped=grouped,
         attention={(s, 8, 128): (s * s * 1e-11, s * s * 3e-11) for s in (1024, 8192)},
         copy_rate=4e12,
         about={"date": "2026-11-21", "command": "a formula"},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemm import emulated_grouped
 from gemm.emulated_scaled_mm import scaled_mm
 
 from snip_megatron.errors import SnipError
@@ -19,6 +20,7 @@ from snip_megatron.quantization import packed
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import Call, HostClock
+from snip_megatron.timing.calibration.grouped import uneven_splits
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
@@ -29,8 +31,9 @@ WORKLOAD = Workload(
     activations=((128, 128),),
     weights=((128, 128),),
     attention=((32, 2, 16),),
+    grouped=((3, 128, 128, 256),),
 )
-BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm))]
+BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm), groups=emulated_grouped)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -39,7 +42,7 @@ def test_a_whole_calibration_makes_a_table(backend: GemmBackend) -> None:
     assert table.device == "cpu"
     assert (table.about["complete"], table.about["notes"]) == (True, [])
     assert table.about["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert set(table.gemms) == set(WORKLOAD.gemms)
+    assert (set(table.gemms), set(table.grouped)) == (set(WORKLOAD.gemms), set(WORKLOAD.grouped))
     assert TimingTable.from_json(table.to_json()) == table
 
 
@@ -68,12 +71,12 @@ def test_a_stopped_calibration_keeps_what_it_has(number: signal.Signals, why: st
     assert list(table.gemms) == [WORKLOAD.gemms[0]]
     assert set(table.attention) == {(32, 2, 16)}
     assert table.about["complete"] is False
-    assert table.about["notes"] == [f"stopped: {why}; 1 of 5 sizes are not measured"]
+    assert table.about["notes"] == [f"stopped: {why}; 2 of 6 sizes are not measured"]
     assert TimingTable.from_json(table.to_json()) == table
 
 
 def test_a_calibration_stopped_too_early_says_so() -> None:
-    with pytest.raises(SnipError, match=r"^no size of gemms could be measured: stopped: its 0 s are over; 5 of 5"):
+    with pytest.raises(SnipError, match=r"^no size of gemms could be measured: stopped: its 0 s are over; 6 of 6"):
         calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 0.0)
 
 
@@ -125,4 +128,14 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
     table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {})
     assert set(table.gemms) == {(128, 128, 128)}
     assert table.about["complete"] is False
-    assert table.about["notes"] == ["gemms (128, 128, 256): CUBLAS_STATUS_NOT_SUPPORTED"]
+    refused = ("gemms (128, 128, 256)", "grouped (3, 128, 128, 256)")
+    assert table.about["notes"] == [f"{size}: CUBLAS_STATUS_NOT_SUPPORTED" for size in refused]
+
+
+@pytest.mark.parametrize(("experts", "tokens", "multiple"), [(1, 1000, 128), (16, 4096, 1), (128, 100, 128)])
+def test_rows_of_experts_are_uneven_and_padded(experts: int, tokens: int, multiple: int) -> None:
+    splits = uneven_splits(experts, tokens, multiple)
+    assert len(splits) == experts
+    assert not any(count % multiple for count in splits)
+    assert tokens <= sum(splits) < tokens + experts * multiple
+    assert len(set(splits)) > 1 or experts == 1

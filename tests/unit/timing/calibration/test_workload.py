@@ -34,7 +34,7 @@ def test_a_calibration_cut_short_still_spans_everything() -> None:
 def test_kinds_advance_together() -> None:
     """Wherever a calibration is stopped, each kind has its share of what was measured."""
     workload = grid_workload("cuda")
-    ordered = workload.ordered()[len(workload.attention) :]
+    ordered = workload.ordered()[len(workload.attention) : -len(workload.grouped)]
     assert len({kind for kind, _ in ordered[:3]}) == 3
     half = [kind for kind, _ in ordered[: len(ordered) // 2]]
     for kind in ("gemms", "activations", "weights"):
@@ -56,8 +56,10 @@ def test_the_grid_covers_the_linears_of_the_models(model: str, tp: int) -> None:
 def test_the_linears_of_a_model() -> None:
     """Each size once; quantisation has the sizes of inputs and outputs."""
     fc1, fc2 = LinearShape(4096, 7168, 8192, microbatches=4), LinearShape(4096, 8192, 3584)
-    workload = shapes_workload([fc1, fc2, fc1], [(4096, 8, 128)])
+    experts = LinearShape(256, 1536, 2048, microbatches=64, matrices=16, grouped=True)
+    workload = shapes_workload([fc1, fc2, experts, fc1], [(4096, 8, 128)])
     assert workload.gemms == ((4096, 7168, 8192), (4096, 8192, 3584))
     assert set(workload.activations) == {(4096, 7168), (4096, 8192), (4096, 3584)}
     assert workload.weights == ((7168, 8192), (8192, 3584))
     assert workload.attention == ((4096, 8, 128),)
+    assert workload.grouped == ((16, 4096, 1536, 2048),)
