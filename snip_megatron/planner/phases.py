@@ -49,7 +49,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
-    solution = solve(problem, time_limit_s=_SOLVE_SECONDS, hint=fixed.choices)
+    solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
         raise SnipError(
             f"--budget {cut(str(request.budget))} over --schedule {cut(config.schedule)}: {solution.fault}; lower the"

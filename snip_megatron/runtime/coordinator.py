@@ -14,7 +14,7 @@ import torch
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision import LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
@@ -80,7 +80,6 @@ class RankZeroCoordinator:
         self._replay = {} if config.replay is None else replayed_maps(config.replay)
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
-        self._in_force: PrecisionMap | None = None
         self._sidecar: SidecarClient | SolverInProcess | None = None
         self._restarts = 0
         if config.updates:
@@ -105,7 +104,7 @@ class RankZeroCoordinator:
         request = dataclasses.replace(self._request, version=version, phases=phases)
         if self._tokens_per_step is not None:
             request = request.of_step(table.tokens_per_step / self._tokens_per_step)
-        self._sidecar.submit(SolveJob(table=table, request=request, hint=self._hint()))
+        self._sidecar.submit(SolveJob(table=table, request=request))
 
     def _timed(self, step: int, version: int, measure: Callable[[], OptionTimes]) -> bool:
         """Measure the times of the run's options. If they cannot be, the update is dropped, and False is returned."""
@@ -121,17 +120,6 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.set_fact("request", self._request.as_dict())
         return True
-
-    def _hint(self) -> dict[str, Format] | None:
-        """Return the choices of the map in force by the ids of this run's options, or None if there is no map."""
-        if self._in_force is None:
-            return None
-        gemms = tuple(Gemm) if self._request.granularity == "gemm" else (None,)
-        return {
-            option_id(row.name, gemm): self._in_force.format_of(row.name, gemm or Gemm.FPROP)
-            for row in self._linears
-            for gemm in gemms
-        }
 
     def pump(self, step: int) -> None:
         """Receive the sidecar's results without blocking."""
@@ -305,8 +293,7 @@ class RankZeroCoordinator:
             self._run.write("plans", step, plan.to_json())
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
-        """Record the adopted map. The next update's solve starts from it."""
-        self._in_force = precision_map
+        """Record the adopted map."""
         self._account.adopted(step, precision_map.version, is_quantised(precision_map))
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())

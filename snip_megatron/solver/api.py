@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 SOLVERS = ("cpsat", "greedy")
 DEFAULT_SECONDS = 60.0
-Hint = Mapping[str, Format] | Sequence[Mapping[str, Format]]
-"""Item id → format, for all phases or one mapping for each of them."""
 
 
 def solve(
@@ -30,7 +28,6 @@ def solve(
     time_limit_s: float | None = None,
     deterministic_time: float | None = None,
     seed: int = 0,
-    hint: Hint | None = None,
     solver: str = "cpsat",
 ) -> Solution:
     """Choose one format for every item of a problem, or for every item and phase, within its budget.
@@ -42,7 +39,6 @@ def solve(
         deterministic_time: limit of the whole solve in CP-SAT's deterministic seconds. Use it if results must be
             repeatable.
         seed: CP-SAT's seed. Equal seeds give equal results.
-        hint: formats to start from, for example the previous map. Unknown ids and formats are ignored.
         solver: ``cpsat``, which proves how good its solution is, or ``greedy``, which rounds and gives a bound.
 
     Returns:
@@ -65,7 +61,7 @@ def solve(
     most = math.inf if deterministic_time is None else deterministic_time
     limits = Limits(started + time_limit_s, most, seed)
     table = Table.build(problem)
-    found = search(table, _hinted(table, hint), limits, exact=solver == "cpsat")
+    found = search(table, limits, exact=solver == "cpsat")
     if found is None:
         fault = infeasibility(problem)
         solution = Solution({}, "infeasible", problem.budget, fault=fault)
@@ -157,20 +153,3 @@ def _speedup(reference: float, time: float) -> float:
     if time > 0:
         return reference / time
     return 1.0 if reference == 0 else math.inf
-
-
-def _hinted(table: Table, hint: Hint | None) -> Ints | None:
-    """Return the hint as picks. A decision without a usable hint gets the format that saves most."""
-    if hint is None:
-        return None
-    phases = len(table.steps)
-    hints = [hint] * phases if isinstance(hint, Mapping) else list(hint)
-    if len(hints) != phases:
-        raise SnipError(f"hint: must have one entry for each of the {phases} phases, has {len(hints)}")
-    pick = table.most_saving()
-    column = {f: j for j, f in enumerate(table.formats)}
-    for i, (name, first) in enumerate(zip(table.ids, table.span[:, 0].tolist(), strict=True)):
-        j = column.get(hints[first][name]) if name in hints[first] else None
-        if j is not None and table.allowed[i, j]:
-            pick[i] = j
-    return pick

@@ -28,7 +28,7 @@ def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> lis
     Args:
         problem: the problem. The value of its budget is ignored.
         points: number of budgets, 2 or more.
-        options: arguments of :func:`solve` for every point. Each solution is the hint of the next solve.
+        options: arguments of :func:`solve` for every point.
 
     Returns:
         The solutions in ascending order of the budget.
@@ -39,15 +39,7 @@ def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> lis
     if points < 2:
         raise SnipError(f"a sweep needs 2 points or more, got {points}")
     low, high = _reachable(problem)
-    found: list[Solution] = []
-    hint = options.pop("hint", None)
-    # The most demanding budget comes first, so that each solution is feasible for the next budget.
-    for wanted in np.linspace(low, high, points)[::-1].tolist():
-        if problem.budget.kind == "loss":
-            wanted = high - (wanted - low)
-        found.append(solve(problem.at(wanted), hint=hint, **options))
-        hint = found[-1].choices or hint
-    return sorted(found, key=lambda solution: solution.budget.value)
+    return [solve(problem.at(wanted), **options) for wanted in np.linspace(low, high, points).tolist()]
 
 
 def _reachable(problem: Problem) -> tuple[float, float]:

@@ -28,22 +28,21 @@ class Outcome:
     gap: float
 
 
-def search(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
+def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     """Return the best picks found, or None if none meet the budget.
 
     Args:
         table: the problem.
-        hint: picks to start from if they are feasible and better; or None.
         limits: what CP-SAT may spend.
         exact: whether to run CP-SAT.
     """
     if table.limit < math.inf:
-        return _fastest(table, hint, limits, exact=exact)
+        return _fastest(table, limits, exact=exact)
     start = first_picks(table)
-    return None if start is None else _Search(table, start, hint, limits, exact=exact).run()
+    return None if start is None else _Search(table, start, limits, exact=exact).run()
 
 
-def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) -> Outcome | None:
+def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     """Return the picks with the largest Σ steps · w within the limit of Σ loss; of equals some with the least loss.
 
     The relaxation bounds the largest. Needs below this bound are tried, near ones first, by rounding and then by cores,
@@ -51,11 +50,10 @@ def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) ->
     """
     if table.least > table.limit:
         return None
-    best = table.loss.argmin(axis=1)
-    for pick in (hint, table.most_saving()):
-        if pick is not None and table.total_loss(pick) <= table.limit and table.spends(pick) > table.spends(best):
-            best = pick
-    low, proven, total = table.spends(best), table.spends(table.most_saving()), float(table.steps.sum())
+    best, fastest = table.loss.argmin(axis=1), table.most_saving()
+    if table.total_loss(fastest) <= table.limit:
+        best = fastest
+    low, proven, total = table.spends(best), table.spends(fastest), float(table.steps.sum())
     relaxation = relax(table, table.allowed, table.limit - table.least or 1.0) if low < proven else None
     proven = proven if relaxation is None else min(proven, -relaxation.bound)
     for by_cores in (False, True) if exact else (False,):
@@ -66,7 +64,7 @@ def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) ->
             asked = replace(table, need=need, limit=math.inf)
             start = first_picks(asked)
             if start is not None:
-                search = _Search(asked, start, hint, limits, exact=by_cores)
+                search = _Search(asked, start, limits, exact=by_cores)
                 found = search.run(enough=table.limit - table.least, effort=_PROBE_EFFORT)
                 if table.total_loss(found.pick) <= table.limit:
                     best, low = found.pick, table.spends(found.pick)
@@ -74,7 +72,7 @@ def _fastest(table: Table, hint: Ints | None, limits: Limits, *, exact: bool) ->
                 if found.bound > table.limit - table.least:
                     proven = min(proven, need)
             high, step = need, 4 * step
-    last = _Search(replace(table, need=low, limit=math.inf), best, hint, limits, exact=exact)
+    last = _Search(replace(table, need=low, limit=math.inf), best, limits, exact=exact)
     pick = last.run(effort=_PROBE_EFFORT).pick
     return Outcome(pick, -proven, (proven - low) / (total - low) if proven > low else 0.0)
 
@@ -88,12 +86,10 @@ class _Search:
         bound: lower bound of every pick's Σ shifted loss.
     """
 
-    def __init__(self, table: Table, pick: Ints, hint: Ints | None, limits: Limits, *, exact: bool) -> None:
+    def __init__(self, table: Table, pick: Ints, limits: Limits, *, exact: bool) -> None:
         self.table, self.limits, self.exact = table, limits, exact
         self.pick, self.score, self.bound = pick, table.shifted_loss(pick), 0.0
         self.relaxation: Relaxation | None = None
-        if hint is not None:
-            self._offer(hint)
 
     def run(self, enough: float = math.nan, effort: float = math.inf) -> Outcome:
         """Search until the gap is proven; or until Σ shifted loss is known to reach ``enough`` or not to.

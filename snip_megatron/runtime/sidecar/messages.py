@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -21,12 +21,10 @@ class SolveJob:
     Attributes:
         table: the update's statistics.
         request: the solve request. The result has the same ``version``.
-        hint: formats by item id from which the solver starts; None without a hint.
     """
 
     table: StatisticsTable
     request: SolveRequest
-    hint: Mapping[str, Format] | None = None
 
 
 @dataclass(frozen=True)

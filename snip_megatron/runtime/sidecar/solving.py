@@ -54,7 +54,6 @@ def solve_job(job: SolveJob) -> SidecarResult:
 
     request = job.request
     limits: dict[str, Any] = {"deterministic_time": request.deterministic_time, "seed": request.seed % 2**31}
-    limits["hint"] = job.hint
     problem, scores = build_problem(job.table, request)
     solution, out_of_reach = solve(problem, **limits), None
     if request.phases is not None and solution.fault is not None and solution.fault.reachable is not None:

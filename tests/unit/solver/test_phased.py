@@ -168,15 +168,6 @@ def test_the_order_of_items_and_a_second_run_change_nothing() -> None:
     assert [dict(p.choices) for p in turned.phases] == [dict(p.choices) for p in first.phases]
 
 
-def test_a_hint_is_used_where_nothing_else_may_be_spent() -> None:
-    problem = random_phased(np.random.default_rng(12), 60, 3, 3, 4, proportional=True)
-    best = solve(problem, deterministic_time=20)
-    hint = [phase.choices for phase in best.phases]
-    again = solve(problem, deterministic_time=1e-9, hint=hint)
-    assert again.objective == best.objective
-    assert (solve(problem, deterministic_time=1e-9).objective or 0.0) > (best.objective or 0.0)
-
-
 def test_costs_of_nothing() -> None:
     item = Item("i", 0, 0.0, (Choice(Format.FP8, (1.0, 2.0), 0.0), Choice(Format.FP4, (0.0, 0.0), -1.0)))
     problem = Problem(fp4(0.5), (item,), 0.02, phases=(Phase(1), Phase(1)))
@@ -191,8 +182,6 @@ def test_bad_arguments() -> None:
     problem = proportional()
     with pytest.raises(SnipError, match="solver 'x' is not one of"):
         solve(problem, solver="x")
-    with pytest.raises(SnipError, match="hint: must have one entry for each of the 2 phases, has 1"):
-        solve(problem, hint=[{}])
 
 
 def test_the_plan_counts_steps_from_zero_or_as_told() -> None:

@@ -164,7 +164,7 @@ def test_only_the_slowest_stage_pays() -> None:
     assert solution.speedup == pytest.approx(8 / 6)
 
 
-# -- determinism, limits, hints ------------------------------------------------------------------------------------
+# -- determinism, limits ------------------------------------------------------------------------------------------
 def test_a_need_that_is_missed_by_next_to_nothing_is_missed() -> None:
     """The best choice misses the need by less than CP-SAT can tell: what comes out is feasible, and its bound true."""
     problem = make_problem([[0.0, -1.0]], [[0.0, -1e-216]], [1.0], [0], 0.0)
@@ -182,15 +182,6 @@ def test_same_solution_whatever_the_order_of_items_and_run() -> None:
     order = np.random.default_rng(1).permutation(len(problem.items))
     shuffled = replace(problem, items=tuple(problem.items[i] for i in order))
     assert dict(solve(shuffled, deterministic_time=5.0, seed=3).choices) == dict(first.choices)
-
-
-def test_a_hint_may_be_anything() -> None:
-    problem = random_problem(np.random.default_rng(6), 40, 3, 2, 0.05)
-    best = solve(problem)
-    anything = ({"nobody": Format.FP4}, {"i0001": Format.MXFP8}, dict.fromkeys(best.choices, Format.BF16))
-    for hint in (best.choices, *anything):
-        check(problem, solve(problem, hint=hint), highs(problem))
-    assert solve(problem, hint=best.choices, solver="greedy").objective <= best.objective
 
 
 @pytest.mark.parametrize("kind", HARD)

@@ -184,7 +184,7 @@ def test_submit_and_poll_return_while_the_worker_is_stopped(start: Start) -> Non
     os.kill(client.pid, signal.SIGSTOP)
     wait_until(lambda: state(client.pid) == "T")
     job = make_job()
-    object.__setattr__(job, "hint", {f"{i:05d}" * 20: Format.FP4 for i in range(20_000)})
+    object.__setattr__(job, "padding", b"0" * 2_000_000)
     client.submit(job)
     assert client.poll() is None
     os.kill(client.pid, signal.SIGCONT)

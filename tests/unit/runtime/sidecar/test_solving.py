@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from sensitivity.synthetic import make_table
@@ -48,20 +47,6 @@ def test_a_plan_meets_the_average_with_what_was_spent() -> None:
     assert plan.achieved == pytest.approx(average)
     assert json.loads(result.problem_json or "")["schema"] == "snip.problem/2"
     assert result.precision_map == plan.phases[0].precision_map
-
-
-def test_a_plan_starts_from_the_map_in_force() -> None:
-    """With no time for more than rounding, a hint that is better than its result is what comes out."""
-    last = PhasedRequest((50,), (50,), (None,), (None,), (1.0,), (0.02,), 50, 0.6)
-    table, request = make_table(layers=12), replace(job(0.68, 50, 0.6).request, phases=last, stage_tolerance=0.0)
-    quick = replace(request, deterministic_time=1e-9)
-    best, rounded = (solve_job(SolveJob(table, each)).plan for each in (request, quick))
-    assert best is not None
-    assert rounded is not None
-    assert rounded.objective > best.objective
-    hinted = solve_job(SolveJob(table, quick, best.phases[0].precision_map.choices)).plan
-    assert hinted is not None
-    assert hinted.objective == best.objective
 
 
 def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> None:
