@@ -144,7 +144,7 @@ def _lines(runs: Sequence[RunData], names: Sequence[str], metric: str, figure: F
     form, shape = ("%{y:.2%}", "hv") if figure.share else ("%{y:.4f}", "linear")
     for run, name, colour in zip(runs, names, STAGE_COLOURS, strict=False):
         steps, values = run.series(metric)
-        if any(value is not None for value in values):
+        if any(values):
             # The first run's line is broad, so that it stays visible under a line that coincides with it.
             figure.line(name, *thin(steps, values), colour, form, width=1.5 if run is not runs[0] else 4, shape=shape)
     return figure.as_dict() if figure.data else None

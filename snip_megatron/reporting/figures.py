@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import Adoption, RunData, Update, number
 from snip_megatron.reporting.front import Front, Point
 
@@ -135,18 +137,30 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     return figure.as_dict()
 
 
-def share_figure(run: RunData) -> dict[str, Any] | None:
-    """Draw the fp4 share over steps. Returns None if the run recorded no share."""
-    steps, values = run.series("fp4_fraction")
-    if not any(value is not None for value in values) and not run.adoptions:
+def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) -> dict[str, Any] | None:
+    """Draw the share of each format over steps, four bits lowest. Returns None if no adopted map is known.
+
+    Arguments as of :func:`snip_megatron.precision.fp4_fraction`. Where no FLOPs are known, GEMMs are counted.
+    """
+    maps = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
+    if not maps:
         return None
-    adopted = [a.step for a in run.adoptions]
-    figure = Figure("fp4 share of FLOPs", share=True, zero=True)
-    x, y = thin(steps, values) if steps else (adopted, [a.achieved for a in run.adoptions])
-    figure.line("whole model", x, y, LINE, "%{y:.2%}", width=2, shape="hv")
-    end = max([*steps[-1:], *adopted[-1:]], default=0)
-    if run.budget is not None and run.budget.kind == "fp4" and run.adoptions:
-        figure.line("target", [min([*steps[:1], adopted[0]]), end], [run.budget.value] * 2, FAULT, **DASHED)
+    figure = Figure("share of FLOPs" if flops else "share of GEMMs", share=True)
+    flops = flops or dict.fromkeys(map(str, maps[-1][1].linears()), 1.0)
+    points = [(step, _shares(chosen, flops, unquantised)) for step, chosen in maps]
+    if steps := run.series("loss")[0]:
+        points = [
+            (min(steps[0], maps[0][0]), {Format.BF16: 1.0}),
+            *points,
+            (max(steps[-1], maps[-1][0]), points[-1][1]),
+        ]
+    x = [step for step, _ in points]
+    for fmt in sorted(Format, key=lambda fmt: fmt.bits):
+        if any(y := [shares.get(fmt, 0.0) for _, shares in points]):
+            figure.line(fmt.value, x, y, FORMAT_COLOURS[fmt], "%{y:.2%}", width=0.5, shape="hv")
+            figure.data[-1]["stackgroup"] = "formats"
+    if run.budget is not None and run.budget.kind == "fp4":
+        figure.line("four bits asked", [x[0], x[-1]], [run.budget.value] * 2, FAULT, **DASHED)
     return figure.as_dict()
 
 
@@ -217,6 +231,13 @@ def _dotted_line(step: int) -> dict[str, Any]:
     """Return a vertical line over the height of the figure."""
     place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
     return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
+
+
+def _shares(chosen: PrecisionMap, flops: Mapping[str, float], unquantised: float) -> dict[Format, float]:
+    found = Counter({Format.BF16: unquantised})
+    for (name, each), gemm in itertools.product(flops.items(), Gemm):
+        found[chosen.format_of(name, gemm)] += each
+    return {fmt: each / found.total() for fmt, each in found.items()}
 
 
 def _reasons(run: RunData, kind: str, what: str) -> list[tuple[int, str]]:

@@ -14,12 +14,12 @@ from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.records.storage import flatten
-from snip_megatron.reporting.figures import front_figure, loss_figure, share_figure, timing_figure
+from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, timing_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_figure, phase_view
-from snip_megatron.reporting.stage_view import stage_view
+from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
 from snip_megatron.runtime.account import duration
@@ -59,11 +59,10 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
     summary = summarise(run)
     unreadable = list(run.unreadable)
     front = None if live else latest_front(run.path, run.updates, unreadable)
-    stages = stage_view(run, cost, unreadable)
-    phases = phase_view(run)
+    rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
-        "share": share_figure(run),
+        "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
@@ -83,7 +82,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.adoptions),
-        stages=stages,
+        stages=stage_view(run, rows, cost, unreadable),
         phases=phases,
         front=front,
         updates=run.updates,

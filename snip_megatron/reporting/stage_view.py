@@ -34,30 +34,29 @@ class StageView:
     assumptions: Sequence[str]
 
 
-def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageView | None:
+def stage_view(run: RunData, rows: Sequence[LinearRow], cost: str | None, unreadable: list[str]) -> StageView | None:
     """Build the view of a run's last map by stage.
 
     Args:
         run: the run.
+        rows: :func:`recorded_linears`.
         cost: the name or file of a cost model; None for the times that the run used, or ``flops`` if it used none.
         unreadable: receives a message for each file that cannot be used.
 
     Returns:
-        The view, or None if there are no maps, or no statistics that assign the linears to stages.
+        The view, or None if there are no maps or rows.
 
     Raises:
         SnipError: ``cost`` is not a cost model.
     """
     model = None if cost is None else load_cost_model(cost)
     last = next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
-    rows = _rows(run, unreadable)
     if last is None or not rows:
         return None
     flops: dict[str, dict[str, float]] = {str(stage): {} for stage in sorted({row.stage for row in rows})}
     for row in rows:
         flops[str(row.stage)][row.name] = row.flops
-    found = run.facts.get("unquantised_flops")  # of linears that no map covers
-    outside = {str(s): f for s, f in found.items() if is_finite(f) and f >= 0} if isinstance(found, Mapping) else {}
+    outside = unquantised_flops(run)
     prediction: Prediction | None = None
     times: dict[str, StageTime] = {}
     try:
@@ -79,7 +78,13 @@ def stage_view(run: RunData, cost: str | None, unreadable: list[str]) -> StageVi
     )
 
 
-def _rows(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
+def unquantised_flops(run: RunData) -> dict[str, float]:
+    """Return stage → FLOPs a token of the linears that no map covers."""
+    found = run.facts.get("unquantised_flops")
+    return {str(s): f for s, f in found.items() if is_finite(f) and f >= 0} if isinstance(found, Mapping) else {}
+
+
+def recorded_linears(run: RunData, unreadable: list[str]) -> tuple[LinearRow, ...]:
     """Return the linears of the latest statistics that can be read; empty if there are none."""
     for path in reversed(step_files(run.path, "stats").values()):
         try:

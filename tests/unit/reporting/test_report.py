@@ -105,15 +105,17 @@ def scripts_of(page: Page):
 
 
 def test_all_figures_are_there(page):
-    assert {"loss", "map", "slider", "share", "timing", "choices"} <= page.ids()
+    assert {"loss", "map", "slider", "formats", "timing", "choices"} <= page.ids()
     loss = page.data("figures-data")["loss"]["data"]
     assert [trace["name"] for trace in loss] == ["training loss", "validation", "map adopted", "guard"]
     assert loss[0]["x"] == list(range(synthetic_run.STEPS))
     assert loss[2]["x"] == [15, 35, 55, 75, 95]
     assert loss[3]["x"] == [57]
-    share = page.data("figures-data")["share"]["data"]
-    assert [trace["name"] for trace in share] == ["whole model", "target"]
-    assert set(share[0]["y"][15:]) == {0.75}
+    *formats, asked = page.data("figures-data")["formats"]["data"]
+    assert [trace["name"] for trace in formats] == ["fp4", "fp8", "bf16"]
+    assert [trace["x"] for trace in formats] == [[0, 15, 35, 55, 75, 95, synthetic_run.STEPS - 1]] * 3
+    assert [trace["y"] for trace in formats] == [[0.0, *[0.75] * 6], [0.0, *[0.25] * 6], [1.0, *[0.0] * 6]]
+    assert set(asked["y"]) == {0.75}
     timing = page.data("figures-data")["timing"]["data"]
     assert [(trace["name"], trace["offsetgroup"]) for trace in timing] == [
         ("collect", "parts"), ("probe: statistics", "parts"), ("probe: forward noise", "parts"), ("solve", "parts"),
@@ -168,14 +170,14 @@ def test_a_bf16_run(tmp_path):
     figures = page.data("figures-data")
     assert figures["loss"] is not None
     assert figures["timing"] is None
-    assert set(figures["share"]["data"][0]["y"]) == {0.0}
+    assert figures["formats"] is None
     assert "No fault is recorded." in page.texts
     assert "slider" not in page.ids()
 
 
 def test_a_run_that_has_just_begun(tmp_path):
     page = page_of(synthetic_run.write_run(tmp_path / "run", steps=0))
-    assert page.data("figures-data") == dict.fromkeys(("loss", "share", "front", "timing"))
+    assert page.data("figures-data") == dict.fromkeys(("loss", "formats", "front", "timing"))
     assert "No loss is recorded yet." in page.texts
 
 
@@ -218,7 +220,7 @@ def test_everything_from_the_files_is_escaped(tmp_path):
     assert not any(set(text) & set("<>&") for text in data)
     figures = page.data("figures-data")
     texts = [t for trace in figures["loss"]["data"] for t in trace.get("text", [])]
-    names = [trace["name"] for name in ("share", "timing") for trace in figures[name]["data"]]
+    names = [trace["name"] for name in ("formats", "timing") for trace in figures[name]["data"]]
     assert any("alert" in text for text in texts)
     assert any("alert" in name for name in names)
     assert not any("<script" in text or "<img" in text for text in [*texts, *names])  # plotly reads some HTML in texts

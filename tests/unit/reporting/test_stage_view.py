@@ -10,8 +10,8 @@ import synthetic_run
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.records.run_data import load_run
+from snip_megatron.reporting import stage_view as views
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.stage_view import stage_view
 
 SHAPES = {name: {"tokens": 512, "n": 128, "k": 128} for name in synthetic_run.LINEARS}
 
@@ -19,6 +19,10 @@ SHAPES = {name: {"tokens": 512, "n": 128, "k": 128} for name in synthetic_run.LI
 @pytest.fixture
 def path(tmp_path):
     return synthetic_run.write_run(tmp_path / "run")
+
+
+def stage_view(run, cost, unreadable):
+    return views.stage_view(run, views.recorded_linears(run, unreadable), cost, unreadable)
 
 
 def with_facts(path, **facts):
