@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +150,8 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
     flops = flops or dict.fromkeys(map(str, maps[-1][1].linears()), 1.0)
     points = [(step, _shares(chosen, flops, unquantised)) for step, chosen in maps]
     if steps := run.series("loss")[0]:
-        points = [
-            (min(steps[0], maps[0][0]), {Format.BF16: 1.0}),
-            *points,
-            (max(steps[-1], maps[-1][0]), points[-1][1]),
-        ]
+        first, last = min(steps[0], maps[0][0]), max(steps[-1], maps[-1][0])
+        points = [(first, {Format.BF16: 1.0}), *points, (last, points[-1][1])]
     x = [step for step, _ in points]
     for fmt in sorted(Format, key=lambda fmt: fmt.bits):
         if any(y := [shares.get(fmt, 0.0) for _, shares in points]):
@@ -234,10 +232,11 @@ def _dotted_line(step: int) -> dict[str, Any]:
 
 
 def _shares(chosen: PrecisionMap, flops: Mapping[str, float], unquantised: float) -> dict[Format, float]:
-    found = Counter({Format.BF16: unquantised})
+    found: dict[Format, float] = defaultdict(float, {Format.BF16: unquantised})
     for (name, each), gemm in itertools.product(flops.items(), Gemm):
         found[chosen.format_of(name, gemm)] += each
-    return {fmt: each / found.total() for fmt, each in found.items()}
+    whole = math.fsum(found.values())
+    return {fmt: each / whole for fmt, each in found.items()}
 
 
 def _reasons(run: RunData, kind: str, what: str) -> list[tuple[int, str]]:
