@@ -105,8 +105,8 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         58,
         every=3,
         fast=(51,),
-        module="spiking_pretrain",
-        env={"SPIKES": "16,19"},
+        module="altered_pretrain",
+        env={"ALTER": "spike", "SPIKES": "16,19"},
     ),
 }
 """A guard that takes a map back and an update that drift starts: ``everything``."""

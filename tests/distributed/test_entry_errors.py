@@ -73,7 +73,7 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
     snip = ("--snip", "--snip-budget", "fp4=0.4", "--snip-first-update", "1", "--snip-lag", "1", "--snip-wait", "120")
     args = tiny_llama_args(*snip, "--snip-dir", "run", iters=4)
     parts = "word_embeddings,decoder.layers.0.,decoder.layers.2.mlp.linear_fc1,decoder.layers.3.input_layernorm"
-    process = warm.run(1, args, tmp=tmp_path, module="frozen_pretrain", env={"FROZEN": parts})
+    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "freeze", "FROZEN": parts})
     assert process.returncode == 0, process.stderr[-4000:]
     stays = "decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)"
     assert f"snip: {stays}" in process.stdout
@@ -88,7 +88,7 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
     warm: WarmRanks, tmp_path: Path
 ) -> None:
     args = tiny_llama_args("--snip", "--snip-first-update", "3", "--snip-dir", str(tmp_path / "run"), iters=5)
-    process = warm.run(1, args, tmp=tmp_path, module="coupled_pretrain")
+    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
     assert process.returncode == 2
     (line,) = error_lines(process)
     assert line.startswith("pretrain_gpt: [rank 0] the optimizer adds weight decay to gradients (decoupled_weight_d")
@@ -98,7 +98,7 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
 
 def test_an_optimizer_whose_update_nobody_needs_is_not_refused(warm: WarmRanks, tmp_path: Path) -> None:
     args = tiny_llama_args("--snip", "--snip-first-update", "1", "--snip-estimator", "fisher", iters=3)
-    process = warm.run(1, args, tmp=tmp_path, module="coupled_pretrain")
+    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
     assert process.returncode == 0, process.stderr[-4000:]
 
 

@@ -83,7 +83,7 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
     for name, extra in (("dense", ()), ("one", ONE)):
         run = tmp_path / name / "run"
         args = tiny_llama_args(*PROBED, *extra, "--snip-dir", str(run), iters=5)
-        done = warm.run(1, args, module="one_expert_pretrain", tmp=tmp_path / name)
+        done = warm.run(1, args, module="altered_pretrain", env={"ALTER": "one_expert"}, tmp=tmp_path / name)
         assert done.returncode == 0, done.stderr[-4000:]
         tables.append(StatisticsTable.load(run / "stats" / "step_2.npz"))
         (precision_map,) = read_maps(run).values()

@@ -67,8 +67,8 @@ def test_tensor_parallel_ranks_have_one_gradient_of_what_they_all_hold(warm: War
         *shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --snip-gradient-reduction fp8"),
         *("--snip", *POLICY, "--snip-dir", str(tmp_path / "run")), iters=3,
     )  # fmt: skip
-    env = {"OUT": str(tmp_path)}
-    done = warm.run(4, args, module="replicas_pretrain", tmp=tmp_path / "ranks", env=env, timeout=300)
+    env = {"ALTER": "replicas", "OUT": str(tmp_path)}
+    done = warm.run(4, args, module="altered_pretrain", tmp=tmp_path / "ranks", env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
     assert len(ranks[0]) == 3

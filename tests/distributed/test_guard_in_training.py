@@ -18,7 +18,7 @@ SNIP = shlex.split(
     "--snip --snip-first-update 10 --snip-update-interval 9 --snip-lag 4 --snip-wait 120 --snip-guard-steps 6"
     " --snip-settings guard_window=10 --snip-settings guard_bar=0.3 --pipeline-model-parallel-size 2 --num-layers 2"
 )
-SPIKES = {"SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
+SPIKES = {"ALTER": "spike", "SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
 
 
 def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, steps: int = STEPS) -> Path:
@@ -26,7 +26,7 @@ def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, steps: int = STEPS
     args = tiny_llama_args(*SNIP, "--snip-dir", str(run), *extra, iters=STEPS)
     if steps < STEPS:
         args += ["--exit-interval", str(steps)]
-    done = warm.run(2, args, module="spiking_pretrain", env=SPIKES, tmp=tmp / f"{name}.ranks", timeout=200)
+    done = warm.run(2, args, module="altered_pretrain", env=SPIKES, tmp=tmp / f"{name}.ranks", timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 

@@ -179,5 +179,5 @@ def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path
 def probed_table(warm: WarmRanks, tmp: Path, ranks: int, *arguments: str) -> StatisticsTable:
     """The statistics of the first update, before step 1."""
     args = tiny_llama_args(*MEASURE_ONCE, *arguments, "--snip-dir", str(tmp / "run"), iters=4)
-    check(warm.run(ranks, args, tmp=tmp, module="masked_pretrain"))
+    check(warm.run(ranks, args, tmp=tmp, module="altered_pretrain", env={"ALTER": "mask"}))
     return StatisticsTable.load(tmp / "run" / "stats" / "step_1.npz")

@@ -29,8 +29,8 @@ def test_all_ranks_probe_what_fits_on_the_smallest(
     """Rank 1 has too little memory for a sequence at step 2, plenty at step 5, and enough for a few at step 8."""
     run, given = tmp_path / "run", ["--micro-batch-size", "8", "--global-batch-size", "8", *shlex.split(layout)]
     args = tiny_llama_args(*given, *SNIP, "--snip-dir", str(run), iters=STEPS)
-    environment = {"TIGHT": ",".join(map(str, (1, *FREE, *[2**40] * 9)))}
-    tight = warm.run(2, args, module="tight_pretrain", env=environment, tmp=tmp_path / "tight")
+    environment = {"ALTER": "tight", "TIGHT": ",".join(map(str, (1, *FREE, *[2**40] * 9)))}
+    tight = warm.run(2, args, module="altered_pretrain", env=environment, tmp=tmp_path / "tight")
     assert tight.returncode == 0, tight.stderr[-4000:]
     events = list(read_events(run))
     (dropped,) = [event for event in events if event["event"] == "dropped"]

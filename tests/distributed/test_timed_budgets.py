@@ -189,13 +189,13 @@ def test_a_cpu_has_no_times_of_its_own(warm: WarmRanks, tmp_path: Path) -> None:
 def test_a_run_without_a_table_times_its_gemms_once(warm: WarmRanks, tmp_path: Path) -> None:
     """A resume has the times of the first start, whatever the cache holds, and another run those of the cache."""
     run, cache = tmp_path / "run", tmp_path / "cache"
-    env = {"XDG_CACHE_HOME": str(cache)}
+    env = {"ALTER": "rates", "XDG_CACHE_HOME": str(cache)}
 
     def train(folder: Path, until: int, *extra: str) -> str:
         wanted = ("--snip-formats", FORMATS, "--snip-budget", "speedup=1.25", "--pipeline-model-parallel-size", "2")
         saved = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", str(until))
         args = tiny_llama_args(*SNIP, "--snip-dir", str(folder), *wanted, *saved, *extra, iters=14)
-        done = warm.run(2, args, module="timed_pretrain", tmp=tmp_path, timeout=300, env=env)
+        done = warm.run(2, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env=env)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
