@@ -1,4 +1,4 @@
-"""The models of the evaluation as Megatron arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied), and mixtures of experts."""
+"""The models of the evaluation as Megatron arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied), and mixtures."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What the default estimator predicts for the linears of one kind, and what was measured.
+
+    Attributes:
+        kind: the path in a block, such as ``mlp.experts.linear_fc1``.
+        quantity: ``loss`` or ``drift: all``.
+        rho: Spearman correlation over the options of this kind; None if there are too few.
+        predicted, measured: the sums over these options.
+    """
+
+    kind: str
+    quantity: str
+    rho: float | None
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
 class Validation:
     """The validation of all estimators on one statistics table.
 
@@ -70,6 +88,7 @@ class Validation:
         tokens: number of tokens of the measurement.
         format: the candidate format.
         comparisons: the correlations.
+        kinds: the default estimator by kind of linear.
         points: ``loss`` or ``drift`` → option → estimator → score. ``measured`` and ``measured again`` are included as
             estimators.
     """
@@ -79,6 +98,7 @@ class Validation:
     tokens: int
     format: str
     comparisons: tuple[Comparison, ...]
+    kinds: tuple[Kind, ...]
     points: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     def of(self, quantity: str, estimator: str) -> Comparison | None:
@@ -158,7 +178,8 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
         for name, scores in columns.items()
     ]
     points = {kind: _points(kind, table, true, columns) for kind in ("loss", "drift")}
-    return Validation(source, table.step, table.tokens, fmt, tuple(c for c in compared if c), points)
+    kinds = tuple(_kinds(table, columns[DEFAULT], true))
+    return Validation(source, table.step, table.tokens, fmt, tuple(c for c in compared if c), kinds, points)
 
 
 def spearman(x: FloatArray | Sequence[float], y: FloatArray | Sequence[float]) -> float | None:
@@ -199,6 +220,18 @@ def _compare(quantity: str, name: str, scores: _Scores, true: _Scores, trusted: 
     return Comparison(quantity, name, rho, len(values), trusted_rho, int(above.sum()))
 
 
+def _kinds(table: StatisticsTable, scores: _Scores, true: _Scores) -> Iterator[Kind]:
+    """Yield the loss and the drift of every kind of linear. A kind stands in several blocks."""
+    paths = [row.id.path for row in table.linears]
+    for quantity in QUANTITIES[:2]:
+        kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
+        for path in dict.fromkeys(paths):
+            rows = [i for i, own in enumerate(paths) if own == path]
+            values, expected = (each[kind][rows][:, gemms].ravel() for each in (scores, true))
+            rho = spearman(values, expected)
+            yield Kind(path, quantity, rho, float(values.sum()), float(expected.sum()))
+
+
 def _points(
     kind: str, table: StatisticsTable, true: _Scores, columns: Mapping[str, _Scores]
 ) -> dict[str, dict[str, float]]:
@@ -220,6 +253,7 @@ def proxy_markdown(validations: Sequence[Validation]) -> str:
         parts += [
             f"## {validation.source}, step {validation.step}, {validation.format}, {validation.tokens:,} tokens",
             _correlations(validation),
+            _by_kind(validation),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -234,6 +268,18 @@ def _correlations(validation: Validation) -> str:
             options = f"{counts[0].options} ({min(c.trusted for c in counts)} above noise)"
             cells = ["–" if c is None else _pair(c.rho, c.trusted_rho) for c in found]
             lines.append(f"| {quantity} | {options} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _by_kind(validation: Validation) -> str:
+    lines = [
+        f"| kind of linear | quantity | {DEFAULT} | Σ predicted / Σ measured | Σ measured |",
+        "|---|---|---|---|---|",
+    ]
+    for each in validation.kinds:
+        ratio = f"{each.predicted / each.measured:.2f}" if each.measured > 0.0 else "–"
+        cells = (each.kind, each.quantity, _pair(each.rho, None), ratio, f"{each.measured:.3g}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

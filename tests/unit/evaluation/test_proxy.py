@@ -51,6 +51,19 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
 
 
+def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> None:
+    table = table_with_truth()
+    assert table.truth is not None
+    fc2 = [row.id.path == "mlp.linear_fc2" for row in table.linears]
+    table.truth["loss"][fc2] *= 2.0
+    kinds = {(each.kind, each.quantity): each for each in validate(table, "fp4", "run").kinds}
+    assert {quantity for _, quantity in kinds} == {"loss", "drift: all"}
+    for (kind, quantity), each in kinds.items():
+        assert each.rho == pytest.approx(1.0)
+        doubled = (kind, quantity) == ("mlp.linear_fc2", "loss")
+        assert each.predicted / each.measured == pytest.approx(0.5 if doubled else 1.0)
+
+
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
     table = table_with_truth(0.3)
     assert table.truth is not None
