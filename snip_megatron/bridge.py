@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,7 @@ from snip_megatron.config.defaults import dominated
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import native_backend
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron import compat, validate
+from snip_megatron.megatron import validate
 from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
@@ -115,10 +116,23 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         return self._run.pre_wrap_hook(model_chunks)
 
     # -- Bridge's events -------------------------------------------------------------------------------------------
+    def on_eval_start(self, context: Any) -> None:
+        """Run the validation without CUDA graphs."""
+        if self._run is not None:
+            self._run.beside_graphs.enter_context(self._run.graphs.beside(context.model))
+
     def on_eval_end(self, context: Any) -> None:
         """Record the validation loss."""
         if self._run is not None:
+            self._run.beside_graphs.close()
             self._run.evaluated(context.total_loss_dict or {}, context.model)
+
+    on_test_start = on_eval_start
+
+    def on_test_end(self, context: Any) -> None:
+        """Leave what :meth:`on_eval_start` entered."""
+        if self._run is not None:
+            self._run.beside_graphs.close()
 
     # -- the step --------------------------------------------------------------------------------------------------
     def _wrapped(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,16 +154,17 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
                 )
             self._run.state, self._run.scheduler = global_state, scheduler
             iteration, model_config = global_state.train_state.step, get_model_config(model[0])
+            forward_step, schedule = self._run.graphs.training(forward_step_func, forward_backward_func)
             step = functools.partial(
                 train_step,
-                forward_step_func,
+                forward_step,
                 data_iterator,
                 model,
                 optimizer,
                 scheduler,
                 global_state,
                 pg_collection,
-                self._run.repeatable(forward_backward_func, iteration),
+                self._run.repeatable(schedule, iteration),
                 *rest,
                 **named,
             )
@@ -180,6 +195,10 @@ class _BridgeRun(SnipRun):
 
     state: Any = None
 
+    def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
+        super().__init__(config, args)
+        self.beside_graphs = ExitStack()  # of a validation
+
     def evaluated(self, losses: dict[str, Any], model: list[Any]) -> None:
         """Share the validation loss of the last pipeline stage with all ranks and record it. Collective."""
         loss = share(losses.get(_LOSS), next(model[0].parameters()).device)
@@ -198,8 +217,6 @@ def checked_arguments(snip: SnipConfig, container: Any) -> argparse.Namespace:
     """Return the arguments of a run under Bridge. Raises SnipError if SNIP cannot run with its configuration."""
     args = bridge_arguments(container)
     validate.check(snip, args)
-    if compat.graph_implementation(args) is not None:
-        raise SnipError("CUDA graphs are not supported under Megatron Bridge; use cuda_graph_impl='none'")
     if snip.eval == "both":
         raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
     return args

@@ -116,9 +116,8 @@ class Evaluation:
 
     def _beside_graphs(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def beside(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-            forward_step = self._graphs.evaluating(forward_step_func)
             with self._graphs.beside(model):
-                return evaluate(forward_step, data_iterator, model, *rest, **named)
+                return evaluate(forward_step_func, data_iterator, model, *rest, **named)
 
         return beside
 

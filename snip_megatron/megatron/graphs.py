@@ -18,7 +18,7 @@ import torch
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.layers.context import ALL_BF16
+from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
@@ -39,7 +39,8 @@ class GraphedRun:
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
         self._generation = 0
-        self._captured: dict[int, tuple[Format, ...]] = {}  # place of a linear → formats in its graph
+        self._graphed: list[LinearHandle] = []  # linears that read the state of the step from the device
+        self._formats: dict[LinearHandle, tuple[Format, ...]] = {}  # of every linear, before a map is adopted
         self._captured_before = False
         self._frozen = False
 
@@ -65,21 +66,21 @@ class GraphedRun:
         self._model, self._registry = list(model), registry
         if self._graphs is None or not len(registry):
             return
+        self._formats = {linear: linear.formats for linear in registry}
+        self._graphed = [linear for linear in registry if linear.expert is None]  # the host counts an expert's rows
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
-        chunks = [chunk_of[id(handle.weight)] for handle in registry]
-        self._graphs.accumulating(self._at_capture)
-        registry.device = DeviceStep(list(registry), chunks, next(iter(registry)).weight.device)
+        chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
+        self._graphs.accumulating(self._accumulating)
+        registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
         # A capture collects garbage twice, each time through all objects. Those of the modules imported so far live as
         # long as the process: without them, a new capture holds the training up for less time.
         gc.collect()
         gc.freeze()
         self._frozen = True
 
-    def _at_capture(self) -> list[torch.nn.Parameter]:
-        """Note the formats that are captured, and return the weights whose backward adds to ``main_grad`` itself."""
-        linears = [] if self._registry is None else list(self._registry)
-        self._captured = {place: linear.formats for place, linear in enumerate(linears)}
-        return [linear.weight for linear in linears if linear.formats != ALL_BF16]
+    def _accumulating(self) -> list[torch.nn.Parameter]:
+        """Return the weights whose captured backward adds to ``main_grad`` itself."""
+        return [linear.weight for linear in self._graphed if linear.formats != ALL_BF16]
 
     # -- the step ------------------------------------------------------------------------------------------------
     def renew(self, step: int) -> None:
@@ -88,11 +89,17 @@ class GraphedRun:
         if self._graphs is None or registry is None or registry.generation == self._generation:
             return
         self._generation = registry.generation
-        if self._graphs.captured:
-            changed = [h for place, h in enumerate(registry) if self._captured.get(place) != h.formats]
-            layers = self._graphs.choose([linear.module for linear in changed])
-            if registry.device is not None:  # graphs that stay read the weights of the other linears
-                registry.device.forget_weights(list(registry) if layers is None else changed)
+        changed = [linear for linear in registry if linear.formats != self._formats[linear]]
+        for linear in changed:
+            self._formats[linear] = linear.formats
+            # Megatron does not take this mark back under Transformer Engine's graphs. A capture or a backward sets it.
+            if hasattr(linear.weight, "grad_added_to_main_grad"):
+                linear.weight.grad_added_to_main_grad = False
+        held = [each for each in changed if each.state.graphed is not None and self._graphs.hold(each.module)]
+        if held and self._graphs.captured:
+            layers = self._graphs.choose([linear.module for linear in held])
+            assert registry.device is not None
+            registry.device.forget_weights(self._graphed if layers is None else held)  # graphs that stay read others
             self._graphs.renew(self._model, self._args, layers)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 
@@ -103,17 +110,6 @@ class GraphedRun:
         if self._graphs is None:
             return forward_step, forward_backward
         return self._counting(forward_step), self._graphs.watched(forward_backward)
-
-    def evaluating(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward step of a validation, wrapped to count microbatches.
-
-        The first microbatch of a validation quantises the weights, whatever ran before it.
-        """
-        if self._graphs is None:
-            return forward_step
-        if self._registry is not None and self._registry.device is not None:
-            self._registry.device.weights_changed()
-        return self._counting(forward_step)
 
     def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_step``, wrapped to mark the weights of a chunk as quantised from its second microbatch on.
@@ -153,7 +149,7 @@ class GraphedRun:
         if self._graphs is None:
             yield
             return
-        with compat.graphs_bypassed(model):
+        with compat.graphs_bypassed(model, self._args):
             yield
 
     def probed(self, call: StepCall) -> StepCall:

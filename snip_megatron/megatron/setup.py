@@ -89,8 +89,8 @@ class SnipRun:
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
         self._undo_model = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
-        self._graphs = GraphedRun(args)
-        self.undo.callback(self._graphs.close)
+        self.graphs = GraphedRun(args)
+        self.undo.callback(self.graphs.close)
 
     def prepare_model(self, model_config: Any) -> None:
         """Register the conversion hook in Megatron's configuration."""
@@ -108,7 +108,7 @@ class SnipRun:
             raise
         check_measurable(self._config, self._registry.context.backend.name)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
-        self._graphs.check_backend(self._registry.context.backend)
+        self.graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
         self._say_what_differs()
         self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
@@ -153,7 +153,7 @@ class SnipRun:
 
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
-        evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self._graphs)
+        evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self.graphs)
         self._undo_model.callback(compat.wrap_evaluate(evaluation.wrap))
         self._undo_model.callback(compat.watch_evaluations(evaluation.begin))
 
@@ -223,7 +223,7 @@ class SnipRun:
             self.scheduler = opt_param_scheduler
 
             def step() -> Any:
-                forward_step, schedule = self._graphs.training(forward_step_func, forward_backward_func)
+                forward_step, schedule = self.graphs.training(forward_step_func, forward_backward_func)
                 return train_step(
                     forward_step,
                     data_iterator,
@@ -281,23 +281,23 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            step = self._host_step(self._graphs.probed(call))
+            step = self._host_step(self.graphs.probed(call))
             sequences = self._probes.fit(step, controller.state.sequences)
             if isinstance(sequences, Unmeasured):
                 return sequences
-            with self._graphs.beside(call.model):
+            with self.graphs.beside(call.model):
                 result = self._probes.run(step, clip, sequences)
                 return result if self._oracle is None else self._oracle.add(step, result)
 
         controller.before_step(call.step, probe)
-        self._graphs.renew(call.step)
+        self.graphs.renew(call.step)
         started = time.perf_counter()
         result = train_step()
         if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again
             return result
         if self._probes is not None:
             self._probes.has_trained = True
-        captures = self._graphs.captures()
+        captures = self.graphs.captures()
         if captures is not None:
             controller.captured(call.step, *captures)
         elif self._coordinator is not None:
@@ -329,7 +329,7 @@ class SnipRun:
             registry.context.expert_dp_size = groups.experts.dp_size
         linears = self._linears
         request = validate.solve_request(config, args, linears)
-        self._graphs.attach(registry, model)
+        self.graphs.attach(registry, model)
         weighs_updates = needs_forward_noise(request)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))

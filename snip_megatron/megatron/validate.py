@@ -120,8 +120,11 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     here = f"--cuda-graph-impl {implementation} cannot be combined with"
     if not torch.cuda.is_available():
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
-    if getattr(args, "num_experts", None):
-        raise SnipError(f"{here} --num-experts {args.num_experts} under --snip: not supported so far; leave one out")
+    if getattr(args, "num_experts", None) and compat.graphs_hold_experts(args):
+        raise SnipError(
+            f"{here} --num-experts {args.num_experts} under --snip where graphs hold the experts, whose rows the host"
+            " counts; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+        )
     if config.gemm == "transformer_engine":
         raise SnipError(f"{here} --snip-gemm transformer_engine: a new map needs new graphs; use --snip-gemm auto")
     stages = args.pipeline_model_parallel_size

@@ -14,6 +14,7 @@ from snip_megatron.megatron.compat.gradient_reduction import (
 from snip_megatron.megatron.compat.graphs import (
     graph_implementation,
     graphs_bypassed,
+    graphs_hold_experts,
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.groups import embedding_group, optimizer_instance, process_groups
@@ -60,6 +61,7 @@ __all__ = [
     "embedding_group",
     "graph_implementation",
     "graphs_bypassed",
+    "graphs_hold_experts",
     "graphs_of",
     "has_package",
     "held_state",

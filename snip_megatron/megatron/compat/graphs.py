@@ -19,10 +19,10 @@ from megatron.core import full_cuda_graph as full
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer import cuda_graphs as core
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
 
 from snip_megatron.errors import SnipError
 
@@ -44,12 +44,12 @@ _EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state",)),
     (full, "full_cuda_graph", ("_shared_graph_pool",)),
     (FullCudaGraphWrapper, "FullCudaGraphWrapper", ("cuda_graph", "curr_iteration", "reset_cuda_graph")),
-    (GraphableMegatronModule, "GraphableMegatronModule", ("_should_call_local_cudagraph",)),
+    (GraphableMegatronModule, "GraphableMegatronModule", ("_get_submodules_under_cudagraphs",)),
     (training, "training", _HOOKS),
 )  # fmt: skip
 _ATTRIBUTES = (
     "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",
-    "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished",
+    "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished", "num_model_chunks",
 )  # fmt: skip
 _MADE = (core.TECudaGraphHelper.__init__, core.TECudaGraphHelper._discover_layers)
 for _name in _ATTRIBUTES:  # of the object, so that the class does not have them
@@ -71,31 +71,46 @@ def graph_implementation(args: Any) -> str | None:
     return None if found in (None, "none") else str(found)
 
 
+def graphs_hold_experts(args: Any) -> bool:
+    """Return whether the graphs that the arguments select hold whole layers, or all of a layer's experts."""
+    modules = getattr(args, "cuda_graph_modules", None)
+    return graph_implementation(args) == "full_iteration" or not modules or CudaGraphModule.moe in modules
+
+
 @contextlib.contextmanager
-def graphs_bypassed(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator[None]:
     """Run the layers of ``model`` without graphs inside this context. Captured graphs are kept, and none is recorded.
 
     The parameters keep their ``grad_added_to_main_grad``, because Transformer Engine's graphs set it only when they are
     captured.
+
+    Args:
+        model: the model chunks of this rank.
+        settings: what the training loop asks for ``cuda_graph_impl``, beside the configurations of the model.
     """
-    args = get_args()
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, GraphableMegatronModule)]
-    holders = {id(config): config for config in (args, *map(get_model_config, model), *(m.config for m in layers))}
-    before = [(holder, holder.cuda_graph_impl) for holder in holders.values()]
-    marks = [(p, p.grad_added_to_main_grad) for p in parameters(model) if hasattr(p, "grad_added_to_main_grad")]
-    try:
-        for holder, _ in before:
+    holders = {id(each): each for each in (settings, *map(get_model_config, model), *(m.config for m in layers))}
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, core.CudaGraphManager, "__call__", core.CudaGraphManager.__call__)
+        core.CudaGraphManager.__call__ = _run_eagerly
+        for holder in holders.values():
+            undo.callback(setattr, holder, "cuda_graph_impl", holder.cuda_graph_impl)
             holder.cuda_graph_impl = "none"
         for layer in layers:
-            layer._should_call_local_cudagraph = _never
+            if getattr(layer, "cuda_graphs", None):  # the overlap of experts' exchanges asks for nothing else
+                undo.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
+                layer.cuda_graphs = []
+        for parameter in parameters(model):
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                undo.callback(setattr, parameter, "grad_added_to_main_grad", parameter.grad_added_to_main_grad)
         yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("_should_call_local_cudagraph", None)
-        for holder, value in before:
-            holder.cuda_graph_impl = value
-        for parameter, mark in marks:
-            parameter.grad_added_to_main_grad = mark
+
+
+def _run_eagerly(manager: Any, module: torch.nn.Module, args: Any, kwargs: Any, cache_key: Any = None) -> Any:
+    """Run what a manager of local graphs captures: a layer, or one of its methods."""
+    if manager.func is None:
+        return torch.nn.Module.__call__(module, *args, **kwargs)
+    return manager.func(*args, **kwargs)
 
 
 def schedule_without_graph(forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,10 +125,6 @@ def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
     """Yield the parameters of all model chunks."""
     for chunk in model:
         yield from chunk.parameters()
-
-
-def _never(*args: Any, **kwargs: Any) -> bool:
-    return False
 
 
 class Graphs:
@@ -131,6 +142,10 @@ class Graphs:
     def captured(self) -> bool:
         """Whether graphs have been captured."""
         raise NotImplementedError
+
+    def hold(self, module: torch.nn.Module) -> bool:
+        """Return whether a captured graph may hold ``module``. The experts of dropless routing are in none."""
+        return True
 
     def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
         """Return the layers to capture anew when linears have changed their formats, or None for all. Collective.

@@ -48,8 +48,9 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
         transformer = model_config.transformer = copy.copy(model_config.transformer)
     transformer.use_cpu_initialization, transformer.perform_initialization = False, False
     transformer.init_model_with_meta_device = True
-    # Transformer Engine and Megatron ask for the kernels and buffers of these while they build.
+    # Transformer Engine and Megatron ask for the kernels, buffers and random states of these while they build.
     transformer.gradient_accumulation_fusion, transformer.tp_comm_overlap = False, False
+    transformer.cuda_graph_impl = "none"
     model_config.vocab_size = model_config.vocab_size or model_config.make_vocab_size_divisible_by
     stages = args.pipeline_model_parallel_size
     inner = math.lcm(

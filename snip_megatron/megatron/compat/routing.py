@@ -56,7 +56,7 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for router in routers for buffer in router.buffers(recurse=False)]
     tracked = {name: values.clone() for name, values in _tracked().items()}
     scale = getattr(MoEAuxLossAutoScaler, _SCALE)
-    scale = None if scale is None else scale.clone()
+    factor = None if scale is None else scale.clone()
     MTPLossLoggingHelper.tracker = {}
     try:
         yield
@@ -67,6 +67,8 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
                 buffer.copy_(value)
             for name, values in _tracked().items():
                 values.copy_(tracked[name]) if name in tracked else values.zero_()
+            if scale is not None:  # CUDA graphs read it at its address
+                scale.copy_(factor)
         setattr(MoEAuxLossAutoScaler, _SCALE, scale)
 
 

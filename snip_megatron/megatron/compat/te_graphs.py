@@ -17,9 +17,10 @@ import megatron.training.training as training
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import cuda_graphs as core
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs, parameters
+from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
@@ -34,6 +35,7 @@ class TransformerEngineGraphs(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self._helper: Any = None
+        self._inside: set[int] = set()  # modules that graphs hold
         self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
         self._layers = 0  # captured since the last take()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
@@ -43,6 +45,7 @@ class TransformerEngineGraphs(Graphs):
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
             start(helper, *arguments, **named)
             self._helper = helper
+            self._inside = {id(m) for each in map(_captured_parts, helper.flattened_callables) for m in each}
 
         self._replace(core.TECudaGraphHelper, "__init__", remembered)
         self._replace(core.TECudaGraphHelper, "create_cudagraphs", lambda helper: self._create(helper, create))
@@ -62,14 +65,20 @@ class TransformerEngineGraphs(Graphs):
         layers, self._layers = self._layers, 0
         return seconds, {"layers": layers}
 
+    def hold(self, module: torch.nn.Module) -> bool:
+        """See :class:`Graphs`."""
+        return id(module) in self._inside
+
     # -- a capture ---------------------------------------------------------------------------------------------
     def _create(self, helper: Any, create: Callable[[Any], None]) -> None:
         """Run Megatron's capture of the helper's layers, and measure the memory of a layer's graphs."""
         started, layers = time.perf_counter(), len(helper.flattened_callables)
+        chunks = {name: getattr(helper, name) for name in ("num_model_chunks", "num_layers_per_chunk")}
         torch.cuda.empty_cache()  # the capture begins and ends with it, so that what is reserved is the graphs'
         reserved = torch.cuda.memory_reserved()
         with _returned_as_they_are(self._accumulating()), _samples_on_the_device():
             create(helper)
+        vars(helper).update(chunks)  # a capture for overlapped exchanges of experts counts every layer as a chunk
         if layers:
             self._layer_bytes = (torch.cuda.memory_reserved() - reserved) / layers
         self.seconds += time.perf_counter() - started
@@ -79,13 +88,15 @@ class TransformerEngineGraphs(Graphs):
     def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
         """See :class:`Graphs`.
 
-        All layers are captured anew with pipeline parallelism, whose microbatches share buffers, if a rank has too
-        little memory for a second pool, and if the memory of replaced graphs would exceed that of all layers.
+        All layers are captured anew where microbatches share buffers, with pipeline parallelism and with overlapped
+        exchanges of experts, if a rank has too little memory for a second pool, and if the memory of replaced graphs
+        would exceed that of all layers.
         """
         helper = self._helper
         layers = helper.flattened_callables
         chosen = layers_of(layers, changed)
-        if helper.pp_group.size() > 1 or chosen is None or len(chosen) == len(layers):
+        shared = helper.pp_group.size() > 1 or helper.config.overlap_moe_expert_parallel_comm
+        if shared or chosen is None or len(chosen) == len(layers):
             return None
         if self._replaced + len(chosen) > len(layers) or not self._everywhere(self._has_room(len(chosen))):
             return None
@@ -117,9 +128,6 @@ class TransformerEngineGraphs(Graphs):
                 training.disable_forward_pre_hook(model, param_sync=False)
             helper.delete_cuda_graphs()
             helper._capture_finished = False
-            for parameter in parameters(model if layers is None else layers):
-                if hasattr(parameter, "grad_added_to_main_grad"):
-                    parameter.grad_added_to_main_grad = False  # a capture marks those that accumulate by themselves
             helper.config.cuda_graph_warmup_steps = _WARM
             try:
                 helper.create_cudagraphs()
@@ -130,6 +138,15 @@ class TransformerEngineGraphs(Graphs):
             training.enable_forward_pre_hook(model)
             helper.cuda_graph_set_manual_hooks()
         self.seconds = before + time.perf_counter() - started
+
+
+def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:
+    """Yield the modules that the graphs of a layer hold."""
+    parts = layer._get_submodules_under_cudagraphs()
+    if CudaGraphModule.moe_preprocess in layer.config.cuda_graph_modules:  # Megatron's list lacks the latent projection
+        parts = [*parts, *filter(None, [getattr(getattr(layer, "mlp", None), "fc1_latent_proj", None)])]
+    for part in parts:
+        yield from part.modules()
 
 
 def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
@@ -185,7 +202,11 @@ def _samples_on_the_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _returned_as_they_are(weights: Sequence[Any]) -> Iterator[None]:
-    """Make graphs that are captured inside return the dummy gradients of ``weights`` without a copy of each."""
+    """Make graphs that are captured inside return the dummy gradients of ``weights`` without a copy of each.
+
+    Weights whose wgrad is delayed are marked so at all times.
+    """
+    weights = [weight for weight in weights if not hasattr(weight, "skip_backward_post_hook")]
     for weight in weights:
         weight.skip_backward_post_hook = True
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -17,7 +18,6 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell import BlackwellBackend
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat import graphs as compat_graphs
 from snip_megatron.megatron.graphs import GraphedRun
 
 
@@ -32,11 +32,12 @@ class Layer(GraphableMegatronModule):  # type: ignore[misc]
         return x @ self.weight
 
 
-class Replays(torch.nn.Module):
-    """In place of a manager, which needs a GPU: what runs when a layer is given to its graphs."""
-
-    def forward(self, layer: Any, args: Any, kwargs: Any) -> str:
-        return "replayed"
+def manager(func: Any = None) -> CudaGraphManager:
+    """A manager of local graphs, whose ``__init__`` needs a GPU."""
+    found = CudaGraphManager.__new__(CudaGraphManager)
+    torch.nn.Module.__init__(found)
+    found.func = func
+    return found
 
 
 class Chunk(torch.nn.Module):
@@ -46,28 +47,31 @@ class Chunk(torch.nn.Module):
         self.layer = Layer(self.config)
         self.config.cuda_graph_impl = implementation
         if implementation == "local":
-            self.layer.cudagraph_manager = Replays()
+            self.layer.cudagraph_manager = manager()
         if implementation == "transformer_engine":
             self.layer.cuda_graphs = [lambda *args, **kwargs: "replayed"]
             self.layer.cuda_graph_manual_hooks = []
 
 
 @pytest.fixture
-def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    args = argparse.Namespace(cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=3)
-    monkeypatch.setattr(compat_graphs, "get_args", lambda: args)
-    return args
+def args() -> argparse.Namespace:
+    return argparse.Namespace(cuda_graph_impl="full_iteration", cuda_graph_warmup_steps=3)
 
 
 # -- beside the graphs -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_layers_run_their_python_beside_their_graphs(args: argparse.Namespace, implementation: str) -> None:
+def test_layers_run_their_python_beside_their_graphs(
+    args: argparse.Namespace, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaGraphManager, "__call__", lambda *args, **kwargs: "replayed")
     chunk = Chunk(implementation)
     x = torch.eye(4)
     assert chunk.layer(x) == "replayed"
-    with compat.graphs_bypassed([chunk]):
+    with compat.graphs_bypassed([chunk], args):
         assert torch.equal(chunk.layer(x), chunk.layer.weight)
+        assert not getattr(chunk.layer, "cuda_graphs", None)  # the overlap of experts' exchanges looks nowhere else
         assert args.cuda_graph_impl == chunk.config.cuda_graph_impl == "none"  # the schedule and evaluate() look there
+        assert manager(lambda x, y: x - y)(None, (3,), {"y": 1}) == 2  # a part of a layer with experts
     assert chunk.layer(x) == "replayed"
     assert (args.cuda_graph_impl, chunk.config.cuda_graph_impl) == ("full_iteration", implementation)
 
@@ -78,7 +82,7 @@ def test_marks_of_accumulated_gradients_survive_a_probe(args: argparse.Namespace
     weight: Any = chunk.layer.weight
     for mark in (True, False):
         weight.grad_added_to_main_grad = mark
-        with compat.graphs_bypassed([chunk]):
+        with compat.graphs_bypassed([chunk], args):
             weight.grad_added_to_main_grad = not mark
         assert weight.grad_added_to_main_grad is mark
 

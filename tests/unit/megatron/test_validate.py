@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from llama_arguments import EXPERTS, arguments, linears
+from megatron.core.transformer.enums import CudaGraphModule
 from refusals import check, refused
 
 from snip_megatron.config import SnipConfig
@@ -35,7 +36,9 @@ def test_a_plain_run_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("given", "snip", "message"),
     [
-        (EXPERTS | {"transformer_impl": "local"}, {}, "--num-experts 4 under --snip"),
+        (EXPERTS | {"cuda_graph_impl": "full_iteration"}, {}, "--num-experts 4 under --snip where graphs hold"),
+        (EXPERTS, {}, "--num-experts 4 under --snip where graphs hold"),
+        (EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe]}, {}, "--cuda-graph-modules attn moe_router"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
         ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
         (
@@ -64,6 +67,13 @@ def test_what_cuda_graphs_do_not_work_with(
     assert found.startswith(f"--cuda-graph-impl {given.get('cuda_graph_impl', 'local')} cannot be combined with ")
     assert message in found
     check(config(), arguments(cuda_graph_impl=given.get("cuda_graph_impl", "local")))
+
+
+def test_cuda_graphs_beside_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
+    modules = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
+    for implementation in ("transformer_engine", "local"):
+        check(config(), arguments(**EXPERTS, cuda_graph_impl=implementation, cuda_graph_modules=modules))
 
 
 def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
