@@ -1,4 +1,4 @@
-"""`snip compare` as a user runs it: a real experiment on the CPU, interrupted, gone on with, and made again."""
+"""`snip compare` as a user runs it: a real experiment on the CPU, interrupted and gone on with."""
 
 from __future__ import annotations
 
@@ -51,22 +51,13 @@ def results(out: Path) -> dict[str, Any]:
     return body
 
 
-def figures(out: Path) -> dict[str, Any]:
-    """What two machines must agree on."""
-    runs = sorted(results(out)["runs"], key=lambda run: run["id"])
-    timing = {"seconds", "update_seconds", "step_seconds"}
-    return {run["id"]: {k: v for k, v in run.items() if k not in timing} for run in runs}
-
-
 def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator[None]:
     while not ((out / "nano.json").exists() and results(out)["runs"]):
         assert process.poll() is None
         yield
 
 
-def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
-    data: Path, work: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Path) -> None:
     arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", work)
     first = tmp_path / "first"
     process = subprocess.Popen(
@@ -90,18 +81,10 @@ def test_an_interrupted_comparison_goes_on_and_agrees_with_one_that_was_not(
     assert kept in results(first)["runs"]
     assert "warm checkpoint" not in resumed.stderr  # it was there
 
-    # The interrupted run alone, in one go.
-    body = json.loads(NANO.read_text())
-    body["from_warm"]["policies"] = ["uniform-fp4"]
-    alone, second = tmp_path / "alone.json", tmp_path / "second"
-    alone.write_text(json.dumps(body))
-    whole = snip("compare", alone, *arguments[2:], "--out", second)
-    assert whole.returncode == 0, whole.stderr
-    ((name, other),) = figures(second).items()
-    assert figures(first)[name] == other | {"side_by_side": 2}
-    for identity in figures(first):  # "save": true
+    runs = {run["id"]: run for run in results(first)["runs"]}
+    for identity in runs:  # "save": true
         assert (work / "runs" / identity / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "14"
-    check_figures(figures(first), results(first))
+    check_figures(runs, results(first))
     average = next(run for run in results(first)["runs"] if run["label"] == "snip")["average_share"]
     assert 0.4 < average < 0.75  # bf16 in the first two of six steps
     assert f"| 75 % | snip | {average:.3f} |" in (first / "nano.md").read_text()
@@ -123,21 +106,18 @@ def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     body["training"] |= {"ranks": 2, "arguments": layout}
     del body["warm"]
     sums = {"label": "sums in fp8", "policy": "uniform-fp4", "arguments": ["--snip-communication", "all"]}
-    body["from_scratch"] = body.pop("from_warm") | {"steps": 3, "save": False, "policies": ["uniform-fp4", sums]}
+    body["from_scratch"] = body.pop("from_warm") | {"steps": 3, "save": False, "policies": [sums]}
     experiment = tmp_path / "ranks.json"
     experiment.write_text(json.dumps(body))
     out = tmp_path / "out"
-    done = snip("compare", experiment, "--data", data, "--gpus", "0", "--out", out, "--per-gpu", "2")
+    done = snip("compare", experiment, "--data", data, "--gpus", "0", "--out", out)
     assert done.returncode == 0, done.stderr
-    by_label = {run["label"]: run for run in results(out)["runs"]}
-    assert [run["status"] for run in by_label.values()] == ["done"] * 2
-    for run in by_label.values():
-        assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
-    losses = {label: run["validation"]["map"] for label, run in by_label.items()}
-    assert losses["sums in fp8"] != losses["uniform-fp4"]
+    (run,) = results(out)["runs"]
+    assert (run["label"], run["status"]) == ("sums in fp8", "done")
+    assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
 
     shown = snip("compare", experiment, "--data", data, "--dry-run").stdout
-    assert shown.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 2
+    assert shown.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 1
     body |= {"name": "one"}
     body["training"] |= {"ranks": 1, "arguments": []}
     one = tmp_path / "one.json"
@@ -170,7 +150,10 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
     found = {(c["quantity"], c["estimator"]): c for c in validation["comparisons"]}
     assert {found["loss", name]["options"] for name in ("noise", "fisher", "ceiling")} == {8}
     assert {found["drift: all", name]["options"] for name in ("noise", "ceiling")} == {24}
-    assert found["drift: all", "noise"]["rho"] > 0.2  # few steps, few tokens: only that it is no accident
+    # Errors of a GEMM reach weights of other linears: what counts a linear's own error alone ranks otherwise.
+    rho = {name: found["drift: all", name]["rho"] for name in ("noise", "min-rel-err", "min-abs-err")}
+    assert rho["noise"] > 0.8 > 0.6 > max(rho["min-rel-err"], rho["min-abs-err"])
+    assert found["drift: wgrad", "noise"]["rho"] > 0.85
     assert "nano, checkpoint of 8 steps, step 9, fp4" in done.stdout
 
     unknown = snip("validate-proxy", NANO, *arguments[:-4], "--steps", "7", "--gpus", "0")
