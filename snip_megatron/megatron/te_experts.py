@@ -18,14 +18,14 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
-from snip_megatron.megatron.compat.te_recipe import forward_under
+from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
 
 _RECIPE_ROWS = 128  # the alignment that every quantizer of Transformer Engine takes
 
 
-class _GroupedForward:
+class _GroupedForward(StockState):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
     Attributes:

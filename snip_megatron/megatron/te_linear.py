@@ -23,7 +23,7 @@ from megatron.core.transformer.heterogeneous.linear_replacements import TELayerN
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.te_norm import normalized
-from snip_megatron.megatron.compat.te_recipe import forward_under
+from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.linear import product, scatters
 
 
@@ -39,7 +39,7 @@ def ran_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
     return True
 
 
-class _QuantizedForward:
+class _QuantizedForward(StockState):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
     Attributes that are read here:

@@ -63,7 +63,7 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
         amax = x[64:].abs().amax().float() if seed % 8 else None
         if amax is not None:
             x[:64] = x[64:128]
-        spec = OperandSpec((fmt, fmt), amax=amax, rotation=Rotation(seed, amax))
+        spec = OperandSpec(fmt, fmt, amax=amax, rotation=Rotation(seed, amax))
         found, expected = quantize_exact(x, spec), exact.quantize_exact(x, spec)
         for side, one, other in zip(("row", "col"), found, expected, strict=True):
             known = ~other.dequantize().isnan()

@@ -38,7 +38,8 @@ def train(folder: Path, *extra: str) -> str:
     saved = ("--save", str(folder / "saved"), "--snip-dir", str(folder / "run"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29543", "-m",
                "snip_megatron.pretrain_gpt", *TRAINING, *saved, *extra]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

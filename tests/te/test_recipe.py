@@ -70,6 +70,7 @@ def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:
     readers = {"input": (fprop, wgrad), "weight": (fprop, dgrad), "grad_output": (dgrad, wgrad)}
     assert {name: tuple(map(type, pair)) for name, pair in quantizers(module).items()} == readers
     assert not module.is_first_microbatch  # as in stock training
+    assert module.get_extra_state().numel() == 0  # so that stock checkpoints and these are alike
 
     module._fp8_workspaces["weight"] = torch.zeros(1)  # the quantised weight of the earlier map
     before = module.quantizers["scaling_fwd"]

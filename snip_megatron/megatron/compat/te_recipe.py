@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -30,6 +31,16 @@ def recipe_of(formats: Formats) -> Any:
     names = tuple(fmt.value for fmt in formats)
     quantizer = te_map().quantizer
     return CustomRecipe(qfactory=lambda role: quantizer(names, "" if role is None else role.tensor_type))
+
+
+class StockState:
+    """Keeps recipes of maps out of checkpoints, so that any model of Megatron loads them."""
+
+    def get_extra_state(self: Any) -> torch.Tensor | None:
+        """Return what a linear without a recipe has, if its recipe is one of a map: these keep nothing."""
+        if isinstance(self.fp8_meta.get("recipe"), CustomRecipe):
+            return torch.empty(0, dtype=torch.uint8)
+        return super().get_extra_state()  # type: ignore[misc,no-any-return]
 
 
 def forward_under(module: Any, formats: Formats, forward: Callable[..., Any], *arguments: Any) -> Any:
