@@ -38,7 +38,7 @@ def check(config: Any) -> None:
 
 def in_nats(policy: str, q: str) -> bool:
     """Return whether a policy's scores are predicted losses in nats (see sensitivity/README.md)."""
-    return policy == "fisher" or (policy == "snip" and q in ("split", "noise"))
+    return policy == "fisher" or (policy == "snip" and q == "split")
 
 
 def _check_formats(config: Any) -> None:
@@ -69,7 +69,7 @@ def _check_cost(config: Any) -> None:
     if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
         raise SnipError(
             f"{budget} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
-            " none; use --snip-policy snip with --snip-q split or noise, or fisher"
+            " none; use --snip-policy snip with --snip-q split, or fisher"
         )
     if config.policy in LATE and config.wanted.timed:
         raise SnipError(

@@ -19,7 +19,7 @@ from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE
+from snip_megatron.sensitivity.phased import STANDING_SHARE
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class SnipConfig:
     )
     q: str = option(
         "split",
-        "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, noise, paper)",
+        "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, paper)",
         metavar="NAME",
         known=Q_RULES,
     )
@@ -193,11 +193,6 @@ class SnipConfig:
         "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
         least=0,
         most=1,
-    )
-    forgetting: float = setting(
-        FORGETTING,
-        "with phases: rate per run at which later training repairs what imprecise steps leave in the weights",
-        least=0,
     )
     cost: str = setting(
         "auto",

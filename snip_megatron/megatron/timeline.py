@@ -75,7 +75,7 @@ def timeline_of(
     def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
         assert learning_rate is not None
         rates = relative_rates(learning_rate, origin, until)
-        return carried_weights(origin, begins, until, rates, request.forgetting)
+        return carried_weights(origin, begins, until, rates)
 
     fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
     if config.late:

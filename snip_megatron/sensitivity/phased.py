@@ -4,7 +4,7 @@ An error raises the loss at the end of training in two ways. The *standing* part
 forward. It disappears soon after the fprop runs in a precise format. It counts in full if the model is deployed in the
 formats of the last phase. If it is deployed in bf16, a small part of it counts, because the weights have adapted to the
 rounded forward. The *carried* part is what imprecise steps leave in the weights. A step leaves more the higher its
-learning rate is, and later steps may repair some of it.
+learning rate is.
 """
 
 from __future__ import annotations
@@ -37,23 +37,14 @@ runs of a 26 M model, .09 to .16 of an fprop's loss is of this kind, .12 to .2 o
 (``benchmarks/results/quality/compare_26m-time_2xh200_2026-11-22.md`` and the runs of ``STANDING_SHARE``).
 """
 
-FORGETTING = 0.0
-"""Rate at which later training repairs the carried part, the default of ``forgetting``.
-
-The same runs do not determine this rate. Values up to about 5 fit as well, with a smaller standing share.
-"""
-
 _GRID = 4096  # points of the integral over a run
 
 
-def carried_weights(
-    origin: int, begins: Sequence[int], end: int, rates: Sequence[float], forgetting: float = FORGETTING
-) -> tuple[float, ...]:
+def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequence[float]) -> tuple[float, ...]:
     """Return the weight κ of the carried loss of every phase.
 
-    κ of a phase is ∫ η(t) · exp(−forgetting · r(t)) dt over its steps, divided by ∫ η dt over the run. η is the
-    learning rate and r(t) its part of the run's ∫ η dt that lies after t. Without forgetting, the phases of a whole run
-    sum to 1.
+    κ of a phase is ∫ η(t) dt over its steps, divided by that over the run. η is the learning rate. The phases of a
+    whole run sum to 1.
 
     Args:
         origin: first step of the run.
@@ -61,7 +52,6 @@ def carried_weights(
         end: the step before which the run ends.
         rates: learning rates at evenly spaced times, the first at ``origin``, the last at ``end``; in any unit. One
             stands for a constant rate.
-        forgetting: repair per run's worth of learning rate, 0 or more.
 
     Raises:
         SnipError: the steps are not ascending, or the rates are not finite numbers of which one is above 0.
@@ -77,16 +67,9 @@ def carried_weights(
     edges = (np.array([*begins, end], dtype=np.float64) - origin) / (end - origin)
     grid = np.union1d(np.linspace(0.0, 1.0, _GRID), edges)
     rate = np.interp(grid, np.linspace(0.0, 1.0, max(len(sampled), 2)), np.resize(sampled, max(len(sampled), 2)))
-    before = _integral(grid, rate)
-    density = rate * np.exp(-forgetting * (before[-1] - before) / before[-1])
-    carried = _integral(grid, density) / before[-1]
-    at = np.interp(edges, grid, carried)
+    carried = np.concatenate([[0.0], np.cumsum(np.diff(grid) * (rate[1:] + rate[:-1]) / 2)])
+    at = np.interp(edges, grid, carried / carried[-1])
     return tuple(float(b - a) for a, b in pairwise(at))
-
-
-def _integral(grid: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ∫ values from the grid's first point to each of its points, by trapezoids."""
-    return np.concatenate([[0.0], np.cumsum(np.diff(grid) * (values[1:] + values[:-1]) / 2)])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from snip_megatron.sensitivity.divergence import (
     DGRAD,
     FPROP,
     FloatArray,
-    added_variance,
     format_column,
     second_order,
     weight_divergence,
@@ -30,7 +29,7 @@ from snip_megatron.statistics.table import StatisticsTable
 ESTIMATORS = ("noise", "fisher")
 """Values of ``--snip-estimator``; the first is the default."""
 
-Q_RULES = ("split", "noise", "paper")
+Q_RULES = ("split", "paper")
 """Values of ``--snip-q``; the first is the default."""
 
 # Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
@@ -56,7 +55,6 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
 
     - ``split``: ΔL₂ for fprop. For dgrad and wgrad ΔW, scaled so that its sum in the lowest format is
       ``backward_share`` times that of fprop: the ratio of trained loss gaps.
-    - ``noise``: ΔL₂ + ``noise_nats`` · the gradient variance that is added, in nats.
     - ``paper``: ΔL/ΣΔL + ΔW/ΣΔW. Each sum is over all options in the lowest format.
     """
     if request.estimator not in ESTIMATORS:
@@ -69,11 +67,6 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
         if forward_sum > 0.0 and backward_sum > 0.0:
             backward *= request.backward_share * forward_sum / backward_sum
         return loss + backward
-    if request.q == "noise":
-        if not needs_forward_noise(request):
-            return loss
-        variance = added_variance(table, request.formats, backward_noise=request.backward_noise)
-        return loss + request.noise_nats * variance
     if request.q == "paper":
         sums = [(values, _sum_in_lowest(request, values)) for values in (loss, weight)]
         q: FloatArray = sum((values / total for values, total in sums if total > 0.0), np.zeros_like(loss))

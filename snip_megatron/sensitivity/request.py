@@ -11,7 +11,7 @@ from typing import Any
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
-from snip_megatron.sensitivity.phased import FORGETTING, STANDING_SHARE, PhasedRequest
+from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
 BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
@@ -21,11 +21,6 @@ BACKWARD_SHARE = 0.08
 """Trained loss gap of all 4-bit dgrads and wgrads divided by that of all 4-bit fprops: (.0013 − .0005) / (.0110 −
 .0013), three seeds; backward-first at 67 %, uniform-fp8 and -fp4 of
 ``benchmarks/results/quality/compare_26m-gemm-145_h200_2026-11-21.md``.
-"""
-
-NOISE_NATS = 0.025
-"""Loss, in nats, of doubling the gradient's variance: the trained gaps of dgrad and wgrad in fp4 divided by the
-variance that they add, (.0011 + .0005) / (.025 + .04).
 """
 
 
@@ -58,12 +53,11 @@ class SolveRequest:
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
             (MTP, experts). None if there are none.
-        backward_share, noise_nats: constants of the rules ``split`` and ``noise`` of ``--snip-q``.
+        backward_share: constant of the rule ``split`` of ``--snip-q``.
         backward_noise: use the gains of the paper's backward-noise pass.
         protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
         phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
-        standing_share, forgetting: constants of ``phased``: the share of an fprop's loss that a later precise
-            phase removes at once, and the rate at which training repairs the rest.
+        standing_share: share of an fprop's loss that a later precise phase removes at once.
     """
 
     policy: str = "snip"
@@ -80,12 +74,10 @@ class SolveRequest:
     deterministic_time: float = 10.0
     unquantised_stage_flops: Mapping[int, float] | None = None
     backward_share: float = BACKWARD_SHARE
-    noise_nats: float = NOISE_NATS
     backward_noise: bool = False
     protected_kinds: tuple[str, ...] = ("mlp.linear_fc2", "self_attention.linear_proj")
     phases: PhasedRequest | None = None
     standing_share: float = STANDING_SHARE
-    forgetting: float = FORGETTING
 
     def __post_init__(self) -> None:
         _check_formats(self)
@@ -177,8 +169,6 @@ def _check_numbers(request: SolveRequest) -> None:
         raise SnipError(f"standing_share {cut(request.standing_share)}: must lie between 0 and 1")
     for name, value in (
         ("backward_share", request.backward_share),
-        ("noise_nats", request.noise_nats),
-        ("forgetting", request.forgetting),
         *((f"unquantised_stage_flops of stage {k}", v) for k, v in (request.unquantised_stage_flops or {}).items()),
     ):
         if not (math.isfinite(value) and value >= 0.0):

@@ -100,8 +100,6 @@ class LinearRecorder:
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
         dots: one entry per microbatch.
-        each_gw2: Σ over microbatches of the ‖∇W‖² of that microbatch alone, in recorded units.
-        microbatches: number of microbatches seen in the statistics pass.
         whole: ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None for
             other linears.
     """
@@ -117,8 +115,6 @@ class LinearRecorder:
     dx_cols: torch.Tensor = field(init=False)
     dg_cols: torch.Tensor = field(init=False)
     dots: list[Dots] = field(default_factory=list)
-    each_gw2: torch.Tensor | None = None
-    microbatches: int = 0
     whole: torch.Tensor | None = None
     _weighed: bool = False
     _rows: int = 0
@@ -156,8 +152,6 @@ class LinearRecorder:
     ) -> None:
         """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
         if self.phase is Pass.STATISTICS:
-            if self.handle.expert is None:
-                self._note_gradient(x, g)
             self._record_weight(w)
             if x.shape[0]:
                 self._record(x, w, g, d_local, d_reduced)
@@ -165,18 +159,6 @@ class LinearRecorder:
                 self._samples.append(_Samples(x, g, 0.0))
         else:
             self._compare(x, g)
-
-    def _note_gradient(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Record ‖∇W‖² of one microbatch.
-
-        wgrad has been accumulated by now, so after the first microbatch ``main_grad`` is that microbatch's gradient.
-        The gradients of later microbatches are computed once more.
-        """
-        self.microbatches += 1
-        gradient = getattr(getattr(self.handle.module, "weight", None), "main_grad", None)
-        if self.microbatches > 1 or gradient is None or self.handle.shares_tokens:
-            gradient = g.t() @ x
-        self.each_gw2 = _plus(self.each_gw2, sum_squares(gradient))
 
     def own_sums(self) -> torch.Tensor:
         """Return this rank's share of :attr:`whole`. Call it before a table takes the sums."""

@@ -203,8 +203,6 @@ class PartialTable:
             group, _, column = name.partition(".")
             if column:
                 groups[group][column] = array
-        # An estimate of a variance by a difference may be negative.
-        np.maximum(groups["linear"]["gv2"], 0.0, out=groups["linear"]["gv2"])
         _complete_row_parallel(rows, groups["linear"], groups["by_format"], groups["boundary"])
         return StatisticsTable(
             step=step,
@@ -297,27 +295,3 @@ def _summed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) ->
     dist.all_reduce(flat, group=group)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def gradient_noise(
-    each: torch.Tensor | None, total: torch.Tensor, groups: ProbeGroups, microbatches: int
-) -> torch.Tensor:
-    """Return this rank's share of Var(G) of a probe's gradient over microbatches, a float64 scalar.
-
-    G is the sum of B equally distributed gradients g_b, so unbiased and without keeping a second gradient Var(G) =
-    (B·Σ_b‖g_b‖² − ‖G‖²) / (B − 1) (docs/how-it-works.md, Q: one score per option).
-
-    The shares of all ranks add up to Var(G); a single share may be negative. The result is 0 if there is only one
-    microbatch in all, which has no variance to measure.
-
-    Args:
-        each: Σ_b‖g_b‖² of this rank's microbatches, of the local weight shard; None if it was not recorded.
-        total: ‖G‖² of the local weight shard, after the reduction over data parallel ranks.
-        groups: process groups of the linear.
-        microbatches: number of microbatches on this rank.
-    """
-    count = microbatches * groups.dp_size
-    if count < 2 or each is None:
-        return torch.zeros_like(total)
-    whole = total if groups.dp_rank == 0 else torch.zeros_like(total)
-    return (count * each - whole) / (count - 1)

@@ -52,7 +52,6 @@ LINEAR_COLUMNS = (
     "g2",  # ‖G‖²
     "d2",  # ‖D‖², after its reduction over tensor parallel ranks
     "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
-    "gv2",  # Var(∇W) of the probe's gradient over microbatches and data parallel ranks; 0 if there is only one
     "s2",  # Σ_t ‖G_t‖²‖X_t‖², the sum of squared per-token gradients: Var(∇W) if tokens were independent
     "m2",  # ‖exp_avg‖²
     "v2",  # ‖exp_avg_sq‖²
@@ -224,7 +223,7 @@ class StatisticsTable:
                 if header.get("schema") != STATS_SCHEMA:
                     raise SnipError(f'{where}: "schema" must be "{STATS_SCHEMA}"')
                 groups = {
-                    "linear": {c: _column(data, f"linear.{c}") for c in LINEAR_COLUMNS},
+                    "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
                     "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
                     "boundary": {c: data[f"boundary.{c}"] for c in BOUNDARY_COLUMNS},
                 }
@@ -266,9 +265,3 @@ def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
 def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:
     """Return a group of columns of the truth. None if the file has none."""
     return {c: data[f"{group}.{c}"] for c in TRUTH_COLUMNS} if f"{group}.{TRUTH_COLUMNS[0]}" in data else None
-
-
-def _column(data: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return a column. A column that older releases did not record is zero, which means not probed."""
-    later = name == "linear.gv2" and name not in data
-    return np.zeros_like(data["linear.x2"]) if later else data[name]

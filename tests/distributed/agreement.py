@@ -57,13 +57,12 @@ def differences_of_passes(table: StatisticsTable) -> dict[str, Array]:
 
 
 def worst_differences(
-    expected: StatisticsTable, actual: StatisticsTable, *, ragged: tuple[str, ...] = (), unlike: tuple[str, ...] = ()
+    expected: StatisticsTable, actual: StatisticsTable, *, ragged: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """What :func:`agree` judges.
 
     Args:
         ragged: endings of columns whose entries of experts are held to a limit of their own.
-        unlike: columns that are not compared.
 
     Returns:
         ``value`` and ``column``: the worst relative difference, and where. ``close``: the worst share of its own limit
@@ -77,8 +76,6 @@ def worst_differences(
     experts = np.array([row.experts > 1 for row in expected.linears])
     minuends = differences_of_passes(expected)
     for name, array in expected.arrays().items():
-        if name in unlike:
-            continue
         distance = apart(array, actual.arrays()[name])
         if ragged and name.endswith(ragged) and experts.any():
             found["ragged"] = max(found["ragged"], float(distance[experts].max()))

@@ -4,7 +4,6 @@ maps whose groups share a format."""
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +45,9 @@ def test_drift_of_muon_on_two_layouts(warm: WarmRanks, tmp_path: Path) -> None:
     assert (one.drift2 > 0).all()
     assert (one.sink_drift2 > 0).all()
     assert (np.abs(two.drift2 / one.drift2 - 1.0) < 1e-3 * np.maximum(1.0, 1e-2 / RHO_GRID)).all()
-    for name in ("linear.gv2", "by_format.wdrift2", "linear.m2"):
+    for name in ("by_format.wdrift2", "linear.m2"):
         np.testing.assert_allclose(two.arrays()[name], one.arrays()[name], rtol=1e-3, err_msg=name)
     assert not one.linear["v2"].any()
-    # Tokens of a sequence are not independent: the variance over microbatches is of another size than theirs.
-    assert (one.linear["gv2"] > 0.2 * one.linear["s2"]).all()
-    assert (one.linear["gv2"] < 20.0 * one.linear["s2"]).all()
 
 
 def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path: Path) -> None:
@@ -71,8 +67,5 @@ def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path:
     assert two.non_finite() == []
     assert (two.linear["m2"] > 0).all()
     assert (two.drift2[:, -1] > 0).all()
-    # The second microbatch of one rank is multiplied out once more, in bf16.
-    np.testing.assert_allclose(two.linear["gv2"], one.linear["gv2"], rtol=1e-3)
-    two = replace(two, linear=dict(two.linear, gv2=one.linear["gv2"]))
     found = worst_differences(one, two)
     assert agree(found), found

@@ -12,7 +12,7 @@ from snip_megatron.optimizers.update_error import StepScale, linear_update_error
 from snip_megatron.quantization import derive_seed
 from snip_megatron.runtime.host import Host, HostStep, LocalSink
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, gradient_noise
+from snip_megatron.statistics.reduction import PartialTable, ProbeGroups
 from snip_megatron.statistics.squares import sum_squares
 
 _SIGNS = 1  # stream of random numbers derived from --snip-seed
@@ -64,12 +64,8 @@ class UpdateErrors:
         gradient = _reduced(step.gradient(handle.weight), groups)
         if handle.repeats:
             return
-        total = sum_squares(gradient)
-        if handle.expert is None:  # the gradients of an expert's microbatches are not known one by one
-            noise = gradient_noise(recorder.each_gw2, total, groups, recorder.microbatches)
-            found.add(name, "linear.gv2", noise * unit)
         if groups.dp_rank == 0:
-            found.add(name, "linear.gw2", total * unit)
+            found.add(name, "linear.gw2", sum_squares(gradient) * unit)
         state = step.update_of(handle.weight)
         if state is None or not (self._host.sharded or groups.dp_rank == 0):
             return

@@ -27,19 +27,11 @@ def test_a_falling_rate_weighs_by_its_integral() -> None:
 
 
 def test_only_what_remains_is_weighed_and_the_whole_run_is_the_unit() -> None:
-    whole = carried_weights(0, (0, 500, 750, 900), 1000, COSINE, 2.0)
-    assert carried_weights(0, (500, 750, 900), 1000, COSINE, 2.0) == pytest.approx(whole[1:], rel=1e-12)
-    cut = carried_weights(0, (600, 750, 900), 1000, COSINE, 2.0)
+    whole = carried_weights(0, (0, 500, 750, 900), 1000, COSINE)
+    assert carried_weights(0, (500, 750, 900), 1000, COSINE) == pytest.approx(whole[1:], rel=1e-12)
+    cut = carried_weights(0, (600, 750, 900), 1000, COSINE)
     assert cut[0] < whole[1]
     assert cut[1:] == pytest.approx(whole[2:], rel=1e-6)
-
-
-def test_forgetting_repairs_the_early_steps_most() -> None:
-    without = np.array(carried_weights(0, (0, 500), 1000, COSINE))
-    repaired = np.array(carried_weights(0, (0, 500), 1000, COSINE, 3.0)) / without
-    assert repaired[0] < repaired[1] < 1
-    # With r the part of the learning rate that is left, ∫ exp(−f·r) dr over the run.
-    assert sum(carried_weights(0, (0, 500), 1000, COSINE, 3.0)) == pytest.approx((1 - math.exp(-3.0)) / 3.0, rel=1e-5)
 
 
 @pytest.mark.parametrize(

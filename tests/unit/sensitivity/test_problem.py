@@ -228,7 +228,7 @@ def test_a_table_with_a_nan_drops_the_update() -> None:
         ({"pins": (("*", "fp2"),)}, "format 'fp2': unknown"),
         ({"stage_tolerance": -0.1}, "stage tolerance -0.1"),
         ({"unquantised_stage_flops": {0: -1.0}}, "unquantised_stage_flops of stage 0 -1.0"),
-        ({"noise_nats": math.inf}, "noise_nats inf"),
+        ({"backward_share": math.inf}, "backward_share inf"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(fields: dict, message: str) -> None:

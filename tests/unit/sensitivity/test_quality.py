@@ -1,4 +1,4 @@
-"""Q: the three rules, the projection over formats, the rounding."""
+"""Q: the two rules, the projection over formats, the rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from snip_megatron.errors import SnipError
-from snip_megatron.sensitivity.divergence import added_variance
 from snip_megatron.sensitivity.policies import policy_scores
 from snip_megatron.sensitivity.problem import monotone, rounded
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
@@ -33,11 +32,6 @@ def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
     np.testing.assert_allclose(q[:, 1:] / q[0, 1, 1], WEIGHT[:, 1:] / WEIGHT[0, 1, 1])
 
 
-def test_noise_is_in_nats() -> None:
-    q = combine(SolveRequest(q="noise", noise_nats=0.5), LOSS, WEIGHT)
-    np.testing.assert_allclose(q, LOSS + 0.5 * added_variance(TABLE, ("fp8", "fp4")))
-
-
 def test_paper_sums_normalised_terms() -> None:
     q = combine(SolveRequest(q="paper"), LOSS, WEIGHT)
     assert q[:, :, 1].sum() == pytest.approx(2.0)
@@ -54,7 +48,7 @@ def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
 
 
 def test_an_unknown_rule_is_named() -> None:
-    with pytest.raises(SnipError, match="--snip-q sum: unknown; choose one of split, noise, paper"):
+    with pytest.raises(SnipError, match="--snip-q sum: unknown; choose one of split, paper"):
         combine(SolveRequest(q="sum"), LOSS, WEIGHT)
 
 

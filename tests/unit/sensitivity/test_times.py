@@ -152,7 +152,7 @@ def test_formats_without_figures_are_refused() -> None:
         SolveRequest(),
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
         request(granularity="layer"),
-        request(budget=Budget("loss", 0.002), q="noise", times=replace(times(), rest={0: 0.25, 1: 0.5})),
+        request(budget=Budget("loss", 0.002), times=replace(times(), rest={0: 0.25, 1: 0.5})),
         request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED})),
     ],
 )
