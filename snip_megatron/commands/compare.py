@@ -126,9 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_settings(experiment: Experiment, data: Data) -> None:
-    """Raise SnipError if SNIP would refuse the arguments of a run, which the warm checkpoint may precede by hours, or
-    if the run would end before its first map.
-    """
+    """Raise SnipError for a run whose arguments SNIP would refuse, or that would end before its first map."""
     for run in experiment_runs(experiment, data):
         try:
             config = parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
@@ -182,11 +180,7 @@ def alone(work: Path) -> Iterator[None]:
 
 
 def _writing(result: Path) -> AbstractContextManager[object]:
-    """Lock a result file: two comparisons that write it would overwrite each other's runs.
-
-    Raises:
-        SnipError: The folder cannot be written, or another comparison writes the file.
-    """
+    """Lock a result file. Raises SnipError if another comparison writes it, or its folder cannot be written."""
     busy = f"{result}: another comparison writes it; wait for it or give another --out"
     return _locked(result.with_name(f".{result.name}.lock"), busy)
 

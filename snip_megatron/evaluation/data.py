@@ -42,11 +42,7 @@ class Data:
 
 
 def load_data(folder: Path, tokenizer: str) -> Data:
-    """Read the manifest of a folder.
-
-    Raises:
-        SnipError: the folder holds no prepared text, no validation text, or text of another tokenizer.
-    """
+    """Read a folder's manifest. Raises SnipError if it holds no text for training and validation in this tokenizer."""
     how = f"make it with: snip prepare-data --tokenizer {tokenizer} --output {folder}"
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

@@ -72,10 +72,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Warm:
-    """The warm run: a bf16 training of ``steps`` steps, from whose checkpoint all branches start.
-
-    ``save`` are earlier steps of which a checkpoint is kept, ``seed`` is that of the data order.
-    """
+    """The bf16 run from whose checkpoint all branches start; at the steps ``save`` it keeps earlier checkpoints."""
 
     steps: int = entry(whole(1))
     seed: int = entry(whole(1), 1234)

@@ -207,10 +207,7 @@ def _gemms(quantity: str) -> list[int]:
 
 
 def _compare(quantity: str, name: str, scores: _Scores, true: _Scores, trusted: _Trusted) -> Comparison | None:
-    """Compare one estimator in one quantity.
-
-    Returns None if the estimator does not predict the quantity, such as weight divergence for ``fisher``.
-    """
+    """Compare one estimator in one quantity; None if it does not predict it, as ``fisher`` does no drift."""
     kind, gemms = quantity.partition(": ")[0], _gemms(quantity)
     values, expected = (each[kind][:, gemms].ravel() for each in (scores, true))
     above = trusted[kind][:, gemms].ravel()

@@ -64,10 +64,7 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
 
 
 def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: int, logs: Path) -> Job:
-    """Return the job of two steps after a checkpoint.
-
-    The first step provides the gradient norm for the factor of gradient clipping. The second step measures.
-    """
+    """Return the job of two steps after a checkpoint: the first gives the gradient norm, the second measures."""
     arguments = [
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),

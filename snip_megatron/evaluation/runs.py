@@ -52,10 +52,7 @@ class Run:
     ranks: int = 1
 
     def identity(self, data: Data, warm_sha256: str | None) -> str:
-        """Return the hash of the arguments, the text, the warm weights and the number of ranks if there are several.
-
-        Equal runs have the same on any machine.
-        """
+        """Return the hash of arguments, text, warm weights and ranks, which is the same on any machine."""
         body = [list(self.arguments), data.sha256, warm_sha256 if self.kind == "from_warm" else None]
         return _sha256(body, self.ranks)
 
@@ -67,10 +64,7 @@ class Run:
 
 
 def experiment_runs(experiment: Experiment, data: Data) -> list[Run]:
-    """Return all runs, ordered by seed with reference policies first.
-
-    A comparison that is interrupted has therefore complete seeds, which can be compared.
-    """
+    """Return all runs by seed, reference policies first: what is interrupted has whole seeds to compare."""
     return [
         _run(experiment, data, phase, candidate, seed, budget)
         for phase in experiment.phases
@@ -81,10 +75,7 @@ def experiment_runs(experiment: Experiment, data: Data) -> list[Run]:
 
 
 def warm_arguments(experiment: Experiment, data: Data, warm: Warm) -> list[str]:
-    """Return the arguments of the bf16 run that makes the warm checkpoint in ``{warm}``.
-
-    It ends after ``warm.steps`` steps of the learning rate schedule that the branches continue.
-    """
+    """Return the arguments of the bf16 run that makes ``{warm}``, the begin of the branches' learning rate schedule."""
     interval = math.gcd(warm.steps, *warm.save)
     return [
         *training_arguments(experiment, data, warm.seed),
@@ -176,10 +167,7 @@ def _run(
 
 
 def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
-    """Return the arguments of a fixed map: the formats, if it depends on them.
-
-    Experiments with different settings share its runs.
-    """
+    """Return the arguments of a fixed map: formats only if they matter, so that experiments share its runs."""
     own = fixed_formats(candidate.policy, phase.formats) != fixed_formats(candidate.policy)
     return ["--snip-formats", ",".join(phase.formats)] if own else []
 

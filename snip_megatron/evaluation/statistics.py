@@ -80,10 +80,7 @@ class Difference:
 
 
 def recovered(loss: float, bf16: float, fp4: float) -> float:
-    """Return the share of the loss gap between bf16 and all-fp4 that a map avoids.
-
-    It is 1 − (loss − bf16) / (fp4 − bf16), or NaN if fp4's loss is not above that of bf16.
-    """
+    """Return 1 − (loss − bf16) / (fp4 − bf16), the avoided share of the gap; NaN if fp4's loss is not above bf16's."""
     gap = fp4 - bf16
     return 1.0 - (loss - bf16) / gap if gap > 0.0 else math.nan
 
@@ -94,18 +91,12 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def latest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the last run, done or failed, of each policy, budget and block.
-
-    Those before it had other settings of the experiment file.
-    """
+    """Return the last run of each policy, budget and block; those before it had other settings."""
     return list({(e["kind"], e["label"], e["budget"], _block(e)): e for e in entries}.values())
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Group the runs of a result file into rows.
-
-    A run has a gap if its block has a run in bf16, and a recovered share if it has one of uniform-fp4 as well.
-    """
+    """Group runs into rows. Gaps need a run in bf16 in the same block, recovered shares one in uniform-fp4 too."""
     done = [entry for entry in latest(entries) if entry["status"] == "done"]
     losses: dict[tuple[str, Block, str], Mapping[str, float]] = {}
     # Runs without a label of their own come first, and the first run is the reference.
@@ -166,11 +157,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def paired(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """Test at least two paired differences against zero by Student's t test.
-
-    Returns:
-        The mean, the ends of its 95 % confidence interval, and the two-sided p-value.
-    """
+    """Return mean, ends of the 95 % confidence interval and two-sided p-value of differences (Student's t)."""
     mean = float(np.mean(values))
     if np.ptp(values) == 0.0:
         return mean, mean, mean, 1.0 if mean == 0.0 else 0.0

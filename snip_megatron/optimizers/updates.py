@@ -49,9 +49,7 @@ class Update(ABC):
 
     @abstractmethod
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared norms of the first and the second moment, float64 scalars. A moment that the optimizer
-        does not keep counts as 0.
-        """
+        """Return the squared norms of both moments, float64 scalars; 0 for one that the optimizer does not keep."""
 
     @abstractmethod
     def direction(self, g: torch.Tensor) -> torch.Tensor:
@@ -129,9 +127,7 @@ class AdamWState(Update):
         return sum_squares(self.exp_avg), sum_squares(self.exp_avg_sq)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        """Return m̂ / (√v̂ + ε) of the next step with gradient g. Weight decay is left out: an error of g does not
-        change it.
-        """
+        """Return m̂ / (√v̂ + ε) of the next step, without weight decay, which an error of g does not change."""
         step = self.step + 1
         # 1 − β is computed in float64, as the optimizer does; from β₂ in float32 it would be off by 1e-5.
         m = torch.lerp(self.exp_avg, g, 1.0 - self.beta1)
@@ -267,9 +263,7 @@ class MuonState(Update):
     def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`Update`. Evaluates at most len(MUON_SAMPLES) of ``scales``, and interpolates the others linearly
-        in logarithms.
-        """
+        """See :class:`Update`. Evaluates at most len(MUON_SAMPLES) scales; others are interpolated in logarithms."""
         base = self.direction(g) if base is None else base
         every = np.asarray(scales, dtype=np.float64)
         order = np.argsort(every)

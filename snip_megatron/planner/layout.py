@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,6 @@ from snip_megatron.precision import LinearRow, Side
 from snip_megatron.timing.shapes import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
-CUDA_GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 GRAPHS_WITHOUT_PIPELINE = {
     "full_iteration": "Megatron waits for the device between stages, which no graph holds",
     "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
@@ -88,10 +88,8 @@ class Layout:
 
     def checked(self) -> Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
-        self._check_positive()
-        self._check_tensor_parallel()
-        self._check_batch()
-        self._check_communication()
+        for fault in self._faults():
+            raise SnipError(fault)
         assert self.shapes  # ranks can share all features
         return self
 
@@ -200,10 +198,7 @@ class Layout:
         return self.probed_parameters(stage) + (self.vocabulary * self.model.hidden // self.tp if output else 0)
 
     def probed_parameters(self, stage: int) -> int:
-        """Return the number of parameters on a rank of ``stage`` whose gradients a probe reads.
-
-        These are all parameters except those of the output layer.
-        """
+        """Return the parameters of a rank of ``stage`` whose gradients a probe reads: not the output layer's."""
         rows = [row for layer in self.stages[stage] for row in layer]
         shapes = [self.shapes[row.name] for row in rows]
         norms = len({row.sub_block for row in rows}) + (stage == self.pp - 1)
@@ -211,51 +206,35 @@ class Layout:
         return sum(shape.n * shape.k * shape.matrices for shape in shapes) + norms * self.model.hidden + embedding
 
     # -- checks --------------------------------------------------------------------------------------------------
-    def _check_positive(self) -> None:
+    def _faults(self) -> Iterator[str]:
+        """Yield what Megatron or SNIP would refuse."""
+        model, tp, reduction = self.model, self.tp, f"--gradient-reduction {self.gradient_reduction}"
         for name in ("tp", "pp", "dp", "seq_length", "micro_batch_size", "global_batch_size"):
-            value = getattr(self, name)
-            if not 1 <= value <= _MOST:
-                raise SnipError(f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}")
+            if not 1 <= (value := getattr(self, name)) <= _MOST:
+                yield f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}"
         if self.recompute not in RECOMPUTE:
-            raise SnipError(f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}")
-
-    def _check_tensor_parallel(self) -> None:
-        model, tp = self.model, self.tp
+            yield f"--recompute {self.recompute}: choose one of {', '.join(RECOMPUTE)}"
         if model.heads % tp:
-            raise SnipError(f"--tp {tp}: {model.name} has {model.heads} heads, which cannot be split over {tp} ranks")
+            yield f"--tp {tp}: {model.name} has {model.heads} heads, which cannot be split over {tp} ranks"
         if model.groups % tp and tp % model.groups:
-            raise SnipError(
-                f"--tp {tp}: must be a multiple or divisor of the {model.groups} key-value heads of {model.name}"
-            )
+            yield f"--tp {tp}: must be a multiple or divisor of the {model.groups} key-value heads of {model.name}"
         if self.sequence_parallel and self.seq_length % tp:
-            raise SnipError(f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks")
-
-    def _check_communication(self) -> None:
-        if self.gradient_reduction != "fp32" and (self.dp == 1 or not self.distributed_optimizer):
-            raise SnipError(
-                f"--gradient-reduction {self.gradient_reduction}: needs --dp 2 or more, without"
-                " --no-distributed-optimizer"
-            )
-        if self.gradient_reduction != "fp32" and self.tp > 1 and not self.sequence_parallel:
-            raise SnipError(
-                f"--gradient-reduction {self.gradient_reduction}: needs --sequence-parallel with --tp {self.tp}"
-            )
-        here = f"--communication {self.communication}"
-        if self.communication not in COMMUNICATION:
-            raise SnipError(f"{here}: choose one of {', '.join(COMMUNICATION)}")
-        if self.communication == "bf16":
-            return
-        if not self.sequence_parallel or self.tp == 1:
-            raise SnipError(f"{here}: needs --sequence-parallel and --tp 2 or more")
-        if self.tokens % (self.tp * _TILE):
-            raise SnipError(
-                f"{here}: the {self.tokens} tokens of a microbatch on {self.tp} ranks are {self.tokens / self.tp:g}"
-                f" each, no multiple of {_TILE}, so that shards cut tiles"
-            )
-
-    def _check_batch(self) -> None:
-        each = self.micro_batch_size * self.dp
+            yield f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks"
+        each, batch = self.micro_batch_size * self.dp, f"--global-batch-size {self.global_batch_size}"
         if self.global_batch_size % each:
-            raise SnipError(
-                f"--global-batch-size {self.global_batch_size}: must be a multiple of --micro-batch-size × --dp, {each}"
-            )
+            yield f"{batch}: must be a multiple of --micro-batch-size × --dp, {each}"
+        if self.gradient_reduction != "fp32" and (self.dp == 1 or not self.distributed_optimizer):
+            yield f"{reduction}: needs --dp 2 or more, without --no-distributed-optimizer"
+        if self.gradient_reduction != "fp32" and tp > 1 and not self.sequence_parallel:
+            yield f"{reduction}: needs --sequence-parallel with --tp {tp}"
+        if self.communication != "bf16":
+            yield from self._exchange_faults(f"--communication {self.communication}")
+
+    def _exchange_faults(self, here: str) -> Iterator[str]:
+        if self.communication not in COMMUNICATION:
+            yield f"{here}: choose one of {', '.join(COMMUNICATION)}"
+        if not self.sequence_parallel or self.tp == 1:
+            yield f"{here}: needs --sequence-parallel and --tp 2 or more"
+        if self.tokens % (self.tp * _TILE):
+            each = f"{self.tokens} tokens of a microbatch on {self.tp} ranks are {self.tokens / self.tp:g} each"
+            yield f"{here}: the {each}, no multiple of {_TILE}, so that shards cut tiles"

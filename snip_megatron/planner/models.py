@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict
 
 _MAX_EDGE = 2**24
 _MAX_BLOCKS = 10_000
@@ -111,8 +111,8 @@ class Llama:
             for block in range(self.blocks)
             for path, shape in zip(DENSE_LAYER, shapes, strict=True)
         )
-        sizes = (self.hidden, self.heads, self.groups, self.head_size, self.vocabulary, self.context, self.tied)
-        return Model(self.name, tuple(rows), *sizes)
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Model) if f.name != "rows"}
+        return Model(rows=tuple(rows), **shared)
 
 
 _KNOWN = (
@@ -147,20 +147,18 @@ def load_llama(name: str) -> Llama:
             )
         if path.stat().st_size > _MAX_BYTES:
             raise SnipError(f"{path}: not a model's config.json: larger than {_MAX_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes()
+    except OSError as error:
         raise SnipError(f"{path}: cannot be read ({error})") from None
     return from_hugging_face(text, where=str(path))
 
 
-def from_hugging_face(text: str, *, where: str) -> Llama:
+def from_hugging_face(text: str | bytes, *, where: str) -> Llama:
     """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SnipError(f"{where}: not JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise SnipError(f"{where}: must be an object")
+        body = strict.read_object(text)
+    except SnipError as error:
+        raise SnipError(f"{where}: {error}") from None
     if body.get("model_type") != "llama":
         raise SnipError(
             f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'

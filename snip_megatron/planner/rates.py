@@ -63,9 +63,8 @@ class Rates:
         if self._grid is None:
             forward = batch * _attention_flops(*size) / (STATED_ATTENTION * FLOPS_RATE)
             return forward, ATTENTION_BACKWARD * forward
-        return (
-            batch * self._grid.seconds(size, lambda row: row[0]),
-            batch * self._grid.seconds(size, lambda row: row[1]),
+        return batch * self._grid.seconds(size, lambda row: row[0]), batch * self._grid.seconds(
+            size, lambda row: row[1]
         )
 
     def memory(self, moved: float) -> float:

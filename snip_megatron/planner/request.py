@@ -130,11 +130,7 @@ def gemm_counts(rows: Sequence[LinearRow], precision_map: PrecisionMap) -> dict[
 
 
 def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTable:
-    """Return the statistics with the stages of this layout.
-
-    Raises:
-        SnipError: their linears are not those of the model, or they lack a format.
-    """
+    """Return the statistics with the stages of this layout. Raises SnipError if they are of another model."""
     table = StatisticsTable.load(path)
     missing = [fmt for fmt in request.config.measured_formats if fmt not in table.formats]
     if missing:

@@ -137,11 +137,7 @@ class StepModel:
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Return stage → seconds of a step that no format changes.
-
-        The time after the pipeline is divided by the factor of the bubble, so that the sum of
-        the slowest stage times this factor is the step time.
-        """
+        """Return stage → seconds of a step that no format changes, with its share of what follows the pipeline."""
         bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
         return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
@@ -161,11 +157,9 @@ class StepModel:
         """Return the seconds that every GEMM is charged in a budget of time, those of its exchanges included."""
         kinds = self.layout.kinds
         shapes = {kind: self.layout.shapes[row.name] for kind, row in kinds.items()}
-        if self.layout.communication == "bf16":
-            return OptionTimes.predict(self.model, shapes, formats)
-        return OptionTimes.predict(
-            self.model, shapes, formats, lambda kind, gemm, fmt: self.exchanges.charge(kinds[kind], gemm, fmt)
-        )
+        packed = self.layout.communication != "bf16"
+        charge = (lambda kind, *to: self.exchanges.charge(kinds[kind], *to)) if packed else None
+        return OptionTimes.predict(self.model, shapes, formats, charge)
 
     # -- one stage -----------------------------------------------------------------------------------------------
     def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
@@ -209,9 +203,7 @@ class StepModel:
             tokens = shape.tokens * layout.passes(row)
             if row.sub_block not in blocks:
                 blocks.add(row.sub_block)
-                elements += (
-                    _passes(_NORM, shape.forwards) * layout.stream + _passes(_ADD, shape.forwards) * layout.stream
-                )
+                elements += sum(_passes(each, shape.forwards) * layout.stream for each in (_NORM, _ADD))
             if after_attention(row):
                 elements += _passes(_ROPE, shape.forwards) * heads
             elif row.role is Role.WRITES:

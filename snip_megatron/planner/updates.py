@@ -24,11 +24,6 @@ def solves(config: SnipConfig) -> bool:
     return config.policy not in UNSOLVED
 
 
-def _weighs_updates(config: SnipConfig) -> bool:
-    """Return whether weight divergence is measured, by a forward-noise pass whose gradients are reduced."""
-    return needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator))
-
-
 def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
     """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
     group = layout.pp if layout.vpp > 1 else 1
@@ -40,7 +35,7 @@ def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
     if not solves(config):
         return {}
     kinds = ["statistics"]
-    if _weighs_updates(config):
+    if needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator)):
         kinds += ["forward_noise", *(("backward_noise",) if config.backward_noise else ())]
     return dict.fromkeys(kinds, probe_microbatches(layout, config))
 

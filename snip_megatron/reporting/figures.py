@@ -163,10 +163,7 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
-    """Draw the times of each update: a stacked bar of its parts, and a bar of the time that it blocked training.
-
-    Returns None if no update has times.
-    """
+    """Draw the parts of each update as a stacked bar beside the time that it blocked training; None without times."""
     blues = (UPDATE_COLOURS["probes"], "#2a5d95", "#1d3f66")
     kinds = list(dict.fromkeys(kind for u in updates for kind in u.probes_s))
     parts: list[tuple[str, list[float | None], str]] = [
@@ -193,10 +190,7 @@ def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
 
 
 def front_figure(front: Front | None) -> dict[str, Any] | None:
-    """Draw the sum of losses over budgets of one Problem, and mark the run's own budget and map.
-
-    Returns None without a front.
-    """
+    """Draw the sum of losses over budgets of one Problem; mark the run's budget and map. None without a front."""
     if front is None or not front.points:
         return None
     share = front.share

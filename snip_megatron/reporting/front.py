@@ -1,6 +1,4 @@
-"""The Pareto front of a run's latest Problem, solved when the report is written: the least predicted loss at other
-budgets.
-"""
+"""The Pareto front of a run's latest Problem, solved when the report is written."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import LinearRow, fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import RunData
-from snip_megatron.reporting.prediction import Prediction, StageTime
+from snip_megatron.records.stored import parse_shapes
+from snip_megatron.reporting.prediction import Prediction
+from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
@@ -22,14 +24,14 @@ class StageView:
     Attributes:
         linears: stage → number of linears.
         shares: stage → fp4 share of its FLOPs.
-        times: stage → predicted times; empty if they cannot be predicted.
+        times: stage → predicted seconds of its linears in bf16 and under the map; empty if they are not known.
         model: name of the cost model; empty if times cannot be predicted.
         assumptions: the assumptions of the cost model, a sentence each.
     """
 
     linears: Mapping[str, int]
     shares: Mapping[str, float]
-    times: Mapping[str, StageTime]
+    times: Mapping[str, tuple[float, float]]
     model: str
     assumptions: Sequence[str]
 
@@ -57,23 +59,24 @@ def stage_view(run: RunData, rows: Sequence[LinearRow], cost: str | None, unread
     for row in rows:
         flops[str(row.stage)][row.name] = row.flops
     outside = unquantised_flops(run)
-    prediction: Prediction | None = None
-    times: dict[str, StageTime] = {}
+    found: OptionTimes | None = None
+    times: dict[str, tuple[float, float]] = {}
     try:
-        prediction = Prediction.stored(run) if model is None else None
-        if prediction is None:
-            model = FlopsModel() if model is None else model
-            prediction = Prediction.by_model(run, model, set(last.choices.values()))
-        if prediction is not None:
-            by_stage = prediction.by_stage(last, {row.name: row.stage for row in rows})
-            times = {str(stage): time for stage, time in by_stage.items()}
+        if model is None and (stored := Prediction.stored(run)) is not None:
+            found = stored.times
+        elif isinstance(shapes := run.facts.get("linear_shapes"), Mapping):
+            model = model or FlopsModel()
+            found = OptionTimes.predict(model, parse_shapes(shapes, "config.json"), set(last.choices.values()))
+        if found is not None:
+            by_stage = found.by_stage(last, {row.name: row.stage for row in rows})
+            times = {str(stage): each for stage, each in by_stage.items()}
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
     return StageView(
         linears={stage: len(own) for stage, own in flops.items()},
         shares={s: fp4_fraction(last, own, outside.get(s, 0.0)) for s, own in flops.items()},
         times=times,
-        model=prediction.times.model if times and prediction is not None else "",
+        model=found.model if times and found is not None else "",
         assumptions=() if model is None else model.assumptions,
     )
 

@@ -202,10 +202,7 @@ class RankZeroCoordinator:
         if precision_map.budget is None:
             return precision_map
         assert self._request.times is not None
-        step = self._request.times.step_speedup(
-            {row.name: row.stage for row in self._linears},
-            {int(stage): share for stage, share in precision_map.achieved_per_stage.items()},
-        )
+        step = self._request.times.step_speedup(precision_map, {row.name: row.stage for row in self._linears})
         return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     # -- fixed maps --------------------------------------------------------------------------------------------

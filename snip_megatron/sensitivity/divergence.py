@@ -35,10 +35,7 @@ def format_column(table: StatisticsTable, column: str, formats: Sequence[str]) -
 
 
 def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], formats: Sequence[str]) -> NDArray[T]:
-    """Select ``formats`` from the last axis of ``values``, in their order. bf16 has no error and gets zeros.
-
-    Raises SnipError if the table was recorded without one of the formats.
-    """
+    """Select ``formats`` from the last axis; bf16 has zeros. Raises SnipError if the table lacks one of them."""
     missing = [f for f in formats if f not in table.formats and f != Format.BF16.value]
     if missing:
         raise SnipError(

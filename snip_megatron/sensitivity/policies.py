@@ -87,9 +87,7 @@ def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, wei
 def _errors(
     table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray, *, relative: bool
 ) -> FloatArray:
-    """Sum of the Frobenius norms of both operands' errors; with ``relative`` each divided by the norm
-    of its operand.
-    """
+    """Sum of the Frobenius norms of both operands' errors, with ``relative`` each over the norm of its operand."""
     operands = (("dx_row2", "x2", "dw2", "w2"), ("dg_row2", "g2", "dw2", "w2"), ("dg_col2", "g2", "dx_col2", "x2"))
     scores = []
     for operand in operands:
@@ -103,9 +101,7 @@ def _errors(
 
 
 def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray) -> FloatArray:
-    """Scores from a protection [linears, 3], in proportion to FLOPs. Formats of more than four bits cost little or
-    nothing.
-    """
+    """Scores from a protection [linears, 3], in proportion to FLOPs; more than four bits cost little or nothing."""
     flops = np.array([row.flops for row in table.linears])
     by_bits = {16: 0.0, 8: _EIGHT_BIT_SHARE, 4: 1.0}
     weights = np.array([by_bits[BITS[f]] for f in request.formats])

@@ -53,10 +53,7 @@ class Option:
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:
-    """Return the options of a model in the order of its linears and GEMMs.
-
-    Raises SnipError if a pin matches nothing.
-    """
+    """Return the options in the order of linears and GEMMs. Raises SnipError if a pin matches nothing."""
     if not linears:
         raise SnipError("the model has no linear that SNIP can choose formats for")
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
@@ -89,9 +86,9 @@ def _formats(option: Option, request: SolveRequest) -> tuple[str, ...]:
     return (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
 
 
-def _reachable(options: Sequence[Option], request: SolveRequest) -> float:
-    saved = math.fsum(o.flops for o in options if any(map(is_four_bit, _formats(o, request))))
-    return saved / math.fsum(o.cost for o in options)
+def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> Problem:
+    options = list_options(linears, request, tokens_per_step)
+    return Problem(request.budget, tuple(make_item(o, request, {}) for o in options if o.flops), request.tolerance)
 
 
 def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
@@ -100,18 +97,8 @@ def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, toke
     ``tokens_per_step`` scales the FLOPs of the linears to those of ``unquantised_stage_flops``; it has no effect
     without these. Raises SnipError if a pin matches nothing.
     """
-    return _reachable_limit(list_options(linears, request, tokens_per_step), request)[0]
-
-
-def _reachable_limit(options: Sequence[Option], request: SolveRequest) -> tuple[float, int | None]:
-    """Return (highest reachable budget, the stage that limits it or None)."""
-    limits: list[tuple[float, int | None]] = [(_reachable(options, request), None)]
-    if request.stage_tolerance is not None:
-        for stage in sorted({o.stage for o in options}):
-            own = _reachable([o for o in options if o.stage == stage], request)
-            limits.append((own + request.stage_tolerance, stage))
-    lowest, limiting = min(limits, key=lambda limit: limit[0])
-    return min(lowest, 1.0), limiting
+    fault = infeasibility(_without_scores(linears, request, tokens_per_step).at(1.0))
+    return 1.0 if fault is None else fault.reachable or 0.0
 
 
 def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
@@ -119,29 +106,12 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
 
     A bound on the loss is never refused here, because the reachable loss depends on scores.
     """
-    if request.timed:
-        _check_reachable_speedup(list_options(linears, request, tokens_per_step), request)
-        return
-    share, stage = _reachable_limit(list_options(linears, request, tokens_per_step), request)
-    if request.budget.value * (1.0 - 1e-9) > share:
-        where = "" if stage is None else f" (stage {stage} limits it)"
-        shown = math.floor(share * 1e4) / 1e4  # rounded down, so that asking for the figure shown succeeds
+    problem = _without_scores(linears, request, tokens_per_step)  # raises for a format without a predicted time
+    if request.budget.kind != "loss" and (fault := infeasibility(problem)) is not None:
+        unit = f" (seconds a step of the linears, by the times of {request.times.model})" if request.times else ""
         raise SnipError(
-            f"--snip-budget {request.budget} is unreachable: formats, pins and linears outside SNIP's choice"
-            f" leave at most fp4={shown:.4f}{where}; lower the budget or remove a pin"
-        )
-
-
-def _check_reachable_speedup(options: Sequence[Option], request: SolveRequest) -> None:
-    items = tuple(make_item(option, request, {}) for option in options)
-    problem = Problem(request.budget, items)  # raises for a format without a predicted time
-    if request.budget.kind != "speedup":
-        return
-    if (fault := infeasibility(problem)) is not None:
-        raise SnipError(
-            f"--snip-budget {request.budget} is unreachable with --snip-formats"
-            f" {','.join(request.formats)} and the pins: by the times of {request.times and request.times.model},"
-            f" {fault.why} (seconds a step in the decoder's linears)"
+            f"--snip-budget {request.budget} is unreachable with --snip-formats {','.join(request.formats)}, the pins"
+            f" and the linears outside SNIP's choice: {fault.why}{unit}; lower the budget or remove a pin"
         )
 
 
@@ -206,9 +176,7 @@ def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) ->
 
 
 def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
-    """[linears, 3, formats] → [options, formats]: the GEMMs one after the other, or their sum at
-    granularity ``layer``.
-    """
+    """[linears, 3, formats] → [options, formats]: GEMM after GEMM, or their sum at granularity ``layer``."""
     if request.granularity == "layer":
         summed: FloatArray = values.sum(axis=1)
         return summed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, quoted
-from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 
@@ -81,25 +81,24 @@ class OptionTimes:
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
-    def step_speedup(self, stages: Mapping[str, int], saved: Mapping[int, float]) -> float | None:
-        """Return the predicted speedup of the whole step, or None if the rest of the step is not known.
+    def by_stage(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> dict[int, tuple[float, float]]:
+        """Return pipeline stage → seconds of its linears in bf16, and under a map. Raises SnipError as :meth:`of`.
 
-        Args:
-            stages: name of a linear → pipeline stage.
-            saved: pipeline stage → share of the bf16 seconds of its linears that a map saves.
+        ``stages``: name of a linear → stage.
         """
-        linears = self.linears(stages)
-        if not linears or not set(linears) <= set(self.rest):
-            return None
-        before = max(self.rest[k] + seconds for k, seconds in linears.items())
-        return before / max(self.rest[k] + seconds * (1.0 - saved.get(k, 0.0)) for k, seconds in linears.items())
-
-    def linears(self, stages: Mapping[str, int]) -> dict[int, float]:
-        """Return pipeline stage → seconds of its linears in bf16. ``stages`` is name of a linear → stage."""
-        linears = dict.fromkeys(stages.values(), 0.0)
+        parts: dict[int, list[tuple[float, float]]] = {}
         for name, stage in stages.items():
-            linears[stage] += self.of(name, None, Format.BF16.value)
-        return linears
+            after = (self.of(name, gemm, precision_map.format_of(name, gemm).value) for gemm in Gemm)
+            parts.setdefault(stage, []).append((self.of(name, None, Format.BF16.value), math.fsum(after)))
+        return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
+
+    def step_speedup(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> float | None:
+        """Return the predicted speedup of the whole step, or None if the rest of the step is not known."""
+        if not stages or not set(stages.values()) <= set(self.rest):
+            return None
+        times = self.by_stage(precision_map, stages)
+        before, after = (max(self.rest[k] + each[i] for k, each in times.items()) for i in (0, 1))
+        return before / after
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures in a form that JSON can store."""

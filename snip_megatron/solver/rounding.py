@@ -44,10 +44,7 @@ def _cheapest(table: Table, price: Floats | float) -> Ints:
 
 
 def mend_picks(table: Table, pick: Ints, worth: Floats, start: Ints) -> Ints:
-    """Return feasible picks near ``pick`` whose phases are worth this, [P], or more where the need asks for it.
-
-    ``start`` is returned if there are none.
-    """
+    """Return feasible picks near ``pick`` whose phases are worth this, [P], or more; ``start`` if there are none."""
     worth = np.maximum(worth, table.floor)
     worth = worth + max(0.0, table.need - table.spent(worth)) / table.steps.sum()
     needs = np.where(table.rows.active, (worth[:, None] - table.rows.offset) * table.rows.divisor, -np.inf)

@@ -92,10 +92,7 @@ class _Search:
         self.relaxation: Relaxation | None = None
 
     def run(self, enough: float = math.nan, effort: float = math.inf) -> Outcome:
-        """Search until the gap is proven; or until Σ shifted loss is known to reach ``enough`` or not to.
-
-        The last core may take ``effort`` deterministic seconds.
-        """
+        """Search until the gap, or what ``enough`` asks, is proven; ``effort`` is that of the last core."""
         self.enough, self.effort = enough, effort
         self._relax()
         if self.exact and self.relaxation is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -114,7 +114,7 @@ class Table:
         ]
         saving[at] = [c.saving for own in options for c in own]
         place = {stage: k for k, stage in enumerate(stages)}
-        table = cls(
+        return cls(
             ids=tuple(item.id for item, _ in parts),
             span=np.array([span for _, span in parts], dtype=np.int64),
             stage=np.array([place[item.stage] for item, _ in parts], dtype=np.int64),
@@ -127,11 +127,8 @@ class Table:
             steps=np.array([phase.steps for phase in phases], dtype=np.float64),
             rows=rows,
             floor=np.array([_floor(phase.target, problem, rows) for phase in phases]),
-            need=0.0,
-            limit=math.inf,
-        )
-        return replace(
-            table, need=_need(problem, rows), limit=problem.budget.value if problem.budget.kind == "loss" else math.inf
+            need=_need(problem, rows),
+            limit=problem.budget.value if problem.budget.kind == "loss" else math.inf,
         )
 
     @cached_property

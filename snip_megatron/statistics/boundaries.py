@@ -41,9 +41,7 @@ class TokenShard:
 
 @functools.lru_cache(maxsize=64)
 def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None) -> torch.Tensor:
-    """Compute :meth:`TokenShard.rows`. Cached on the device, because a copy to a GPU waits for all work that runs
-    there.
-    """
+    """Compute :meth:`TokenShard.rows`; cached on the device, because a copy to a GPU waits for its work."""
     sampled = sample_rows(local_rows * shard.size, count)
     start = shard.first_row(local_rows)
     return (sampled[(sampled >= start) & (sampled < start + local_rows)] - start).to(device)
@@ -111,9 +109,7 @@ class Boundary:
             tensor.register_hook(lambda gradient: self.on_gradient(gradient, index))  # type: ignore[no-untyped-call]
 
     def on_gradient(self, gradient: torch.Tensor, index: int) -> None:
-        """Record the gradient of the stream of one forward. A hook on the tensor gets the sum of all gradients of the
-        stream: of the branch and of the residual.
-        """
+        """Record the gradient of the stream of one forward: the sum of those of the branch and of the residual."""
         r = self.sampled(gradient)
         if self.phase is Pass.STATISTICS:
             self.r[index] = r

@@ -54,9 +54,7 @@ class ProbedShapes:
     element: int = 2
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
-        """Bytes of the sampled rows, kept until the update is measured: X and G of every linear, h and r of every
-        boundary.
-        """
+        """Bytes of the rows sampled to the end of the update: X and G of linears, h and r of boundaries."""
         of_linears = sum(min(probe_tokens, linear.rows) * (linear.n + linear.k) for linear in self.linears)
         of_stream = min(probe_tokens, self.tokens) * self.boundaries * 2 * self.hidden
         return float(self.element * microbatches * (of_linears + of_stream))

@@ -251,9 +251,7 @@ class LinearRecorder:
         return torch.stack(dots), rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return max|·| of the whole operand if a format has one scale per tensor, otherwise None. A sample of rows
-        would have a smaller one.
-        """
+        """Return max|·| of the whole operand, not of a sample, if a format has one scale per tensor; else None."""
         if not WHOLE_TENSOR & {resolve(fmt) for fmt in self.formats}:
             return None
         shared = self.handle.shared_amax(name, tensor, map(resolve, self.formats))

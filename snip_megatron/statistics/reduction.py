@@ -61,9 +61,7 @@ class ProbeGroups:
         return self if handle.expert is None or self.experts is None else self.experts
 
     def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
-        """Split recorders by their groups. Leaves out groups that this rank has no recorder of; its peers have none
-        either.
-        """
+        """Split recorders by their groups, without groups that this rank and its peers have no recorder of."""
         kinds = [(self, [r for r in recorders if self.of(r.handle) is self])]
         if self.experts is not None:
             kinds.append((self.experts, [r for r in recorders if self.of(r.handle) is self.experts]))
@@ -140,9 +138,7 @@ class PartialTable:
         self._on_device.clear()
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
-        """Add the sums of a recorder, and clear them. Weights are the same on all data parallel ranks, so one of these
-        reports them.
-        """
+        """Add a recorder's sums, and clear them. One data parallel rank reports weights, which all have."""
         row = self._row[recorder.handle.name]
         for name, value in recorder.sums.items():
             if name != "w2" or dp_rank == 0:

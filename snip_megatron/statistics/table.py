@@ -170,10 +170,7 @@ class StatisticsTable:
         return [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
 
     def non_finite(self) -> list[str]:
-        """Return the names of columns with a NaN, an Inf or a value that must not be negative.
-
-        An update with such a table is dropped.
-        """
+        """Return the columns with a NaN, an Inf or a wrong sign. An update with such a table is dropped."""
         bad = []
         of_linears = ("linear", "by_format", "drift2", *_TRUTH_GROUPS)
         for name, array in self.arrays().items():
@@ -214,9 +211,7 @@ class StatisticsTable:
 
     @classmethod
     def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:
-        """Read :meth:`to_bytes`. ``where`` names the source in errors. Raises SnipError on anything else; never
-        unpickles.
-        """
+        """Read :meth:`to_bytes` of the source ``where``. Raises SnipError on anything else; never unpickles."""
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 header = json.loads(bytes(data["header"]))

@@ -74,11 +74,7 @@ class CostModel:
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
-        """Return the seconds of one GEMM in one training step, including quantisation.
-
-        Raises:
-            SnipError: the model knows neither ``fmt`` nor, if it is a variant, its base.
-        """
+        """Return the seconds of one GEMM in a step, including quantisation. Raises SnipError if ``fmt`` is unknown."""
         time = self.gemm_seconds(shape, gemm, fmt)
         once = 0.0
         if fmt is not Format.BF16:

@@ -51,10 +51,7 @@ class LogGrid[Row]:
         return self._places[query]
 
     def seconds(self, query: Point, of: Callable[[Row], float]) -> float:
-        """Return the seconds of a query at the weighted geometric mean of the rates around it.
-
-        ``of`` takes what was measured at a point, and returns the seconds.
-        """
+        """Return the seconds of a query at the weighted geometric mean of the rates around it; ``of`` reads a row."""
         weights = self.place(query).weights
         if weights[0][0] == query:
             return of(self._rows[query])
@@ -95,10 +92,7 @@ def _distance(a: Point, b: Point) -> float:
 
 
 def _complete_axes(points: frozenset[Point]) -> tuple[tuple[int, ...], ...]:
-    """Return the axes of a full grid of measured points.
-
-    The coordinate with the smallest share of measured points is removed until every combination was measured.
-    """
+    """Return the axes of a full grid of measured points: the coordinates with the fewest points are left out."""
     kept = points
     while True:
         axes = [sorted({point[d] for point in kept}) for d in range(len(next(iter(kept))))]

@@ -110,9 +110,7 @@ def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:
-    """Return FP32 factors. Those of columns are scaled to at most 1, so that no product leaves the
-    range of FP32 early.
-    """
+    """Return FP32 factors, those of columns at most 1, so that no product leaves the range of FP32 early."""
     found = []
     for rows, cols in ((sizes.unit_rows, sizes.unit_cols), (sizes.var_rows, sizes.var_cols)):
         if rows is None or cols is None:

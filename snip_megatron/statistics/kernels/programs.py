@@ -16,9 +16,7 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-100)
 
 @triton.jit
 def _scale(amax, FORMAT: tl.constexpr):
-    """Return amax / the format's maximum, and 1 for a zero tile. The result is at least 2^-100: below that, squares
-    underflow.
-    """
+    """Return amax / the format's maximum, at least 2^-100 (squares underflow below), and 1 for a zero tile."""
     maximum: tl.constexpr = 6.0 if FORMAT == 4 else 448.0
     return tl.where(amax == 0.0, 1.0, tl.maximum(amax / maximum, _SMALLEST_SCALE))
 
@@ -59,9 +57,7 @@ def _format_sums(
     x, row_amax, col_amax, whole_amax_ptr, errors_ptr, cols_ptr, col_mask,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of one candidate: the part's total with tiles along rows, and column sums with tiles along
-    columns.
-    """
+    """Store a candidate's total with tiles along rows, and its column sums with tiles along columns."""
     j = tl.arange(0, EDGE)
     if WHOLE:
         scale = _scale(tl.load(whole_amax_ptr), FORMAT)

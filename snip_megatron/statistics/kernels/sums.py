@@ -112,9 +112,7 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return Σ x² in one read, float64 0-dim. Adds in FP32 within blocks of 8192 elements, and in
-    float64 over blocks.
-    """
+    """Return Σ x² in one read, float64 0-dim: in FP32 within blocks of 8192 elements, in float64 over blocks."""
     x = x.reshape(-1)
     blocks = -(-x.numel() // _BLOCK)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)

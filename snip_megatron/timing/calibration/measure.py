@@ -50,11 +50,7 @@ class Measurer:
 
     # -- linears -------------------------------------------------------------------------------------------------
     def gemms(self, size: Size) -> dict[Format, Triple]:
-        """Time the GEMMs of a size (tokens, n, k).
-
-        Returns:
-            Format → seconds of fprop and dgrad (bf16 output) and wgrad (accumulated into FP32).
-        """
+        """Return format → seconds of fprop and dgrad (bf16 output) and wgrad (into FP32) of a size (tokens, n, k)."""
         m, n, k = size
         bytes_each = 2 * (m * n + m * k + n * k)
         sets = [self._linear(m, n, k) for _ in range(_sets(bytes_each))]

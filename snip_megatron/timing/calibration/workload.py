@@ -84,10 +84,7 @@ def shapes_workload(shapes: Iterable[LinearShape], attention: Iterable[Size] = (
 
 
 def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:
-    """Return the product of sorted axes, ordered by refinement: the ends of each axis first, then the middles.
-
-    A prefix of the result therefore contains a full coarser grid.
-    """
+    """Return the product of sorted axes, ends of axes first, then middles: a prefix contains a full coarser grid."""
     levels = [_levels(len(axis)) for axis in axes]
     places = itertools.product(*(range(len(axis)) for axis in axes))
     ordered = sorted(places, key=lambda place: (max(level[i] for level, i in zip(levels, place, strict=True)), place))

@@ -16,7 +16,7 @@ from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, LinearRow, Side
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Side
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 
@@ -144,13 +144,13 @@ def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
     all_bf16, all_tensor = ((fmt,) * 3 for fmt in (Format.BF16, Format.FP8_TENSOR))
     planned = step.step(lambda row: all_bf16).total / step.step(lambda row: all_tensor).total
     cost = {f: math.fsum(times.of(row.name, None, f) for row in rows if row.stage == 0) for f in ("bf16", "fp8_tensor")}
-    saved = 1 - cost["fp8_tensor"] / cost["bf16"]
     stages = {row.name: row.stage for row in rows}
-    predicted = times.step_speedup(stages, {0: saved, 1: saved})
+    predicted = times.step_speedup(PrecisionMap.uniform(stages, Format.FP8_TENSOR), stages)
+    assert predicted is not None
     assert predicted == pytest.approx(planned, rel=1e-3)
     slowest, fastest = sorted((1.0, cost["bf16"] / cost["fp8_tensor"]))  # these linears are too small to gain
     assert slowest < predicted < fastest
-    assert times.step_speedup(stages, {}) == 1.0
+    assert times.step_speedup(PrecisionMap(choices={}), stages) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_where_the_planner_cannot_say_the_rest_is_not_known(rows: list[LinearRow
     args = arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows or linears(args).covered)
     assert times.rest == {}
-    assert times.step_speedup({}, {}) is None
+    assert times.step_speedup(PrecisionMap(choices={}), {"decoder.layers.0.mlp.linear_fc1": 0}) is None
 
 
 def test_a_run_that_names_no_table_measures_its_times() -> None:

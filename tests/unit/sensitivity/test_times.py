@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, split_option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
 from snip_megatron.sensitivity.times import OptionTimes
@@ -110,7 +110,8 @@ def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
         else:
             assert item == before
     stages = {f"decoder.layers.0.{kind}": 0, f"decoder.layers.1.{kind}": 0}
-    assert priced.linears(stages)[0] == pytest.approx(times().linears(stages)[0] + 2 * 0.5)
+    bf16 = PrecisionMap(choices={})
+    assert priced.by_stage(bf16, stages)[0][0] == pytest.approx(times().by_stage(bf16, stages)[0][0] + 2 * 0.5)
 
 
 # -- reachable -------------------------------------------------------------------------------------------------
