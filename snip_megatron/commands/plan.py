@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
@@ -15,9 +16,6 @@ from snip_megatron.config.options import add_options, given_options
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.planner.layout import RECOMPUTE, Layout
 from snip_megatron.records.output_file import check_folder, deliver
-
-if TYPE_CHECKING:
-    from snip_megatron.planner.rates import Links
 
 _SHARED = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
@@ -60,8 +58,19 @@ def _add_model(add: Callable[..., Any]) -> None:
     add("--recompute", choices=RECOMPUTE, help="activations to recompute in the backward; default: none")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
-    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
-    add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
+    add(
+        "--vocab-size",
+        type=_count,
+        metavar="N",
+        help="tokens of the vocabulary; default: the model's",
+    )
+    add(
+        "--gpus",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="GPUs of a job with --megatron; default: 8",
+    )
     add(
         "--megatron",
         nargs=argparse.REMAINDER,
@@ -78,8 +87,13 @@ def _add_losses(add: Callable[..., Any]) -> None:
         metavar="FILE.npz",
         help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
     )
-    add("--seed", type=_seed, default=1, metavar="N", help="seed of synthetic losses; default: 1")
-    add("--train-iters", type=_count, metavar="N", help="training steps of the run, over which phases are planned")
+    add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
+    add(
+        "--train-iters",
+        type=_count,
+        metavar="N",
+        help="training steps of the run, over which phases are planned",
+    )
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:
@@ -123,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from snip_megatron.config.command_line import given_arguments
     from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.rates import Links
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
@@ -134,16 +149,11 @@ def run(args: argparse.Namespace) -> int:
     if args.megatron is not None:
         own = given_arguments(args.megatron)
         given = {name: own[name] for name in _SHARED if name in own} | given
-    request = parse_request(
-        given,
-        model,
-        statistics=args.statistics,
-        seed=args.seed,
-        train_iters=args.train_iters,
-    )
+    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=args.train_iters)
+    links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
     layout = _named(args, request.config) if args.megatron is None else _built(args)
-    plan = make_plan(StepModel(layout, model, _links(args)), request, gpu_memory=gpu)
+    plan = make_plan(StepModel(layout, model, links), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")
@@ -191,21 +201,10 @@ def _built(args: argparse.Namespace) -> Layout:
     return replace(layout, model=replace(layout.model, vocabulary=vocabulary))
 
 
-def _links(args: argparse.Namespace) -> Links:
-    from snip_megatron.planner.rates import Links
-
-    return Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
+def _whole(text: str, least: int = 0) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= _MOST):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {least} to {_MOST}")
     return int(text)
+
+
+_count = partial(_whole, least=1)

@@ -82,6 +82,11 @@ class StageMemory:
         """The least memory with which training and its updates fit."""
         return max(self.training, self.probing_least)
 
+    def as_dict(self) -> dict[str, float]:
+        """Return all figures but ``fixed`` by name."""
+        derived = ("training", "probing", "probing_least", "peak")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+
 
 def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None) -> StageMemory:
     """Predict the memory of a stage.

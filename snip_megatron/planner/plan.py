@@ -14,6 +14,7 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner import memory, phases, step_time, synthetic, updates
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
+from snip_megatron.planner.models import Model
 from snip_megatron.planner.phases import plan_phases
 from snip_megatron.planner.request import PlanRequest, build_problem, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
@@ -55,8 +56,9 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
     return {
         "schema": PLAN_SCHEMA,
-        "model": _model(layout),
-        "layout": _layout(layout),
+        "model": _fields(layout.model, "rows") | {"blocks": layout.model.blocks, "parameters": layout.model.parameters},
+        "layout": _fields(layout, "model")
+        | {"gpus": layout.ranks, "microbatches": layout.microbatches, "bubble": layout.bubble - 1.0},
         "timings": step.model.name,
         "linears": [_linear(step, kind, row) for kind, row in _kinds(layout)],
         "stages": stages,
@@ -71,24 +73,15 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
 
 def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
     """Return the compared variants: bf16, fp8 everywhere (if the cost model knows it), and the map."""
-    found = {fmt.value: _uniform(fmt) for fmt in (Format.BF16, Format.FP8) if fmt in step.model.formats}
+    found: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
+    if Format.FP8 in step.model.formats:
+        found["fp8"] = lambda row: (Format.FP8,) * 3
     return found | {"map": formats_of_map(solution.to_precision_map())}
 
 
-def _uniform(fmt: Format) -> FormatsOf:
-    return lambda row: (fmt,) * 3
-
-
 # -- parts of the body ---------------------------------------------------------------------------------------------
-def _model(layout: Layout) -> Body:
-    model = layout.model
-    sizes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "rows"}
-    return sizes | {"blocks": model.blocks, "parameters": model.parameters}
-
-
-def _layout(layout: Layout) -> Body:
-    body = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout) if f.name != "model"}
-    return body | {"gpus": layout.ranks, "microbatches": layout.microbatches, "bubble": layout.bubble - 1.0}
+def _fields(of: Model | Layout, but: str) -> Body:
+    return {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.name != but}
 
 
 def _kinds(layout: Layout) -> list[tuple[str, LinearRow]]:
@@ -125,17 +118,17 @@ def _stage(
 ) -> Body:
     layout = step.layout
     layers = layout.stages[stage]
-    shapes = [(layout.shapes[row.name], row) for layer in layers for row in layer]
+    rows = [(row, layout.shapes[row.name]) for layer in layers for row in layer]
     work = {name: time.stages[stage] for name, time in steps.items()}
     bytes_by_variant = {
-        name: _memory(stage_memory(layout, stage, formats_of, config)) for name, formats_of in variants.items()
+        name: stage_memory(layout, stage, formats_of, config).as_dict() for name, formats_of in variants.items()
     }
     return {
         "stage": stage,
         "chunks": _runs([layer[0].id.layer for layer in layers if layer[0].id.stack == "decoder"]),
         "blocks": len(layers),
         "parameters": layout.stage_parameters(stage),
-        "flops": math.fsum(row.runs(None) * shape.flops * shape.microbatches for shape, row in shapes),
+        "flops": math.fsum(row.runs(None) * shape.flops * shape.microbatches for row, shape in rows),
         "bytes": bytes_by_variant,
         "seconds": {name: own.seconds | {"total": own.total} for name, own in work.items()},
         "busy": {name: own.total / steps[name].slowest for name, own in work.items()},
@@ -153,15 +146,6 @@ def _fit(stages: Sequence[Body], gpu: float | None) -> Body:
     """Compare the most that a GPU needs, in training under the map or during its updates, with what it has."""
     peak = max(stage["bytes"]["map"]["peak"] for stage in stages)
     return {"peak": peak, "gpu": gpu, "fits": None if gpu is None else peak <= gpu}
-
-
-def _memory(found: memory.StageMemory) -> Body:
-    return dataclasses.asdict(found) | {
-        "training": found.training,
-        "probing": found.probing,
-        "probing_least": found.probing_least,
-        "peak": found.peak,
-    }
 
 
 def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:

@@ -7,7 +7,7 @@ its FLOPs. The solver weighs score against FLOPs saved, so it then follows the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -79,11 +79,6 @@ def _sum_in_lowest(request: SolveRequest, values: FloatArray) -> float:
     return float(np.stack([values[:, i, request.lowest(gemm)] for i, gemm in enumerate(Gemm)], axis=1).sum())
 
 
-def _fisher(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """The score of ModelOpt AutoQuantize, (G·E)². dgrad and wgrad cost nothing."""
-    return loss
-
-
 def _errors(
     table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray, *, relative: bool
 ) -> FloatArray:
@@ -109,35 +104,30 @@ def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray)
     return scores
 
 
-def _random(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
-    """Seeded uniform scores in (0, 1]: one draw per option, or one per linear at granularity ``layer``."""
+def _random(table: StatisticsTable, request: SolveRequest) -> FloatArray:
+    """Seeded uniform protection in (0, 1]: one draw per option, or one per linear at granularity ``layer``."""
     draws = 1.0 - np.random.default_rng([request.seed % 2**64, 0]).random((len(table.linears), len(Gemm)))
-    if request.granularity == "layer":
-        draws[:] = draws[:, :1]
-    return _rule(table, request, draws)
+    return np.repeat(draws[:, :1], len(Gemm), axis=1) if request.granularity == "layer" else draws
 
 
-def _per_block(table: StatisticsTable, protect: Callable[[int, int], float]) -> FloatArray:
-    blocks = 1 + max(row.id.layer for row in table.linears)
-    values = np.array([protect(row.id.layer, blocks) for row in table.linears])
-    return np.repeat(values[:, None], len(Gemm), axis=1)
+def _per_linear(values: Iterable[float]) -> FloatArray:
+    return np.repeat(np.array(list(values))[:, None], len(Gemm), axis=1)
 
 
-def _layer_id(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
+def _layer_id(table: StatisticsTable, request: SolveRequest) -> FloatArray:
     """Protects the first and the last blocks. Each block further out is protected 1.3 times more."""
-    return _rule(table, request, _per_block(table, lambda i, blocks: 1.3 ** -min(i, blocks - 1 - i)))
+    layers = [row.id.layer for row in table.linears]
+    return _per_linear(1.3 ** -min(i, max(layers) - i) for i in layers)
 
 
-def _tail(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
+def _tail(table: StatisticsTable, request: SolveRequest) -> FloatArray:
     """Protects the last 15 % of the blocks, at least one."""
-
-    def protect(layer: int, blocks: int) -> float:
-        return 1.0 if layer >= blocks - tail_blocks(blocks) else 0.0
-
-    return _rule(table, request, _per_block(table, protect))
+    layers = [row.id.layer for row in table.linears]
+    kept = 1 + max(layers) - tail_blocks(1 + max(layers))
+    return _per_linear(float(layer >= kept) for layer in layers)
 
 
-def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
+def _layer_type(table: StatisticsTable, request: SolveRequest) -> FloatArray:
     """Protects the kinds ``request.protected_kinds``, each ten times more than the next."""
     kinds = request.protected_kinds
     levels = {kind: 10.0**-rank for rank, kind in enumerate(kinds)}
@@ -146,8 +136,7 @@ def _layer_type(table: StatisticsTable, request: SolveRequest, loss: FloatArray,
     if unknown := [kind for kind in kinds if kind not in paths and kind not in SolveRequest.protected_kinds]:
         known = ", ".join(dict.fromkeys(paths))
         raise SnipError(f"--snip-settings protected_kinds={cut(unknown[0])}: unknown; choose among {known}")
-    values = np.array([levels.get(path, 0.0) for path in paths])
-    return _rule(table, request, np.repeat(values[:, None], len(Gemm), axis=1))
+    return _per_linear(levels.get(path, 0.0) for path in paths)
 
 
 def _backward_first(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
@@ -163,16 +152,21 @@ def _backward_first(table: StatisticsTable, request: SolveRequest, loss: FloatAr
 
 _Score = Callable[[StatisticsTable, SolveRequest, FloatArray, FloatArray], FloatArray]
 
+
+def _ruled(protect: Callable[[StatisticsTable, SolveRequest], FloatArray]) -> _Score:
+    return lambda table, request, loss, weight: _rule(table, request, protect(table, request))
+
+
 _SCORES: Mapping[str, _Score] = {
     "snip": _snip,
-    "random": _random,
+    "random": _ruled(_random),
     "min-abs-err": partial(_errors, relative=False),
     "min-rel-err": partial(_errors, relative=True),
     "backward-first": _backward_first,
-    "fisher": _fisher,
-    "layer-id": _layer_id,
-    "layer-type": _layer_type,
-    "tail": _tail,
+    "fisher": lambda table, request, loss, weight: loss,  # of ModelOpt AutoQuantize: dgrad and wgrad cost nothing
+    "layer-id": _ruled(_layer_id),
+    "layer-type": _ruled(_layer_type),
+    "tail": _ruled(_tail),
 }
 
 UNSOLVED = (*FIXED, *LATE)

@@ -167,8 +167,8 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
 
 def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
     """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
-    flops = np.array([o.flops or np.inf for o in options])
-    flops[np.isinf(flops)] = flops[np.isfinite(flops)].mean()
+    known = [o.flops for o in options if o.flops]
+    flops = np.array([o.flops or np.mean(known) for o in options])
     for column, fmt in enumerate(request.formats):
         if is_four_bit(fmt):
             q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)

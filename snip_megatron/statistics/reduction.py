@@ -248,7 +248,8 @@ def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> Non
 def _finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     dots = [one for recorder in recorders for one in recorder.dots]
     if group_size(groups.tp) > 1 and dots:
-        parts = iter(_summed([part for one in dots for part in _sums_of(one)], groups.tp))
+        own = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
+        parts = iter(_summed(own, groups.tp))
         dots = [Dots(next(parts), one.rows, next(parts), None if one.known is None else next(parts)) for one in dots]
     whole = iter(dots)
     for recorder in recorders:
@@ -256,10 +257,6 @@ def _finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> No
         recorder.dots.clear()
         if recorder.handle.tp_rank == 0 and squared:
             recorder.by_format["c2"] = torch.stack(squared).sum(0)
-
-
-def _sums_of(dots: Dots) -> list[torch.Tensor]:
-    return [part for part in (dots.values, dots.share, dots.known) if part is not None]
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
