@@ -96,14 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the experiments.
+    """Run the experiments. Raises SnipError on bad input.
 
-    Returns:
-        Exit code 0 if all runs are complete, 1 if runs failed, 4 if runs are left because of the time limit, and
-        128 + n after signal n.
-
-    Raises:
-        SnipError: On bad input.
+    Returns exit code 0 if all runs are complete, 1 if runs failed, 4 if runs are left because of the time limit, and
+    128 + n after signal n.
     """
     if args.report:
         for path in args.files:
@@ -168,10 +164,8 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
 def alone(work: Path) -> Iterator[None]:
     """Lock the folder ``work``: two comparisons there would remove each other's run directories.
 
-    The trainings inherit the lock. It lasts until the last one ends, if the comparison is killed before.
-
-    Raises:
-        SnipError: The folder cannot be written, or another comparison runs there.
+    The trainings inherit the lock. It lasts until the last one ends, if the comparison is killed before. Raises
+    SnipError if the folder cannot be written, or another comparison runs there.
     """
     busy = f"{work}: another comparison, or a training that it left, runs there; wait for it or give another --work"
     with _locked(work / "lock", busy) as lock:
@@ -285,10 +279,8 @@ def select_gpus(wanted: str) -> list[str]:
 def stop_on_signals(pool: Pool) -> list[int]:
     """End the pool's processes on a signal of :data:`STOPS`, unless it is ignored, as SIGHUP under nohup.
 
-    The processes have groups of their own, so that neither a key nor a terminal that closes ends them.
-
-    Returns:
-        The list that the signal is added to.
+    The processes have groups of their own, so that neither a key nor a terminal that closes ends them. Returns the
+    list that the signal is added to.
     """
     received: list[int] = []
 

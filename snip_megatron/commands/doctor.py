@@ -33,14 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report.
+    """Print the report. Raises SnipError if the port is out of range.
 
-    Returns:
-        Exit code 0 if training under SNIP can run here. 1 if something that it needs is missing or wrong, or with
-        ``--strict`` if there is a note.
-
-    Raises:
-        SnipError: If the port is out of range.
+    Returns exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong, or with
+    ``--strict`` if there is a note.
     """
     if not 0 < args.port < 65536:
         raise SnipError(f"--port {args.port}: must lie between 1 and 65535")

@@ -127,14 +127,7 @@ def _add_hardware(add: Callable[..., Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print tables and write JSON.
-
-    Returns:
-        Exit code 0.
-
-    Raises:
-        SnipError: On bad input, or with exit code 3 if the budget is out of reach.
-    """
+    """Plan, print tables and write JSON. Returns 0. Raises SnipError (exit code 3 if the budget is out of reach)."""
     from snip_megatron.config.command_line import given_arguments
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.rates import Links

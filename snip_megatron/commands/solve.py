@@ -79,14 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solve and write the map, or the plan of a problem over phases.
-
-    Returns:
-        Exit code 0.
-
-    Raises:
-        SnipError: On bad input, or with exit code 3 if the budget is infeasible.
-    """
+    """Solve and write the map, or the plan of a problem over phases. Returns 0. Raises SnipError (3 if infeasible)."""
     from snip_megatron.solver import solve, sweep
     from snip_megatron.solver.pareto import sweep_json
 

@@ -55,12 +55,8 @@ def make_part(experiment: Experiment, data: Data, results: Results, work: Path) 
 class Comparison:
     """Several experiments that are trained together. Equal runs and equal warm checkpoints are made only once.
 
-    Args:
-        parts: the experiments.
-        pool: runs the training processes.
-        work: the folder for checkpoints, run directories and logs.
-        facts: hardware, versions and commit, which every record contains.
-        failed: number of failed processes so far.
+    ``work`` holds checkpoints, run directories and logs. Every record contains ``facts``: hardware, versions, commit.
+    ``failed`` counts failed processes.
     """
 
     parts: Sequence[Part]

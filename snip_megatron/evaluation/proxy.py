@@ -120,8 +120,7 @@ class Validation:
 def find_tables(source: Path) -> list[Path]:
     """Return the statistics files of a run directory in the order of their steps, or ``source`` itself if it is a file.
 
-    Raises:
-        SnipError: ``source`` is neither a file nor a run directory with statistics.
+    Raises SnipError if ``source`` is neither a file nor a run directory with statistics.
     """
     if source.is_file():
         return [source]

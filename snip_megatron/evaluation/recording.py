@@ -20,20 +20,9 @@ def record_truth(
 ) -> list[tuple[int, Path]]:
     """Measure at checkpoints of the warm run, which is trained if its checkpoints do not exist.
 
-    Args:
-        experiment: the experiment.
-        data: its text.
-        work: the folder for checkpoints and run directories.
-        steps: the steps of the checkpoints.
-        fmt: the format to which each option is forced, one at a time.
-        microbatches: microbatches of each of the two disjoint batches.
-        pool: runs the trainings.
-
-    Returns:
-        (step, run directory) of each checkpoint.
-
-    Raises:
-        SnipError: the warm run keeps no checkpoint of a step, a process fails twice, or the time is over.
+    Each option alone is forced to ``fmt``, on two disjoint batches of so many microbatches. ``work`` is the folder for
+    checkpoints and run directories. Returns (step, run directory) of each checkpoint. Raises SnipError if the warm run
+    keeps no checkpoint of a step, a process fails twice, or the time is over.
     """
     warm = warm_checkpoint(experiment, data, work)
     known = (*warm.warm.save, warm.warm.steps)

@@ -59,7 +59,6 @@ class Pool:
         devices: the CUDA device of each slot; None for the CPU.
         environment: additional environment variables of every process.
         deadline: the ``time.monotonic()`` at which jobs are ended; None for no limit.
-        stopped: whether :meth:`stop` was called.
     """
 
     devices: Sequence[str | None]
@@ -75,14 +74,9 @@ class Pool:
         self._waiting += jobs
 
     def run(self, ended: Callable[[Outcome], None], progress: Callable[[], None] = lambda: None) -> int:
-        """Run the queued jobs in their order.
+        """Run the queued jobs in order: ``ended`` gets each outcome, ``progress`` is called several times a second.
 
-        Args:
-            ended: called with every outcome.
-            progress: called several times a second.
-
-        Returns:
-            The number of jobs that were not run, or that were ended at the deadline or by :meth:`stop`.
+        Returns the number of jobs that were not run, or that were ended at the deadline or by :meth:`stop`.
         """
         try:
             while (self._waiting or self._running) and not self.stopped and self._left() > 0:

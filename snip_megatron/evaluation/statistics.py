@@ -126,10 +126,6 @@ def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any
 
     Announced comparisons without enough runs count in the adjustment: which ones fail or are still missing must not
     make the others significant.
-
-    Args:
-        table: all policies.
-        planned: the announced comparisons; see :class:`~snip_megatron.evaluation.experiment.Planned`.
     """
     known = {(row.kind, row.label, row.budget): row for row in table}
     pairs = []

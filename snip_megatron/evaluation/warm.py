@@ -84,11 +84,7 @@ def warm_checkpoint(experiment: Experiment, data: Data, work: Path) -> WarmCheck
 def weights_sha256(checkpoint: Path) -> str:
     """Return the SHA-256 over name, dtype, shape and bytes of all tensors except optimizer state, sorted by name.
 
-    Args:
-        checkpoint: an ``iter_<N>`` folder in Megatron's torch_dist format.
-
-    Raises:
-        ValueError: the folder holds no weights.
+    ``checkpoint`` is an ``iter_<N>`` folder of Megatron's torch_dist format. Raises ValueError if it holds no weights.
     """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader

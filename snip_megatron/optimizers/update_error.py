@@ -77,9 +77,8 @@ def linear_update_error(
         state: the optimizer's update of the elements.
         scale: factors of units.
         s2, x2, g2: reduced entries of the table (global, in units of the table).
-        seed: seed of the random signs.
+        seed, words: seed of the random signs, and what returns their words for the kernel.
         tokens: number of tokens that the linear saw. Default: all tokens of the probe.
-        words: returns the words of the signs for the kernel.
     """
     handle = recorder.handle
     x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
@@ -169,15 +168,9 @@ def sink_update_error(
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
-    embedding, or the whole weight of a norm. A row without gradient gets no error.
-
-    Args:
-        gradient: reduced local main gradient in recorded units, any shape.
-        state: the optimizer's update of this rank's elements.
-        scale: factors of units.
-        seed: seed of the random signs.
-        first_row: global index of the first local row.
-        words: returns the words of the signs for the kernel.
+    embedding, or the whole weight of a norm. A row without gradient gets no error. ``gradient`` is the reduced local
+    main gradient in recorded units, any shape; ``first_row`` the global index of its first row. The others are those of
+    :func:`linear_update_error`.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
     rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5

@@ -58,14 +58,7 @@ class Update(ABC):
     def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)].
-
-        Args:
-            g: gradient.
-            unit: the error at ρ = 1.
-            scales: values of ρ.
-            base: u(g) if the caller has computed it already.
-        """
+        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)]. ``base`` is u(g) if known."""
         base = self.direction(g) if base is None else base
         return torch.stack([sum_squares(self.direction(g + rho * unit) - base) for rho in scales])
 
@@ -74,13 +67,8 @@ def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Te
     """Bring the gradient of the probe to the noise level of a training step's gradient.
 
     A probe has fewer tokens than a step, so its gradient deviates more from the mean gradient. The best available
-    estimate of that mean is the optimizer's own average, towards which ``g`` is interpolated.
-
-    Args:
-        g: gradient of the probe.
-        state: the optimizer's state of the same elements.
-        noise: sqrt(tokens of the probe / tokens of a step). Returns ``g`` unchanged if it is 1 or more, or before the
-            first step.
+    estimate of that mean is the optimizer's own average, towards which ``g`` is interpolated. ``noise`` is sqrt(tokens
+    of the probe / tokens of a step). Returns ``g`` unchanged if it is 1 or more, or before the first step.
     """
     mean = state.mean() if noise < 1.0 else None
     return g if mean is None else torch.lerp(mean, g, noise)

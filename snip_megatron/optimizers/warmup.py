@@ -16,16 +16,7 @@ _SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
 
 
 def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
-    """Run the passes of a probe over two microbatches.
-
-    Args:
-        linear: the stand-in of a linear.
-        formats: the formats whose errors are recorded.
-        sample_tokens: number of tokens in the recorder's sample.
-
-    Returns:
-        The recorder with all of its sums.
-    """
+    """Run the passes of a probe of ``formats`` over two microbatches. Return the recorder with all of its sums."""
     recorder = LinearRecorder(linear.handle, tuple(formats), sample_tokens)
     d = torch.zeros_like(linear.x)
     for phase in Pass:
@@ -44,12 +35,7 @@ def _warm_up_squares(like: torch.Tensor) -> None:
 
 
 def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
-    """Evaluate the update error of a recorded linear.
-
-    Args:
-        recorder: the recorder of the linear.
-        sharded: whether ranks hold shards of the optimizer's state. Parts of the weight are then evaluated as well.
-    """
+    """Evaluate the update error of a recorded linear; with ``sharded`` optimizer states, of parts of the weight too."""
     weight = recorder.handle.weight
     gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for start, end in _ranges(weight.numel(), sharded):
@@ -58,12 +44,7 @@ def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
 
 
 def warm_up_sinks(weight: torch.Tensor, *, sharded: bool) -> None:
-    """Evaluate the update error of a parameter that is not the weight of a linear.
-
-    Args:
-        weight: a parameter with the shape and dtype. Only the first rows of a matrix are evaluated.
-        sharded: see :func:`warm_up_update_error`.
-    """
+    """Evaluate the update error of a parameter that is no linear's weight, of a matrix in its first rows only."""
     gradient = torch.zeros_like(weight[:_ROWS] if weight.dim() > 1 else weight, dtype=torch.float32)
     for start, end in _ranges(gradient.numel(), sharded):
         sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)

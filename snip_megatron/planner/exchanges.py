@@ -17,17 +17,12 @@ from snip_megatron.precision import Format, Gemm, LinearRow, Side
 
 
 class Exchanges:
-    """Predicts the exchanges of linears.
+    """Predicts the exchanges of linears, in seconds of one microbatch.
 
     A linear exchanges the matrix whose features are not split: X and ∂L/∂X where ranks share its output, Y and G where
     they share its input. What overlaps with GEMMs is not counted: in the backward the gathers for weight gradients and
     the sums of ∂L/∂X, except for the kernels that quantise and add. Linears of experts exchange nothing here: the
-    dispatcher does. All seconds are those of one microbatch.
-
-    Args:
-        layout: the sizes.
-        rates: the rate of memory.
-        links: bandwidths.
+    dispatcher does.
     """
 
     def __init__(self, layout: Layout, rates: Rates, links: Links) -> None:

@@ -89,14 +89,7 @@ class StageMemory:
 
 
 def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None) -> StageMemory:
-    """Predict the memory of a stage.
-
-    Args:
-        layout: the sizes.
-        stage: the pipeline stage.
-        formats_of: the formats of the linears.
-        config: the configuration, whose updates probe; None for a run without updates.
-    """
+    """Predict the memory of a stage. ``config`` is that of the updates, which probe; None for a run without updates."""
     single = dataclasses.replace(layout, micro_batch_size=1)
     parameters = layout.stage_parameters(stage)
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1

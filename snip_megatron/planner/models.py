@@ -130,8 +130,7 @@ MODELS = {model.name: model for model in _KNOWN}
 def load_llama(name: str) -> Llama:
     """Load a Llama's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
 
-    Raises:
-        SnipError: the name is unknown, the file cannot be read, or a field is missing or invalid.
+    Raises SnipError if the name is unknown, the file cannot be read, or a field is missing or invalid.
     """
     known = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
     if known is not None:

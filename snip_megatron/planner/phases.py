@@ -29,16 +29,10 @@ Body = dict[str, Any]
 
 
 def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: Solution) -> Body | None:
-    """Plan the phases of a run; None without phases.
+    """Plan the phases of a run, over which the budget is the average; None without phases.
 
-    Args:
-        step: predicts step times of the layout.
-        request: the budget, which is the average over the run.
-        static: the problem of one map under the same budget.
-        fixed: its solution, for comparison.
-
-    Raises:
-        SnipError: the schedule does not fit the request, or nothing meets the budget (exit code 3).
+    ``static`` is the problem of one map under the same budget, ``fixed`` its solution, for comparison. Raises SnipError
+    (exit code 3) if nothing meets the budget.
     """
     config = request.config
     if config.phases is None or request.train_iters is None:

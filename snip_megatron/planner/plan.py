@@ -30,16 +30,10 @@ Body = dict[str, Any]
 
 
 def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None = None) -> Body:
-    """Plan one layout under one budget.
+    """Plan one layout under one budget. ``gpu_memory``: bytes of a GPU; None for those of the table of times.
 
-    Args:
-        step: predicts step times of the layout.
-        request: what the plan is asked for.
-        gpu_memory: bytes of a GPU; None for those of the table of times, if it has them.
-
-    Raises:
-        SnipError: the statistics are of another model, or the budget cannot be met (exit code 3; the message names
-            what can be reached).
+    Raises SnipError if the statistics are of another model, or if the budget cannot be met (exit code 3; the message
+    names what can be reached).
     """
     layout = step.layout
     problem = build_problem(request, step)

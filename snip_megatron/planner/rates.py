@@ -40,13 +40,9 @@ class Links:
 
 
 class Rates:
-    """Times of everything except the decoder's linears.
+    """Times of everything except the decoder's linears, from the cost model's table if it has one.
 
-    Args:
-        model: the cost model. If it has a table, the rates of attention and memory are taken from it.
-
-    Attributes:
-        gpu_memory: bytes of a GPU's memory; None if no table has them.
+    ``gpu_memory`` are the bytes of a GPU's memory; None if no table has them.
     """
 
     def __init__(self, model: CostModel) -> None:

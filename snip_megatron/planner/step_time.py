@@ -113,13 +113,7 @@ class StepTime:
 
 
 class StepModel:
-    """Predicts steps of one layout.
-
-    Args:
-        layout: the sizes.
-        model: predicts the times of linears.
-        links: bandwidths of the network; None for the default.
-    """
+    """Predicts steps of one layout: ``model`` the times of linears, ``links`` (None: the default) the network's."""
 
     def __init__(self, layout: Layout, model: CostModel, links: Links | None = None) -> None:
         self.layout = layout

@@ -46,11 +46,8 @@ def update_cost(
     """Predict the cost of an update.
 
     Args:
-        layout: the sizes.
-        config: the configuration of the training.
-        links: bandwidths of the network.
-        work: seconds of the slowest stage's work in a bf16 step.
-        bf16: seconds of a bf16 step.
+        layout, config, links: what is trained, and on what.
+        work, bf16: seconds of the slowest stage's work in a bf16 step, and of the step.
         running: seconds of a step between updates.
 
     Returns:

@@ -73,17 +73,9 @@ class Against:
 
 
 def write_comparison(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Write the page that compares several runs.
+    """Write the page that compares 2 to 8 run directories, by default in the first one. Return its path.
 
-    Args:
-        paths: 2 to 8 run directories.
-        out: the output file; None for ``comparison.html`` in the first run directory.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        SnipError: a path is not a run directory or is given twice, or ``out`` cannot be written.
+    Raises SnipError if a path is not a run directory or is given twice, or ``out`` cannot be written.
     """
     if len(paths) > MAX_RUNS:
         raise SnipError(f"{len(paths)} runs are too many for one page; give at most {MAX_RUNS}")

@@ -42,10 +42,7 @@ UPDATE_COLOURS = {"collect": "#7fb2e5", "probes": "#3f83c8", "solve": "#c9a227",
 class Figure:
     """A figure over training steps in the style of the pages.
 
-    Args:
-        y_title: title of the y axis.
-        share: whether the y axis shows shares from 0 to 1 as per cent.
-        zero: whether the y axis begins at 0.
+    ``share``: the y axis shows shares from 0 to 1 as per cent. ``zero``: the y axis begins at 0.
     """
 
     y_title: str

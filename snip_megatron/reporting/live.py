@@ -32,13 +32,8 @@ REDRAW_S = 60
 class LiveServer:
     """A server for the page about a run. :meth:`serve` answers requests until it is interrupted or closed.
 
-    Args:
-        run: the run directory.
-        cost: see :func:`snip_megatron.reporting.report.write_report`.
-        port: the port; 0 for any free port.
-
-    Raises:
-        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
+    ``cost`` is that of :func:`snip_megatron.reporting.report.write_report`; ``port`` 0 is any free port. Raises
+    SnipError if ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
     """
 
     def __init__(self, run: Path | str, cost: str | None = None, port: int = PORT) -> None:

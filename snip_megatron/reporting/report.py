@@ -34,19 +34,11 @@ _FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "pred
 
 
 def write_report(run: Path | str, out: Path | str | None = None, cost: str | None = None) -> Path:
-    """Write the report page of a run.
+    """Write the report page of a run to ``out``, or to ``report.html`` in its directory. Return its path.
 
-    Args:
-        run: the run directory.
-        out: the output file; None for ``report.html`` in the run directory.
-        cost: the cost model for predicted times (``flops``, the name of a table, or a file); None for the times that
-            the run used, or ``flops`` if it used none.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        SnipError: ``run`` is not a run directory, ``cost`` is not a cost model, or ``out`` cannot be written.
+    ``cost`` is the cost model for predicted times (``flops``, the name of a table, or a file); None for the times that
+    the run used, or ``flops`` if it used none. Raises SnipError if ``run`` is not a run directory, ``cost`` is not a
+    cost model, or ``out`` cannot be written.
     """
     return write_page(render(load_run(run), cost), Path(run) / REPORT if out is None else Path(out))
 

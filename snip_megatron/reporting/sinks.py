@@ -33,9 +33,7 @@ Rows = Sequence[Sequence[str]]
 class Sinks:
     """The loggers of a run (see :class:`snip_megatron.runtime.protocols.Sink`). A writer of None is none.
 
-    Args:
-        wandb: the ``wandb`` module with an open run, or a run object.
-        tensorboard: a ``SummaryWriter``.
+    ``wandb`` is the module with an open run, or a run object, ``tensorboard`` a ``SummaryWriter``.
     """
 
     def __init__(self, *, wandb: Any = None, tensorboard: Any = None) -> None:

@@ -37,19 +37,10 @@ class StageView:
 
 
 def stage_view(run: RunData, rows: Sequence[LinearRow], cost: str | None, unreadable: list[str]) -> StageView | None:
-    """Build the view of a run's last map by stage.
+    """Build the view of a run's last map by stage; None if there are no maps or ``rows`` (:func:`recorded_linears`).
 
-    Args:
-        run: the run.
-        rows: :func:`recorded_linears`.
-        cost: the name or file of a cost model; None for the times that the run used, or ``flops`` if it used none.
-        unreadable: receives a message for each file that cannot be used.
-
-    Returns:
-        The view, or None if there are no maps or rows.
-
-    Raises:
-        SnipError: ``cost`` is not a cost model.
+    ``cost`` names a cost model; None for the times that the run used, or ``flops`` if it used none. ``unreadable``
+    receives a message for each file that cannot be used. Raises SnipError if ``cost`` is not a cost model.
     """
     model = None if cost is None else load_cost_model(cost)
     last = next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)

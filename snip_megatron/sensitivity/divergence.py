@@ -175,16 +175,8 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
     Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
     down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
     too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and the G of the
-    linears before it.
-
-    Args:
-        table: the statistics.
-        fmt: format of the dgrad.
-        backward_noise: take the gain from sub-block b to linear j as measured by the paper's backward-noise pass,
-            bG_j/bR_b, instead of 1.
-
-    Raises:
-        SnipError: ``backward_noise`` is set, and the table lacks that pass.
+    linears before it. With ``backward_noise`` the gain from sub-block b to linear j is not 1, but bG_j/bR_b as the
+    paper's backward-noise pass measured it. Raises SnipError if the table lacks that pass.
     """
     sub, role = _places(table)
     sink, at_option = _sink_boundaries(table), sub[:, None]
@@ -217,12 +209,8 @@ def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatAr
     It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.
 
     Args:
-        drift2: tabulated squared update error [owners, grid].
-        w2: ‖W‖² [owners].
-        rho: relative errors [options, owners].
-
-    Returns:
-        float64 [options, owners].
+        drift2, w2: tabulated squared update error [owners, grid], and ‖W‖² [owners].
+        rho: relative errors [options, owners], as the result.
     """
     log_grid = np.log(RHO_GRID)
     log_error = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))

@@ -39,12 +39,10 @@ def tail_blocks(blocks: int) -> int:
 
 
 def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, Format], dict[Gemm, Format]]:
-    """Return the formats of a fixed policy by GEMM: those of most blocks, and those of the last ones.
+    """Return the formats of a policy of :data:`FIXED` by GEMM: those of most blocks, and those of the last ones.
 
-    Args:
-        policy: one of :data:`FIXED`.
-        formats: the candidate formats of the run. ``uniform-fp8`` takes the 8-bit format among them, or fp8;
-            ``uniform-fp4`` the 4-bit one, or fp4; the recipes the 4-bit one of nvfp4 and mxfp4, or nvfp4.
+    Of the candidates ``formats``, ``uniform-fp8`` takes the 8-bit one, or fp8; ``uniform-fp4`` the 4-bit one, or fp4;
+    the recipes the 4-bit one of nvfp4 and mxfp4, or nvfp4.
     """
     candidates = [Format(name) for name in formats]
     if policy == "bf16":
@@ -64,13 +62,7 @@ def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, 
 
 
 def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[str, str]] = ()) -> frozenset[Format]:
-    """Return all formats that maps of a policy may have: those of its fixed map or the candidates, and those of pins.
-
-    Args:
-        policy: any policy.
-        formats: the candidate formats of the run.
-        pins: (glob, format).
-    """
+    """Return all formats that maps of a policy may have: of its fixed map or the candidates, and those of pins."""
     own: set[Format] = set(map(Format, formats))
     if policy in FIXED:
         most, last = fixed_formats(policy, formats)
@@ -81,15 +73,9 @@ def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[st
 def fixed_map(
     policy: str, linears: Iterable[str], pins: Sequence[tuple[str, str]] = (), formats: Sequence[str] = ()
 ) -> PrecisionMap | None:
-    """Return the map of a policy of :data:`FIXED` with pins applied, or None for other policies.
+    """Return the map of a policy of :data:`FIXED` with (glob, format) ``pins`` applied, or None for other policies.
 
-    Args:
-        policy, formats: see :func:`fixed_formats`.
-        linears: names of all linears.
-        pins: (glob, format) pairs.
-
-    Raises:
-        SnipError: a pin matches nothing.
+    ``formats`` are the candidates. Raises SnipError if a pin matches nothing.
     """
     if policy not in FIXED:
         return None
@@ -116,14 +102,9 @@ def late_shares(
 ) -> tuple[tuple[PrecisionMap, float], tuple[PrecisionMap, float]]:
     """Return the map of the first steps and the map of the last steps, pinned as asked, with their fp4 shares.
 
-    Args:
-        request: the request, whose budget is the average share.
-        flops: name of a linear → FLOPs a token of one of its GEMMs.
-        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
-
-    Raises:
-        SnipError: no candidate format has four bits, a pin is invalid, or the average share is above that of the first
-            map, so that no plan reaches it.
+    ``flops`` are those a token of one GEMM by the linear's name, ``unquantised`` those of all GEMMs that no map covers.
+    Raises SnipError if no candidate format has four bits, a pin is invalid, or the average share that the request's
+    budget asks for is above that of the first map, so that no plan reaches it.
     """
     low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
     if any(fmt.bits > 4 for fmt in low.values()):
@@ -159,12 +140,8 @@ def late_plan(
 ) -> PrecisionPlan:
     """Return the plan of a run over the steps [origin, last): as many precise steps as the average share allows.
 
-    Args:
-        origin: the first step of the run. last: the step before which it ends.
-        step: the first step of the plan, if the run has begun before; None for ``origin``.
-        spent: Σ of the fp4 shares of the steps before ``step``.
-
-    The other arguments and errors are those of :func:`late_shares`.
+    ``step`` is the first step of the plan if the run has begun before, and ``spent`` Σ of the fp4 shares of the steps
+    before it. The other arguments and errors are those of :func:`late_shares`.
     """
     if request.policy not in LATE:
         raise ValueError(f"{request.policy} is not one of {', '.join(LATE)}")

@@ -44,17 +44,13 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
     """Return the weight κ of the carried loss of every phase.
 
     κ of a phase is ∫ η(t) dt over its steps, divided by that over the run. η is the learning rate. The phases of a
-    whole run sum to 1.
+    whole run sum to 1. Raises SnipError if steps do not ascend, or rates are not finite with one above 0.
 
     Args:
-        origin: first step of the run.
+        origin, end: first step of the run, and the step before which it ends.
         begins: first step of each phase, ascending, from ``origin`` on. A phase ends where the next begins.
-        end: the step before which the run ends.
         rates: learning rates at evenly spaced times, the first at ``origin``, the last at ``end``; in any unit. One
             stands for a constant rate.
-
-    Raises:
-        SnipError: the steps are not ascending, or the rates are not finite numbers of which one is above 0.
     """
     steps = [origin, *begins, end]
     if not begins or any(b < a for a, b in pairwise(steps)) or end <= origin:
@@ -133,15 +129,10 @@ class PhasedRequest:
         spent_steps: int = 0,
         spent: float = 0.0,
     ) -> PhasedRequest:
-        """Return the phases of ``schedule`` that remain at ``step``.
+        """Return the phases of ``schedule`` that remain at ``step`` of the ``run``, a first step and an end.
 
-        Args:
-            schedule: the phases of the whole run.
-            run: the first step of the run, and the step before which it ends.
-            step: the step from which phases are planned, before the end of the run.
-            carried: returns the weights of the carried loss, given the first steps of the remaining phases.
-            standing: weight of the standing loss in the last phase.
-            spent_steps, spent: as the attributes.
+        ``carried`` returns the weights of the carried loss, given the first steps of the remaining phases. ``standing``
+        is the weight of the standing loss in the last phase. The others are as the attributes.
         """
         rest = schedule.remaining(*run, step)
         phases = [schedule.phases[index] for index, _, _ in rest]

@@ -179,13 +179,7 @@ POLICIES = (*_SCORES, *UNSOLVED)
 def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:
     """Return the score of every option by ``request.policy``, float64 [linears, 3, formats]. Lower is better.
 
-    Args:
-        table: the statistics.
-        request: the request.
-        loss, weight: :func:`divergences`.
-
-    Raises:
-        SnipError: the policy is unknown or has a fixed map.
+    ``loss`` and ``weight`` are :func:`divergences`. Raises SnipError if the policy is unknown or has a fixed map.
     """
     if request.policy in UNSOLVED:
         raise SnipError(f"--snip-policy {request.policy} fixes the map; there is nothing to solve")

@@ -251,15 +251,8 @@ def phased_items(
     """Return items whose losses are those of every phase: q · (s · standing + (1 − s) · carried), by its weights.
 
     s is ``standing_share`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
-
-    Args:
-        items: items whose losses are those of a whole run.
-        forward: by item, format → the part of the loss that the item's fprop has; 0 for formats that are not named.
-        phases: the phases.
-        standing_share: share of an fprop's loss that a later precise phase removes at once.
-
-    Raises:
-        SnipError: a glob of ``change`` matches no item.
+    ``items`` have the losses of a whole run, and ``forward`` is by item format → the fprop's part of the loss, or 0.
+    Raises SnipError if a glob of ``change`` matches no item.
     """
     found = []
     weights = list(zip(phases.standing, phases.carried, strict=True))

@@ -41,11 +41,7 @@ def solve(
         seed: CP-SAT's seed. Equal seeds give equal results.
         solver: ``cpsat``, which proves how good its solution is, or ``greedy``, which rounds and gives a bound.
 
-    Returns:
-        The solution. Its status is ``infeasible`` if no choice of formats meets the budget.
-
-    Raises:
-        SnipError: an argument is invalid.
+    The status of the solution is ``infeasible`` if nothing meets the budget. Raises SnipError for an invalid argument.
     """
     started = time.perf_counter()
     for name, value in (("time_limit_s", time_limit_s), ("deterministic_time", deterministic_time)):

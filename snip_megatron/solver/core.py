@@ -47,13 +47,10 @@ class Limits:
 def solve_core(
     table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float
 ) -> tuple[Ints | None, float]:
-    """Minimise Σ loss over the open choices [D, F], starting from ``hint``.
+    """Minimise Σ loss over the open choices [D, F], starting from ``hint``, which is feasible and among them.
 
     Args:
-        table: the problem.
-        open_: the open choices; those of ``hint``, which is feasible, are among them.
-        hint: where the search starts.
-        limits: the limits of the whole solve.
+        table, open_, hint, limits: the problem, and where and within what the whole search goes.
         effort: deterministic seconds that this core may spend.
         gap: stop at this gap.
 

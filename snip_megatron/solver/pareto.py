@@ -25,16 +25,7 @@ DEFAULT_POINTS = 41
 def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> list[Solution]:
     """Solve a problem at evenly spaced budgets of its kind, from the lowest useful to the highest reachable one.
 
-    Args:
-        problem: the problem. The value of its budget is ignored.
-        points: number of budgets, 2 or more.
-        options: arguments of :func:`solve` for every point.
-
-    Returns:
-        The solutions in ascending order of the budget.
-
-    Raises:
-        SnipError: ``points`` is below 2, or nothing can be reached.
+    ``options`` are arguments of :func:`solve`. Raises SnipError if ``points`` is below 2, or nothing can be reached.
     """
     if points < 2:
         raise SnipError(f"a sweep needs 2 points or more, got {points}")

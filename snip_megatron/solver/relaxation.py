@@ -35,10 +35,7 @@ class Relaxation:
 def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
     """Return the bound over the open choices [D, F], or None if HiGHS finds no prices.
 
-    Args:
-        table: the problem.
-        open_: the choices that count; one or more of each decision.
-        scale: Σ shifted loss of a typical pick, in which HiGHS sees all losses.
+    HiGHS sees all losses divided by ``scale``, Σ shifted loss of a typical pick. Each decision has an open choice.
     """
     rows, columns = np.nonzero(open_)
     low, high = worth_range(table)
@@ -105,14 +102,9 @@ def _upper_rows(table: Table, rows: Ints, columns: Ints) -> tuple[coo_array, Flo
 def _bound(
     table: Table, open_: Bools, loss_price: float, row_prices: Floats, need_price: float
 ) -> tuple[float, Floats]:
-    """Return the Lagrangian bound of these prices, which are 0 or more, and the reduced costs.
+    """Return the Lagrangian bound over the open choices [D, F] at these prices, 0 or more, and the reduced costs.
 
-    Args:
-        table: the problem.
-        open_: the choices that count, [D, F].
-        loss_price: factor of the losses.
-        row_prices: [P, K + 1]: of w ≤ Σ saving / divisor + offset.
-        need_price: of Σ steps · w; 1 under a limit.
+    The prices are of losses, of w ≤ Σ saving / divisor + offset [P, K + 1], and of Σ steps · w (1 under a limit).
     """
     each = row_prices / table.rows.divisor
     price = sum(on * (own[0] + own[1:][table.stage]) for on, own in zip(table.on, each, strict=True))

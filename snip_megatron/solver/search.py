@@ -29,13 +29,7 @@ class Outcome:
 
 
 def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
-    """Return the best picks found, or None if none meet the budget.
-
-    Args:
-        table: the problem.
-        limits: what CP-SAT may spend.
-        exact: whether to run CP-SAT.
-    """
+    """Return the best picks found, by CP-SAT within ``limits`` if ``exact``, or None if none meet the budget."""
     if table.limit < math.inf:
         return _fastest(table, limits, exact=exact)
     start = first_picks(table)

@@ -94,11 +94,9 @@ class Solution:
         )
 
     def to_plan(self, begins: Sequence[int] | None = None, version: int = 0) -> PrecisionPlan:
-        """Return the phases as a plan. Raises SnipError if the phases' first steps and lengths do not fit.
+        """Return the phases as a plan, whose first steps are ``begins``, or are counted from 0.
 
-        Args:
-            begins: first step of every phase; by default the steps are counted from 0.
-            version: number of the plan and of its maps.
+        Raises SnipError if first steps and lengths do not fit.
         """
         counted = [0, *itertools.accumulate(self.steps)]
         begins = counted[:-1] if begins is None else begins

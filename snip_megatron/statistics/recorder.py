@@ -221,11 +221,9 @@ class LinearRecorder:
         g: torch.Tensor,
         amax: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record Y and E of each format for OUTPUT_TOKENS evenly spread tokens. E is the GEMM of training minus the
-        plain GEMM.
+        """Record Y and E of each format, training's GEMM less the plain one, for OUTPUT_TOKENS evenly spread tokens.
 
-        Returns:
-            G·E [formats, tokens] and the indices of the tokens.
+        Returns G·E [formats, tokens] and the indices of the tokens.
         """
         backend = self.handle.context.backend
         rows = sample_rows(x.shape[0], OUTPUT_TOKENS, x.device)

@@ -33,9 +33,7 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
         device_name: the GPU's name in torch, such as ``NVIDIA H200``. If it is not None, a table of another device is
             refused, unless they are relatives.
 
-    Raises:
-        NoTableError: the package has none of this GPU.
-        SnipError: the table does not exist, is invalid, or was measured on another device.
+    Raises NoTableError if the package has no table of this GPU, SnipError if there is none, or a bad or another one.
     """
     return FlopsModel() if str(name_or_path) == "flops" else CostModel(load_table(name_or_path, device_name))
 

@@ -32,10 +32,8 @@ class Place:
 class LogGrid[Row]:
     """The measured points, on which times may be interpolated.
 
-    Args:
-        rows: point of positive integer coordinates → what was measured there; one or more. Points that do not belong to
-            a full grid are used for exact queries, and for queries outside of the grid.
-        work: the work of a point, to which rates refer.
+    ``rows`` is point of positive integer coordinates → what was measured there; one or more. Points that do not belong
+    to a full grid serve exact queries, and queries outside of the grid. ``work`` of a point is what rates refer to.
     """
 
     def __init__(self, rows: Mapping[Point, Row], work: Callable[[Point], float] = math.prod) -> None:
