@@ -16,15 +16,7 @@ DATA = "{data}"
 
 @dataclass(frozen=True)
 class Data:
-    """Prepared text.
-
-    Attributes:
-        folder: the folder.
-        tokenizer: ``bytes`` or ``bpe``.
-        sha256: hash of the tokens of the training and the validation text.
-        tokens: number of tokens of the training text.
-        valid_tokens: number of tokens of the validation text.
-    """
+    """Prepared text of a tokenizer, ``bytes`` or ``bpe``: the hash of its tokens, and their numbers."""
 
     folder: Path
     tokenizer: str

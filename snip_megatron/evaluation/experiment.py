@@ -48,13 +48,7 @@ def _settings(value: Any, where: str) -> dict[str, Any]:
 class Training:
     """The training settings of all runs: AdamW with linear warm-up and cosine decay over all steps.
 
-    Attributes:
-        sequence: tokens of a sequence.
-        global_batch, micro_batch: sequences of a step and of a microbatch.
-        lr, min_lr: the largest learning rate, and that at the end.
-        warmup_steps: steps of the learning rate's warm-up.
-        arguments: further arguments for Megatron.
-        ranks: ranks of each run, on as many GPUs. ``arguments`` has their layout.
+    Each run has ``ranks`` ranks, on as many GPUs; ``arguments``, further ones for Megatron, have their layout.
     """
 
     sequence: int = entry(whole(1))
@@ -81,13 +75,9 @@ class Warm:
 
 @dataclass(frozen=True)
 class Updates:
-    """The update schedule of a run.
+    """The update schedule of a run in steps, of which ``first`` counts from the run's start.
 
-    Attributes:
-        first: the first update, in steps after the run's start.
-        interval: steps between two updates.
-        lag: steps from an update to its adoption.
-        wait: seconds for which training waits for the solver, so that schedules are repeatable.
+    For ``wait`` seconds training waits for the solver, so that schedules are repeatable.
     """
 
     first: int = entry(whole(), 1)
@@ -148,14 +138,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A comparison that the experiment file announces before its runs are made.
+    """A comparison of a label with others that the experiment file announces before its runs are made.
 
-    Attributes:
-        kind: ``from_warm`` or ``from_scratch``; by default the first of the two that the experiment has.
-        ours: the label of the first policy.
-        theirs: the labels that it is compared with. A policy with a fixed map is compared at every budget.
-        budgets: the budgets at which it is compared.
-        validation: the formats of the validation, ``map`` or ``bf16``.
+    A policy with a fixed map is compared at every budget. ``kind`` is by default the first that the experiment has.
     """
 
     kind: str = entry(text, "")
@@ -167,17 +152,9 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment file.
+    """An experiment file. Holm's correction covers the ``planned`` comparisons, and no others.
 
-    Attributes:
-        name: name of the result files.
-        model: name of the model.
-        tokenizer: ``bytes`` or ``bpe``.
-        training: the training settings.
-        validation_tokens: the minimum number of tokens of a final validation.
-        warm: the run that makes the warm checkpoint; None without one.
-        planned: the announced comparisons. Holm's correction covers these, and no others.
-        phases: the runs.
+    ``validation_tokens`` is the minimum number of tokens of a final validation.
     """
 
     name: str = entry(text_without("/"))

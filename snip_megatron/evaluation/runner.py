@@ -17,14 +17,9 @@ GRACE_S = 20.0
 
 @dataclass(frozen=True)
 class Job:
-    """One process.
+    """One process, whose output goes to ``log``.
 
-    Attributes:
-        name: name of the job.
-        command: the command line.
-        log: the file for its output.
-        before: called before each start.
-        check: called after exit code 0; raises ValueError if the job is not a success.
+    ``before`` is called before each start, ``check`` after exit code 0; it raises ValueError if there is no success.
     """
 
     name: str

@@ -27,18 +27,9 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run. Granularity and ``budget``, the wanted fp4 share, are None if the policy ignores them.
 
-    Attributes:
-        kind: ``from_warm`` or ``from_scratch``.
-        label: the policy's name in tables.
-        policy: the policy.
-        granularity: ``gemm`` or ``layer``; None if the policy ignores it.
-        budget: the wanted fp4 share; None if the policy ignores it.
-        seed: the seed of data order and of SNIP.
-        steps: number of training steps of this run, without those of the warm run.
-        arguments: the recorded arguments.
-        ranks: number of ranks.
+    The seed is that of data order and of SNIP; the steps are without those of the warm run; the arguments are recorded.
     """
 
     kind: str

@@ -24,12 +24,9 @@ Block = tuple[str | None, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one budget.
+    """One policy at one budget, the wanted fp4 share; None if the policy ignores it.
 
     Attributes:
-        kind: ``from_warm`` or ``from_scratch``.
-        label: the policy's name in tables.
-        budget: the wanted fp4 share; None if the policy ignores it.
         share: fp4 share of FLOPs, the mean over the runs of each run's mean over its steps. Records of earlier
             releases have only the last step's, which is the same under a map that does not change.
         gap: formats of validation → block → loss minus that of bf16.
@@ -52,9 +49,6 @@ class Difference:
 
     Attributes:
         ours, theirs: the labels of the first policy, and of the one that is subtracted.
-        budget: the wanted fp4 share.
-        validation: formats of the validation.
-        blocks: the number of blocks.
         mean, low, high: the mean difference, and its 95 % confidence interval (Student's t).
         p, adjusted: two-sided p-value, and the same by Holm's procedure over all differences of the table. These and
             the interval are None with fewer than two blocks.

@@ -32,11 +32,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Update(ABC):
-    """The next update of this rank's elements of a parameter. All tensors are flat, [end − start], float32.
+    """The next update, after ``step`` others, of the elements [start, end) of a flattened local parameter.
 
-    Attributes:
-        start, end: range in the flattened local parameter.
-        step: number of updates done so far.
+    All tensors are flat, [end − start], float32.
     """
 
     start: int
@@ -76,12 +74,7 @@ def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Te
 
 @dataclass(frozen=True)
 class AdamWState(Update):
-    """AdamW, with this rank's flat share of one parameter's state, float32.
-
-    Attributes:
-        exp_avg, exp_avg_sq: first and second moment.
-        beta1, beta2, eps: hyper-parameters.
-    """
+    """AdamW, with this rank's flat share of one parameter's state, float32."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -191,9 +184,7 @@ class SgdState(Update):
 class LionState(Update):
     """Lion (Chen et al. 2023): u = sign(β₁·m + (1 − β₁)·g). An error changes each element of u by 2 or not at all.
 
-    Attributes:
-        exp_avg: m, a running average with β₂ that starts at zero.
-        beta1, beta2: hyper-parameters.
+    m is a running average with β₂ that starts at zero.
     """
 
     exp_avg: torch.Tensor
@@ -220,7 +211,6 @@ class MuonState(Update):
     Attributes:
         shape: [N local, K local] of the parameter.
         momentum_buffer: a running average that starts at zero.
-        momentum, nesterov: hyper-parameters.
         orthogonalize: the optimizer's own function from a matrix to its scaled, orthogonalised matrix, so that splits
             of fused matrices, coefficients and tensor parallel modes are those of training. It may be a collective of
             the tensor parallel group, whose ranks must then call it in the same order. It should work in full float32:

@@ -37,24 +37,15 @@ def microbatches_in_flight(microbatches: int, stage: int, pp: int, vpp: int = 1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a training.
+    """The sizes of a training, by the names of Megatron's and SNIP's arguments.
 
     Attributes:
         model: the model. Its rows name their pipeline stages.
-        tp, pp, dp, cp, ep: tensor, pipeline, data, context and expert parallel sizes.
         vpp: virtual pipeline size, the number of chunks of each stage.
         etp: tensor parallel size of experts; None for ``tp``.
-        seq_length: tokens of a sequence.
-        micro_batch_size: sequences of a microbatch.
-        global_batch_size: sequences of a step.
-        sequence_parallel: ``--sequence-parallel``.
         recompute: what the backward recomputes: ``none``, ``selective`` (modules) or ``full`` (whole layers).
         recompute_layers: the first layers of each chunk that ``full`` recomputes; None for all.
         recompute_modules: the modules that ``selective`` recomputes.
-        distributed_optimizer: ``--use-distributed-optimizer``.
-        overlap_grad_reduce, overlap_param_gather: Megatron's arguments of these names.
-        communication: ``--snip-communication``.
-        gradient_reduction: ``--snip-gradient-reduction``.
         gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
             missing.

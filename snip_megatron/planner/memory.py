@@ -36,8 +36,6 @@ class StageMemory:
     """Bytes on each GPU of a stage.
 
     Attributes:
-        parameters: bf16 weights.
-        gradients: gradients.
         optimizer: FP32 master weights and moments.
         quantised_weights: quantised weights, which are kept from a step's first microbatch to its end.
         activations: activations that are kept for the backward at the schedule's peak.

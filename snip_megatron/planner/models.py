@@ -20,10 +20,8 @@ class Model:
     """A model: its linears, and the sizes of what is no linear.
 
     Attributes:
-        name: the model's name or file.
         rows: the linears of all layers. Their stages are those of a layout.
         hidden: features of the residual stream.
-        heads: number of query heads.
         groups: number of key-value heads.
         head_size: features of a head; of latent attention, the mean of those of keys and of values.
         vocabulary: rows of the word embedding.
@@ -70,13 +68,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
+    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others are as in :class:`Model`.
 
-    Attributes:
-        name, hidden, heads, groups, head_size, vocabulary, context, tied: see :class:`Model`.
-        blocks: number of transformer blocks.
-        ffn: intermediate size of the MLP.
-        norm_epsilon, rotary_base: constants of its norms and of RoPE.
+    ``blocks`` is the number of transformer blocks, ``ffn`` the intermediate size of the MLP.
     """
 
     name: str

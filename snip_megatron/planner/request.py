@@ -31,11 +31,8 @@ DECISIVE = ("budget", "formats", "granularity", "policy", "estimator", "q", "sta
 class PlanRequest:
     """The configuration of a training, and what only a plan asks for.
 
-    Attributes:
-        config: the configuration.
-        statistics: a run's ``stats/step_<N>.npz``; None for synthetic losses.
-        seed: the seed of synthetic losses.
-        train_iters: training steps of a run with phases; None for one map.
+    ``statistics`` is a run's ``stats/step_<N>.npz``; None for synthetic losses, drawn by ``seed``. ``train_iters`` are
+    the training steps of a run with phases; None for one map.
     """
 
     config: SnipConfig

@@ -77,13 +77,12 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a training step.
+    """The time of a training step, in seconds.
 
     Attributes:
-        stages: work by stage.
         bubble: the pipeline's time divided by the slowest stage's work.
-        data_parallel: seconds of exposed data parallel communication after the pipeline.
-        optimizer: seconds of the optimizer.
+        data_parallel: exposed data parallel communication after the pipeline.
+        optimizer: the optimizer.
     """
 
     stages: tuple[StageTime, ...]

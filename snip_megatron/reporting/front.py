@@ -38,7 +38,6 @@ class Front:
     """Loss against budget for the update of ``step``.
 
     Attributes:
-        step: the step of the Problem.
         share: whether x is the fp4 share of FLOPs; else a predicted speedup.
         points: the points, ascending by x.
         asked: the run's budget.

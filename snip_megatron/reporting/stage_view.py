@@ -19,14 +19,9 @@ from snip_megatron.timing.loading import load_cost_model
 
 @dataclass(frozen=True)
 class StageView:
-    """The last map by pipeline stage.
+    """The last map by pipeline stage: linears, fp4 share of FLOPs, predicted seconds in bf16 and under the map.
 
-    Attributes:
-        linears: stage → number of linears.
-        shares: stage → fp4 share of its FLOPs.
-        times: stage → predicted seconds of its linears in bf16 and under the map; empty if they are not known.
-        model: name of the cost model; empty if times cannot be predicted.
-        assumptions: the assumptions of the cost model, a sentence each.
+    Times are empty if they cannot be predicted. The cost model has a name and assumptions, a sentence each.
     """
 
     linears: Mapping[str, int]

@@ -96,12 +96,8 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class Propagation:
-    """Relative gradient errors √(ρ² + ξ²) that options of one GEMM and format cause. An option is the GEMM of one
-    linear.
-
-    Attributes:
-        linears: float64 [options, linears].
-        sinks: float64 [options, sinks].
+    """Relative gradient errors √(ρ² + ξ²) that an option, the GEMM of one linear in a format, causes elsewhere: float64
+    [options, linears] and [options, sinks].
     """
 
     linears: FloatArray

@@ -76,13 +76,11 @@ class PhasedRequest:
 
     Attributes:
         begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
-        steps: number of training steps of each phase, 1 or more.
-        budgets: the smallest fp4 share that a phase must reach on its own, in addition to the average over the run
-            or the smallest speedup, in the kind of the run's budget. None: no requirement.
+        budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach on its own,
+            in addition to the average over the run. None: no requirement.
         change: globs over ``<linear>`` and ``<linear>:<gemm>`` of the options whose format may differ from the
             preceding phase's. None: all of them. The first entry is not used.
-        standing: weight of the standing loss: ``STANDING_WEIGHTS`` for the last phase of a run, and 0.0
-            for its other phases.
+        standing: weight of the standing loss: ``STANDING_WEIGHTS`` for the last phase of a run, else 0.0.
         carried: weight of the carried loss (:func:`carried_weights`): the loss of an option that is imprecise
             throughout the phase, relative to one that is imprecise throughout the run.
         spent_steps: number of past steps of the run. They count towards the average.

@@ -21,11 +21,8 @@ _LARGEST = 4.0  # in shares: a saving below -4 is as bad as one of -4, and cut s
 class Limits:
     """What a solve may spend. Equal limits give equal results, unless the deadline ends the search.
 
-    Attributes:
-        deadline: value of ``time.perf_counter()`` at which the search ends; may be inf.
-        deterministic: limit in CP-SAT's deterministic seconds; may be inf.
-        seed: CP-SAT's seed.
-        spent: deterministic seconds spent so far.
+    The ``deadline`` is a value of ``time.perf_counter()``. CP-SAT's deterministic seconds have a limit, and those
+    ``spent`` so far are counted. Both limits may be inf.
     """
 
     deadline: float
@@ -76,8 +73,7 @@ def solve_core(
 class _Model:
     """The CP-SAT model: a Boolean for every open choice of decisions with several, and w of every phase.
 
-    Attributes:
-        resolution: by how much rounding may move Σ loss.
+    ``resolution`` is by how much rounding may move Σ loss.
     """
 
     def __init__(self, table: Table, open_: Bools, hint: Ints) -> None:

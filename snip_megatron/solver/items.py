@@ -55,10 +55,8 @@ class Item:
 class Phase:
     """One phase of what remains of a run.
 
-    Attributes:
-        steps: number of training steps, 1 or more.
-        target: the share that this phase itself must reach, or under a ``speedup`` budget its speedup. None: only the
-            average counts.
+    ``target`` is the share that this phase itself must reach, or under a ``speedup`` budget its speedup. None: only the
+    average counts.
     """
 
     steps: int
@@ -67,12 +65,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The part of a run that is over.
-
-    Attributes:
-        steps: number of training steps.
-        achieved: mean share of these steps; under a ``speedup`` budget their speedup, the harmonic mean.
-    """
+    """The part of a run that is over, and its mean share; under a ``speedup`` budget its speedup, the harmonic mean."""
 
     steps: int
     achieved: float

@@ -41,15 +41,12 @@ class Problem:
     that Σ loss is at most the budget.
 
     Attributes:
-        budget: the budget, of the kinds ``fp4``, ``speedup`` and ``loss``.
-        items: the items.
         stage_tolerance: how far the share of a stage may stay below an ``fp4`` budget; in [0, 1]. None: no constraint.
         fixed_cost: (stage, cost) pairs of the time that no choice changes, such as attention. Others have 0.
         phases: what remains of the run, in the order of time; empty for one map.
         spent: what is over of the run; None for nothing.
 
-    Raises:
-        SnipError: a field is invalid. The message names its JSON path.
+    Raises SnipError if a field is invalid. The message names its JSON path.
     """
 
     budget: Budget

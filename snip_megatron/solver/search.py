@@ -72,13 +72,7 @@ def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
 
 
 class _Search:
-    """The picks of least Σ loss so far, and what is known of all others.
-
-    Attributes:
-        pick: the best picks.
-        score: their Σ shifted loss.
-        bound: lower bound of every pick's Σ shifted loss.
-    """
+    """The picks of least Σ shifted loss so far, this sum as their ``score``, and a lower bound of that of all picks."""
 
     def __init__(self, table: Table, pick: Ints, limits: Limits, *, exact: bool) -> None:
         self.table, self.limits, self.exact = table, limits, exact

@@ -47,11 +47,8 @@ class Solution:
         achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
         loss: Σ loss.
         speedup: reference time / time of the slowest stage; None under ``fp4`` and for a plan.
-        solve_seconds: wall-clock time of the solve.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
-        fault: the reason of an infeasible budget, otherwise None.
-        phases: of a plan, the solution of every phase, in figures of one step.
-        steps: of a plan, the number of training steps of every phase.
+        phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps.
     """
 
     choices: Mapping[str, Format]

@@ -18,12 +18,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class LinearRows:
-    """One linear of a rank.
-
-    Attributes:
-        rows: rows of its GEMMs in a microbatch.
-        n, k: shape of the local weight [n, k].
-    """
+    """One linear of a rank: rows of its GEMMs in a microbatch, and the shape of the local weight [n, k]."""
 
     rows: int
     n: int

@@ -88,13 +88,10 @@ class Dots:
 
 @dataclass
 class LinearRecorder:
-    """Recorder of one linear on one rank.
+    """Recorder of one linear on one rank, in the current pass ``phase``.
 
     Attributes:
-        handle: the linear.
-        formats: candidate formats.
         sample_tokens: rows of a microbatch that noise passes compare.
-        phase: current pass.
         sums: column name → float64 scalar, this rank's share of the global sum.
         by_format: column name → float64 [formats].
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].

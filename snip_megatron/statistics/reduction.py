@@ -85,13 +85,7 @@ class ProbeGroups:
 
 @dataclass(frozen=True)
 class TableShape:
-    """Rows and columns of the table, the same on every rank.
-
-    Attributes:
-        linears: the linears.
-        formats: candidate formats.
-        sinks: the sinks.
-    """
+    """Rows and columns of the table, the same on every rank."""
 
     linears: tuple[LinearRow, ...]
     formats: tuple[str, ...]

@@ -88,15 +88,10 @@ BOUNDARY_COLUMNS = (
 
 @dataclass(frozen=True)
 class SinkRow:
-    """A parameter that gradient errors reach although its GEMM is no candidate: the word embedding or the weight of a
-    norm.
+    """A word embedding or a norm's weight, which gradient errors reach although its GEMM is no candidate.
 
-    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4).
-
-    Attributes:
-        name: global name.
-        boundary: residual boundary: the one that a norm reads, or 0, which the embedding writes.
-        numel: number of elements.
+    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4). ``boundary`` is the residual
+    boundary that a norm reads, or 0, which the embedding writes.
     """
 
     name: str

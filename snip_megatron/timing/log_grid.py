@@ -18,11 +18,9 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a query among the measured points.
+    """The position of a query among the measured points, and whether it lies outside of their range.
 
-    Attributes:
-        weights: the points whose logarithms are averaged, with weights of 0 or more that sum to 1.
-        extrapolated: whether the query lies outside of the measured range.
+    ``weights`` are the points whose logarithms are averaged, with weights of 0 or more that sum to 1.
     """
 
     weights: tuple[tuple[Point, float], ...]

@@ -24,12 +24,10 @@ LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
 
 @dataclass(frozen=True)
 class ErrorSizes:
-    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns. Signs belong to global
-    elements.
+    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns, which have global ids.
 
     Attributes:
-        seed: seed of the signs.
-        rows, cols: global ids, integer [N], [K].
+        seed: seed of the signs, which belong to global elements.
         unit_rows, unit_cols: the error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
         var_rows, var_cols: [1 + F, N], [1 + F, K]. The error of candidate f has the variance var_rows[f]·var_cols[0] +
             var_rows[0]·var_cols[f]. None if there are no candidates.

@@ -30,13 +30,9 @@ _GEMMS = tuple(Gemm)
 
 @dataclass
 class Measurer:
-    """Measures one size at a time.
+    """Measures one size at a time, in the quantised ``formats``.
 
-    Attributes:
-        backend: runs quantisation and GEMMs.
-        clock: times them.
-        formats: the quantised formats, without bf16.
-        seed: seed of the operands' values. The values matter because power, and so the clock rate, depends on them.
+    ``seed`` is that of the operands' values, which matter because power, and so the clock rate, depends on them.
     """
 
     backend: GemmBackend
