@@ -25,13 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepScale:
-    """Factors that bring the sums of a probe to the gradient that the optimizer sees in a training step.
+    """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.
 
-    Attributes:
-        gradient: factor from recorded G to ∂L/∂Y of the mean token loss.
-        clip: factor of gradient clipping in the last training step.
-        tokens: T, tokens of the probe.
-        tokens_per_step: tokens of a training step.
+    ``gradient`` brings recorded G to ∂L/∂Y of the mean token loss, ``clip`` is that of the last step's clipping.
     """
 
     gradient: float

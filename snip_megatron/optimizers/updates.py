@@ -119,12 +119,7 @@ class AdamWState(Update):
 
 @dataclass(frozen=True)
 class SgdState(Update):
-    """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov momentum.
-
-    Attributes:
-        momentum_buffer: b, or None before the first step, when u = g.
-        momentum, dampening, nesterov: hyper-parameters.
-    """
+    """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov; u = g before the first step, b is None."""
 
     momentum_buffer: torch.Tensor | None
     momentum: float

@@ -32,14 +32,9 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class ProbedShapes:
-    """One rank's share of what a probe records.
+    """One rank's share of what a probe records: linears, each expert on its own, and residual boundaries.
 
-    Attributes:
-        linears: this rank's linears, each expert on its own.
-        tokens: tokens of a microbatch in the residual stream.
-        hidden: features of the residual stream.
-        boundaries: number of recorded residual boundaries.
-        element: bytes of a weight or activation.
+    ``tokens`` × ``hidden`` is the residual stream of a microbatch, ``element`` the bytes of a weight or activation.
     """
 
     linears: Sequence[LinearRows]

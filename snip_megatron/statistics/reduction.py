@@ -41,14 +41,10 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The process groups that a probe reduces over.
+    """The process groups that a probe reduces over: data parallel ranks hold distinct tokens, ``world`` are all ranks.
 
-    Attributes:
-        tp: tensor parallel group.
-        dp: data parallel group, whose ranks hold distinct tokens.
-        world: all training ranks. None is the default group.
-        experts: groups of the weights of experts, whose data parallel ranks are those with the same experts. None if
-            the model has no experts.
+    ``experts`` are the groups of the weights of experts, whose data parallel ranks are those with the same experts;
+    None if the model has no experts.
     """
 
     tp: dist.ProcessGroup | None

@@ -33,13 +33,7 @@ Truth = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Trial:
-    """One forced option.
-
-    Attributes:
-        gemm: GEMM of the option.
-        linears: global names: one linear, or all of them for wgrad.
-        format: format of the option; None for a perturbation, which begins at the linear.
-    """
+    """One forced option, of one linear or for wgrad of all. Without a format a perturbation begins at the linear."""
 
     gemm: Gemm
     linears: tuple[str, ...]

@@ -44,13 +44,7 @@ class ErrorSizes:
 
 @dataclass(frozen=True)
 class ErrorSums:
-    """Sums over elements, float64.
-
-    Attributes:
-        by_rho: squared update error at each ρ.
-        by_format: squared update error of each candidate.
-        error2: squared norm of each candidate's error.
-    """
+    """Sums over elements, float64: squared update error at each ρ and of each candidate, and candidates' squares."""
 
     by_rho: Tensor
     by_format: Tensor
