@@ -35,7 +35,6 @@ mode. A variant without a colour of its own has that of its base.
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 DASHED: dict[str, Any] = {"width": 1.2, "dash": "dash"}
-UPDATE_COLOURS = {"collect": "#7fb2e5", "probes": "#3f83c8", "solve": "#c9a227", "training blocked": FAULT}
 
 
 @dataclass
@@ -70,13 +69,9 @@ class Figure:
         self, name: str, x: Sequence[str], y: Sequence[float | None], colour: str, form: str, group: str = ""
     ) -> None:
         """Add bars over categories. Those of one group are stacked."""
-        trace = {
-            "type": "bar",
-            "name": html.escape(name, quote=False),
-            "hovertemplate": form,
-            "marker": {"color": colour},
-        }
-        self.data.append(trace | {"x": [html.escape(each) for each in x], "y": list(y), "offsetgroup": group})
+        trace = {"type": "bar", "name": html.escape(name, quote=False), "hovertemplate": form}
+        places = [html.escape(each) for each in x]
+        self.data.append(trace | {"marker": {"color": colour}, "x": places, "y": list(y), "offsetgroup": group})
         self.layout |= {"barmode": "stack", "bargap": 0.3, "xaxis": {"title": {"text": ""}, "type": "category"}}
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,27 +156,17 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
 
 def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
     """Draw the parts of each update as a stacked bar beside the time that it blocked training; None without times."""
-    blues = (UPDATE_COLOURS["probes"], "#2a5d95", "#1d3f66")
-    kinds = list(dict.fromkeys(kind for u in updates for kind in u.probes_s))
-    parts: list[tuple[str, list[float | None], str]] = [
-        ("collect", [u.collect_s for u in updates], UPDATE_COLOURS["collect"]),
-        *(
-            (f"probe: {kind.replace('_', ' ')}", [u.probes_s.get(kind) for u in updates], blues[i % len(blues)])
-            for i, kind in enumerate(kinds)
-        ),
-        ("solve", [u.solve_s for u in updates], UPDATE_COLOURS["solve"]),
-        (
-            "rest of the sidecar's lag",
-            [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates],
-            "#e6d08a",
-        ),
-        ("training blocked", [u.wait_s for u in updates], UPDATE_COLOURS["training blocked"]),
-    ]
+    kinds = dict.fromkeys(kind for u in updates for kind in u.probes_s)
+    parts: dict[str, list[float | None]] = {"collect": [u.collect_s for u in updates]}
+    parts |= {f"probe: {kind.replace('_', ' ')}": [u.probes_s.get(kind) for u in updates] for kind in kinds}
+    parts["solve"] = [u.solve_s for u in updates]
+    lags = [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates]
+    parts |= {"rest of the sidecar's lag": lags, "training blocked": [u.wait_s for u in updates]}
     figure = Figure("seconds", zero=True)
-    for name, seconds, colour in parts:
+    for (name, seconds), colour in zip(parts.items(), itertools.cycle(STAGE_COLOURS), strict=False):
         if any(seconds):
-            group = "blocked" if name == "training blocked" else "parts"
-            figure.bars(name, [u.name for u in updates], seconds, colour, "%{y:.3g} s", group)
+            style = (FAULT, "%{y:.3g} s", "blocked") if name == "training blocked" else (colour, "%{y:.3g} s", "parts")
+            figure.bars(name, [u.name for u in updates], seconds, *style)
     figure.layout.setdefault("xaxis", {})["title"] = {"text": "update"}
     return figure.as_dict() if figure.data else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option
 from snip_megatron.records.run_data import Adoption, number
 from snip_megatron.reporting.figures import FORMAT_COLOURS
 
-_Row = tuple[tuple[str, str], Gemm]  # (stack, path), GEMM
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
@@ -30,22 +30,22 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     layers = sorted({linear.layer for linear in linears})
     kinds = dict.fromkeys((linear.stack, linear.path) for linear in linears)
     rows = [(kind, gemm) for kind in kinds for gemm in Gemm]
+    cells = [[(str(LinearId(stack, layer, path)), gemm) for layer in layers] for (stack, path), gemm in rows]
     tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that the guard restored shares its scores
     maps: list[dict[str, Any]] = []
+    before: list[list[int | None]] | None = None
     for adoption in known:
-        codes = _codes(adoption.precision_map, rows, layers, present) if adoption.precision_map else []
-        maps.append(
-            {
-                "step": adoption.step,
-                "version": adoption.version,
-                "status": adoption.status,
-                "achieved": adoption.achieved,
-                "speedup": adoption.speedup,
-                "codes": codes,
-                "changed": _count_changes(maps[-1]["codes"], codes) if maps else None,
-                "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,
-            }
-        )
+        chosen = adoption.precision_map or PrecisionMap(choices={})
+        codes = [[chosen.format_of(*cell).code if cell[0] in present else None for cell in row] for row in cells]
+        pairs = [] if before is None else zip(itertools.chain(*before), itertools.chain(*codes), strict=True)
+        named = ("step", "version", "status", "achieved", "speedup")
+        own = {
+            "codes": codes,
+            "changed": None if before is None else sum(a != b for a, b in pairs),
+            "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,
+        }
+        maps.append({name: getattr(adoption, name) for name in named} | own)
+        before = codes
     return {
         "formats": [{"name": fmt.value, "colour": FORMAT_COLOURS[fmt]} for fmt in Format],
         "rows": [
@@ -53,7 +53,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         ],
         "layers": layers,
         "maps": maps,
-        "scores": [_scores(table, rows, layers) for table in tables.values()],
+        "scores": [[[_cell(table, *cell) for cell in row] for row in cells] for table in tables.values()],
     }
 
 
@@ -63,34 +63,8 @@ def _short_kind(stack: str, path: str) -> str:
     return " ".join([*([] if stack == "decoder" else [stack]), *owners[1:], last.removeprefix("linear_")])
 
 
-def _codes(
-    precision_map: PrecisionMap, rows: Sequence[_Row], layers: Sequence[int], present: set[str]
-) -> list[list[int | None]]:
-    """Return the format codes [R][C]."""
-    return [
-        [
-            precision_map.format_of(name, gemm).code
-            if (name := str(LinearId(kind[0], layer, kind[1]))) in present
-            else None
-            for layer in layers
-        ]
-        for kind, gemm in rows
-    ]
-
-
-def _count_changes(old: list[list[int | None]], new: list[list[int | None]]) -> int:
-    return sum(a != b for row, other in zip(old, new, strict=True) for a, b in zip(row, other, strict=True))
-
-
-def _scores(
-    scores: Mapping[str, Any], rows: Sequence[_Row], layers: Sequence[int]
-) -> list[list[dict[str, list[float | None]] | None]]:
-    """Return the scores [R][C]. Under granularity ``layer``, each GEMM of a linear has the scores of the linear."""
-    return [[_cell(scores, str(LinearId(kind[0], layer, kind[1])), gemm) for layer in layers] for kind, gemm in rows]
-
-
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:
-    options = scores.get(option_id(linear, gemm), scores.get(linear))
+    options = scores.get(option_id(linear, gemm), scores.get(linear))  # at granularity layer, those of the linear
     if not isinstance(options, Mapping):
         return None
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -122,15 +121,8 @@ def machine_line(run: RunData) -> str:
     return " · ".join(str(part) for part in (cards, facts.get("host"), " to ".join(days), *versions) if part)
 
 
-@dataclass(frozen=True)
-class State:
-    """Whether the job still runs, as a sentence. ``fault``: whether it was killed, or hangs."""
-
-    text: str
-    fault: bool
-
-
-def _state(run: RunData, summary: RunSummary, *, live: bool) -> State:
+def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
+    """Return whether the job still runs, as a ``text``, and whether it was killed or hangs, a ``fault``."""
     times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
     last = max((at for at in times if at is not None), default=0.0)
     age, lock = time.time() - last, read_lock(run.path)
@@ -147,7 +139,7 @@ def _state(run: RunData, summary: RunSummary, *, live: bool) -> State:
     ago = f", {duration(max(0.0, age))} ago" if live and last else ""
     steps = f"step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
     written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}{ago}" if last else "nothing was written"
-    return State(f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", fault)
+    return {"text": f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", "fault": fault}
 
 
 def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
