@@ -27,7 +27,7 @@ from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import rows
 from snip_megatron.evaluation.tables import markdown
-from snip_megatron.records.storage import write_atomically
+from snip_megatron.records.output_file import deliver
 from snip_megatron.reporting.experiments import comparison_page
 from snip_megatron.reporting.page import write_page
 
@@ -60,20 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="experiment files (snip.experiment/1); with --report, result files",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/compare"),
-        metavar="DIR",
-        help="folder for the results NAME.json, NAME.md and NAME.html; default: runs/compare",
-    )
-    parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="folder for checkpoints, run directories and logs; default: OUT/work"
-    )
-    parser.add_argument(
-        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default: auto, all GPUs"
-    )
+    add_training_arguments(parser, Path("runs/compare"), "NAME.json, NAME.md and NAME.html")
     parser.add_argument(
         "--per-gpu",
         type=int,
@@ -82,17 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs at the same time on each GPU, or on the CPU; default: 8 on a GPU, 1 on the CPU and for runs of"
         " several ranks",
     )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="S",
-        help="end within S seconds; --resume makes the missing runs; default: no limit",
-    )
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
     parser.add_argument(
         "--report", action="store_true", help="write the tables and plots of result files again; train nothing"
     )
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, out: Path, files: str) -> None:
+    """Add what all commands take that train for an experiment file."""
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
+    add("--out", type=Path, default=out, metavar="DIR", help=f"folder for the results {files}; default: {out}")
+    add("--work", type=Path, metavar="DIR", help="folder for checkpoints, run directories and logs; default: OUT/work")
+    add("--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default: auto, all GPUs")
+    add("--time-limit", type=float, metavar="S", help="end within S seconds; default: no limit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -313,9 +304,6 @@ def _report(results: Results, out: Path) -> None:
     """Write NAME.md and NAME.html beside the results, and the text of NAME.md to standard output."""
     text = markdown(results)
     name = results.path.stem
-    try:
-        write_atomically(out / f"{name}.md", text.encode())
-    except OSError as error:
-        raise SnipError(f"{out}: cannot be written ({error})") from None
+    deliver("--out", out / f"{name}.md", text)
     write_page(comparison_page(name, text, rows(list(results.runs.values()))), out / f"{name}.html")
     print(text)

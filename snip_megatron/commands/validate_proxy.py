@@ -7,7 +7,14 @@ import signal
 import time
 from pathlib import Path
 
-from snip_megatron.commands.compare import ENVIRONMENT, alone, devices, select_gpus, stop_on_signals
+from snip_megatron.commands.compare import (
+    ENVIRONMENT,
+    add_training_arguments,
+    alone,
+    devices,
+    select_gpus,
+    stop_on_signals,
+)
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.experiment import load_experiment
@@ -15,7 +22,8 @@ from snip_megatron.evaluation.machine import describe
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
 from snip_megatron.evaluation.recording import record_truth
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.records.storage import dump_json, write_atomically
+from snip_megatron.records.output_file import deliver
+from snip_megatron.records.storage import dump_json
 from snip_megatron.reporting.experiments import proxy_page
 from snip_megatron.reporting.page import write_page
 from snip_megatron.sensitivity.request import SolveRequest
@@ -34,29 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="experiment file (snip.experiment/1), at whose warm checkpoints every option is forced alone; or a run"
         " directory or statistics file of such a measurement",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/proxy"),
-        metavar="DIR",
-        help="folder for the results; default: runs/proxy",
-    )
+    add_training_arguments(parser, Path("runs/proxy"), "proxy.json, proxy.md and proxy.html")
     parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
     recording = parser.add_argument_group("measuring an experiment's checkpoints")
-    recording.add_argument("--data", type=Path, metavar="DIR", help="folder that snip prepare-data wrote")
-    recording.add_argument(
-        "--work", type=Path, metavar="DIR", help="folder for checkpoints and logs; default: OUT/work"
-    )
     recording.add_argument(
         "--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps"
     )
     recording.add_argument(
         "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default: 2"
     )
-    recording.add_argument(
-        "--gpus", default="auto", metavar="auto|N", help="number of GPUs to use; 0: the CPU; default: auto, all GPUs"
-    )
-    recording.add_argument("--time-limit", type=float, metavar="S", help="end within S seconds; default: no limit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,11 +69,8 @@ def run(args: argparse.Namespace) -> int:
         "machine": describe(select_gpus(args.gpus)),
         "validations": [v.as_dict() for v in validations],
     }
-    try:
-        write_atomically(args.out / "proxy.json", dump_json(body).encode())
-        write_atomically(args.out / "proxy.md", text.encode())
-    except OSError as error:
-        raise SnipError(f"--out {args.out}: cannot be written ({error})") from None
+    deliver("--out", args.out / "proxy.json", dump_json(body))
+    deliver("--out", args.out / "proxy.md", text)
     write_page(proxy_page(text, validations), args.out / "proxy.html")
     print(text)
     return 0

@@ -12,8 +12,9 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.evaluation.runs import Run
+from snip_megatron.records.output_file import deliver
 from snip_megatron.records.readers import read_events, read_metrics
-from snip_megatron.records.storage import dump_json, write_atomically
+from snip_megatron.records.storage import dump_json
 
 SCHEMA = "snip.comparison/1"
 LAST_STEPS = 50
@@ -49,10 +50,7 @@ class Results:
             "warm": self.warm,
             "runs": list(self.runs.values()),
         }
-        try:
-            write_atomically(self.path, dump_json(body).encode())
-        except OSError as error:
-            raise SnipError(f"{self.path}: cannot be written ({error})") from None
+        deliver("--out", self.path, dump_json(body))
 
     def done(self, identity: str) -> bool:
         """Return whether the run has ended successfully."""
