@@ -62,55 +62,34 @@ def tensor_sums(
     Raises:
         SnipError: a format, the dtype or the number of dimensions is not supported.
     """
-    known = rotations or {}
-    of_rows = torch.stack([_row_error(x, fmt, stochastic, amax) for fmt in formats])
-    of_cols = torch.stack([_col_errors(x, fmt, stochastic, amax, known.get(fmt)) for fmt in formats])
-    dots = None
-    if d is not None:
-        dots = torch.stack([_dots(d, x.float()), *(_error_dots(d, x, fmt, stochastic, amax) for fmt in formats)])
-    return TensorSums(squares(x, 1), squares(x, 0), of_rows, of_cols, dots)
-
-
-def _takes(fmt: str, gemm: Gemm) -> bool:
-    return gemm in resolve(fmt).gemms
-
-
-def _takes_rows(fmt: str, gradient: bool) -> bool:
-    return _takes(fmt, Gemm.DGRAD if gradient else Gemm.FPROP)
-
-
-def _row_error(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
-    if not _takes_rows(fmt, stochastic):
-        return torch.zeros((), dtype=torch.float64, device=x.device)
-    return squared_errors(x, fmt, stochastic=stochastic, amax=amax).sum(dtype=torch.float64)
-
-
-def _col_errors(x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None, rotation: Rotation | None) -> Tensor:
-    if not _takes(fmt, Gemm.WGRAD):
-        return torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    operand, whole = turned(x, fmt, 0, rotation, amax)
-    return squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole).sum(0, dtype=torch.float64)
-
-
-def _error_dots(d: Tensor, x: Tensor, fmt: str, stochastic: bool, amax: Tensor | None) -> Tensor:
-    if not _takes_rows(fmt, stochastic):
-        return torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-    return _dots(d, fake_quantize(x, fmt, tensor_amax=amax) - x.float())
-
-
-def _dots(d: Tensor, x: Tensor) -> Tensor:
-    return (d * x).sum(1, dtype=torch.float64)
+    known, first = rotations or {}, Gemm.DGRAD if stochastic else Gemm.FPROP
+    none = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    rows, cols, dots = [], [], [] if d is None else [(d * x.float()).sum(1, dtype=torch.float64)]
+    for fmt in formats:
+        row = col = none
+        if first in resolve(fmt).gemms:
+            row = squared_errors(x, fmt, stochastic=stochastic, amax=amax)
+        if Gemm.WGRAD in resolve(fmt).gemms:
+            operand, whole = turned(x, fmt, 0, known.get(fmt), amax)
+            col = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
+        rows.append(row.sum(dtype=torch.float64))
+        cols.append(col.sum(0, dtype=torch.float64))
+        if d is not None:
+            error = fake_quantize(x, fmt, tensor_amax=amax) - x.float() if first in resolve(fmt).gemms else none
+            dots.append((d * error).sum(1, dtype=torch.float64))
+    products = None if d is None else torch.stack(dots)
+    return TensorSums(squares(x, 1), squares(x, 0), torch.stack(rows), torch.stack(cols), products)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    return torch.stack([squares(w), *(_weight_error(w, fmt, amax) for fmt in formats)])
-
-
-def _weight_error(w: Tensor, fmt: str, amax: Tensor | None) -> Tensor:
-    if not _takes(fmt, Gemm.FPROP):  # a format of wgrad alone, which reads no weight
-        return torch.zeros((), dtype=torch.float64, device=w.device)
-    return squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64)
+    found = [squares(w)]
+    for fmt in formats:
+        if Gemm.FPROP in resolve(fmt).gemms:
+            found.append(squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64))
+        else:  # a format of wgrad alone, which reads no weight
+            found.append(torch.zeros_like(found[0]))
+    return torch.stack(found)
 
 
 def squares(x: Tensor, dim: int | None = None) -> Tensor:
@@ -119,12 +98,7 @@ def squares(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return G_t·E_t of every row [R] and ‖E‖² (0-dim), float64, where E = ``quantised`` − ``exact``.
-
-    Args:
-        quantised, exact: FP32 [R, N].
-        g: any floating dtype [R, N].
-    """
+    """Return G_t·E_t of every row [R] and ‖E‖² (0-dim), float64, where E = ``quantised`` − ``exact``, FP32 [R, N]."""
     error = quantised - exact
     return (error * g).sum(1, dtype=torch.float64), squares(error)
 

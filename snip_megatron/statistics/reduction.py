@@ -17,15 +17,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import LinearRow, Role
 from snip_megatron.statistics.boundaries import Boundary
 from snip_megatron.statistics.recorder import Dots, LinearRecorder
-from snip_megatron.statistics.table import (
-    BOUNDARY_COLUMNS,
-    FORMAT_COLUMNS,
-    LINEAR_COLUMNS,
-    RHO_GRID,
-    SinkRow,
-    StatisticsTable,
-    count_boundaries,
-)
+from snip_megatron.statistics.table import SinkRow, StatisticsTable, array_shapes
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
 # token loss, so these columns are multiplied by the square of one factor (docs/how-it-works.md, definitions).
@@ -95,16 +87,8 @@ class PartialTable:
         self.shape = shape
         self._scale2 = gradient_scale**2
         self._row = {row.name: index for index, row in enumerate(shape.linears)}
-        n, f, s, grid = len(shape.linears), len(shape.formats), len(shape.sinks), len(RHO_GRID)
-        b = count_boundaries(shape.linears)
-        self.arrays: dict[str, torch.Tensor] = {
-            **{f"linear.{c}": torch.zeros(n, dtype=torch.float64) for c in LINEAR_COLUMNS},
-            **{f"by_format.{c}": torch.zeros(n, f, dtype=torch.float64) for c in FORMAT_COLUMNS},
-            **{f"boundary.{c}": torch.zeros(b, dtype=torch.float64) for c in BOUNDARY_COLUMNS},
-            "drift2": torch.zeros(n, grid, dtype=torch.float64),
-            "sink_drift2": torch.zeros(s, grid, dtype=torch.float64),
-            "sink_w2": torch.zeros(s, dtype=torch.float64),
-        }
+        shapes = array_shapes(shape.linears, shape.formats, shape.sinks)
+        self.arrays = {name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}
         self._on_device: list[tuple[str, int, torch.Tensor, float]] = []
 
     def _add(self, array: str, row: int, value: torch.Tensor | float, column: str) -> None:

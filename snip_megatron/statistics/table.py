@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,34 +135,25 @@ class StatisticsTable:
     truth_again: Truth | None = None
 
     def __post_init__(self) -> None:
-        n, f, s = len(self.linears), len(self.formats), len(self.sinks)
-        boundaries = count_boundaries(self.linears)
-        expected = {
-            **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
-            **{f"by_format.{c}": (n, f) for c in FORMAT_COLUMNS},
-            **{f"boundary.{c}": (boundaries,) for c in BOUNDARY_COLUMNS},
-            "drift2": (n, len(RHO_GRID)),
-            "sink_drift2": (s, len(RHO_GRID)),
-            "sink_w2": (s,),
-            **{f"{group}.{c}": (n, 3, f) for group in self._truths for c in TRUTH_COLUMNS},
-        }
-        for name, shape in expected.items():
-            group, _, column = name.partition(".")
-            array = getattr(self, group)[column] if column else getattr(self, group)
+        for name, shape in self._shapes().items():
+            array = self._array(name)
             if array.shape != shape or array.dtype != np.float64:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        truths = [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
+        shape = (len(self.linears), 3, len(self.formats))
+        of_truths = {f"{group}.{c}": shape for group in truths for c in TRUTH_COLUMNS}
+        return array_shapes(self.linears, self.formats, self.sinks) | of_truths
+
+    def _array(self, name: str) -> np.ndarray:
+        group, _, column = name.partition(".")
+        found: np.ndarray = getattr(self, group)[column] if column else getattr(self, group)
+        return found
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all arrays by dotted name, in a fixed order."""
-        named: dict[str, np.ndarray] = {}
-        for group in ("linear", "by_format", "boundary"):
-            named |= {f"{group}.{c}": array for c, array in getattr(self, group).items()}
-        named |= {"drift2": self.drift2, "sink_drift2": self.sink_drift2, "sink_w2": self.sink_w2}
-        return named | {f"{group}.{c}": getattr(self, group)[c] for group in self._truths for c in TRUTH_COLUMNS}
-
-    @property
-    def _truths(self) -> list[str]:
-        return [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
+        return {name: self._array(name) for name in self._shapes()}
 
     def non_finite(self) -> list[str]:
         """Return the columns with a NaN, an Inf or a wrong sign. An update with such a table is dropped."""
@@ -234,6 +225,21 @@ class StatisticsTable:
                 )
         except _UNREADABLE as error:
             raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
+
+
+def array_shapes(
+    linears: Sequence[LinearRow], formats: Sequence[str], sinks: Sequence[SinkRow]
+) -> dict[str, tuple[int, ...]]:
+    """Return dotted name of each measured array → its shape."""
+    n, s = len(linears), len(sinks)
+    return {
+        **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
+        **{f"by_format.{c}": (n, len(formats)) for c in FORMAT_COLUMNS},
+        **{f"boundary.{c}": (count_boundaries(linears),) for c in BOUNDARY_COLUMNS},
+        "drift2": (n, len(RHO_GRID)),
+        "sink_drift2": (s, len(RHO_GRID)),
+        "sink_w2": (s,),
+    }
 
 
 def count_boundaries(linears: Iterable[LinearRow]) -> int:
