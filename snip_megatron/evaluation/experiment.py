@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,62 +196,57 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     found = parse(Experiment, {**rest, "name": rest.get("name") or name}, where, phases=phases)
     planned = tuple(dataclasses.replace(each, kind=each.kind or phases[0].kind) for each in found.planned)
     experiment = dataclasses.replace(found, planned=planned)
-    _check(experiment, where)
+    model(experiment.model)
+    for fault in _faults(experiment):
+        raise SnipError(f"{where}: {fault}")
     return experiment
 
 
-def _check(experiment: Experiment, where: str) -> None:
-    """Raise SnipError for fields that do not fit together."""
-    model(experiment.model)
+def _faults(experiment: Experiment) -> Iterator[str]:
+    """Yield fields that do not fit together."""
     training, warm = experiment.training, experiment.warm
-    number(most=training.lr)(training.min_lr, f"{where}: training: min_lr")
+    if training.min_lr > training.lr:
+        yield f"training: min_lr: {training.min_lr:g} is above lr {training.lr:g}"
     if training.global_batch % training.micro_batch:
-        raise SnipError(
-            f"{where}: training: global_batch: {training.global_batch} is no multiple of micro_batch"
-            f" {training.micro_batch}"
-        )
+        yield f"training: global_batch: {training.global_batch} is no multiple of micro_batch {training.micro_batch}"
     if warm is None and any(phase.kind == "from_warm" for phase in experiment.phases):
-        raise SnipError(f"{where}: from_warm needs warm: the checkpoint to start from")
+        yield "from_warm needs warm: the checkpoint to start from"
     if warm is not None and any(not 0 < step < warm.steps for step in warm.save):
-        raise SnipError(f"{where}: warm: save: steps must lie between 0 and {warm.steps}")
+        yield f"warm: save: steps must lie between 0 and {warm.steps}"
     for phase in experiment.phases:
-        _check_phase(phase, f"{where}: {phase.kind}")
+        yield from (f"{phase.kind}: {fault}" for fault in _phase_faults(phase))
         if training.warmup_steps >= (steps := experiment.schedule(phase.kind)):  # Megatron asserts this
-            raise SnipError(
-                f"{where}: training.warmup_steps: {training.warmup_steps} must be less than the {steps} steps of"
-                f" {phase.kind}"
-            )
+            yield f"training.warmup_steps: {training.warmup_steps} must be less than the {steps} steps of {phase.kind}"
     for i, planned in enumerate(experiment.planned):
-        _check_planned(planned, f"{where}: planned[{i}]", experiment.phases)
+        yield from (f"planned[{i}]: {fault}" for fault in _planned_faults(planned, experiment.phases))
 
 
-def _check_phase(phase: Phase, where: str) -> None:
+def _phase_faults(phase: Phase) -> Iterator[str]:
     labels = [candidate.label for candidate in phase.candidates]
     if not labels:
-        raise SnipError(f"{where}: policies: expected a list of policies")
+        yield "policies: expected a list of policies"
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise SnipError(
-            f"{where}: policies: {quoted(twice[0])} stands there twice; give one of them a label of its own"
-        )
+        yield f"policies: {quoted(twice[0])} stands there twice; give one of them a label of its own"
     if not phase.seeds or 0 in phase.seeds:
-        raise SnipError(f"{where}: seeds: give at least one, all positive (Megatron takes no 0)")
+        yield "seeds: give at least one, all positive (Megatron takes no 0)"
     if phase.updates.first == 0 and phase.kind == "from_scratch":
-        raise SnipError(f"{where}: updates: first must be at least 1 from scratch: AdamW has no moments before")
+        yield "updates: first must be at least 1 from scratch: AdamW has no moments before"
     for candidate in phase.candidates:
         if not candidate.fixed and not phase.budgets_of(candidate):
-            raise SnipError(f"{where}: budgets: {quoted(candidate.label)} needs at least one")
+            yield f"budgets: {quoted(candidate.label)} needs at least one"
 
 
-def _check_planned(planned: Planned, where: str, phases: tuple[Phase, ...]) -> None:
-    """Raise SnipError if a comparison names a policy or a budget that the experiment does not run."""
+def _planned_faults(planned: Planned, phases: tuple[Phase, ...]) -> Iterator[str]:
+    """Yield policies and budgets of a comparison that the experiment does not run."""
     phase = next((phase for phase in phases if phase.kind == planned.kind), None)
     if phase is None:
-        kinds = ", ".join(phase.kind for phase in phases)
-        raise SnipError(f"{where}: kind: {quoted(planned.kind)}: expected one of {kinds}")
+        yield f"kind: {quoted(planned.kind)}: expected one of {', '.join(phase.kind for phase in phases)}"
+        return
     made = {each.label: each for each in phase.candidates}
     for label in (planned.ours, *planned.theirs):
         if label not in made or (label == planned.ours and made[label].fixed):
-            raise SnipError(f"{where}: {quoted(label)} is no policy of {planned.kind} with a budget")
+            yield f"{quoted(label)} is no policy of {planned.kind} with a budget"
+            return
         own = planned.budgets if made[label].fixed else phase.budgets_of(made[label])
         if missing := [budget for budget in planned.budgets if budget not in own]:
-            raise SnipError(f"{where}: budgets: {quoted(label)} does not run at {missing[0]:g}")
+            yield f"budgets: {quoted(label)} does not run at {missing[0]:g}"

@@ -143,7 +143,7 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
             [{"policy": "bf16", "label": "a|b"}],
             "e.json: from_warm: policies[0]: label: 'a|b' must not have a |",
         ),
-        ("training.min_lr", 0.1, "e.json: training: min_lr: expected a number between 0 and 0.003, not 0.1"),
+        ("training.min_lr", 0.1, "e.json: training: min_lr: 0.1 is above lr 0.003"),
     ],
 )
 def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
