@@ -128,14 +128,12 @@ def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTab
     if missing:
         recorded = ", ".join(table.formats)
         raise SnipError(f"--statistics {path}: recorded without {missing[0]} (it has {recorded})")
-    wanted = {row.name: row for row in layout.model.rows}
-    found = {row.name: row for row in table.linears}
-    sizes = {row.name: (row.n, row.k) for row in table.linears}
-    expected = {name: (row.n, row.k) for name, row in wanted.items()}
+    sizes, expected = ({row.name: (row.n, row.k) for row in rows} for rows in (table.linears, layout.model.rows))
     if sizes != expected:
-        differing = min(name for name in {**wanted, **found} if sizes.get(name) != expected.get(name))
+        differing = min(name for name in {**expected, **sizes} if sizes.get(name) != expected.get(name))
         raise SnipError(
             f"--statistics {path}: of another model than {layout.model.name}: {differing} is"
             f" {sizes.get(differing, 'absent')}, expected {expected.get(differing, 'none')}"
         )
-    return replace(table, linears=tuple(replace(row, stage=wanted[row.name].stage) for row in table.linears))
+    stages = {row.name: row.stage for row in layout.model.rows}
+    return replace(table, linears=tuple(replace(row, stage=stages[row.name]) for row in table.linears))
