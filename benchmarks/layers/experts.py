@@ -9,10 +9,12 @@ once for four microbatches. Milliseconds of a microbatch, medians of interleaved
 
 - ``bf16_deepgemm``, ``bf16_torch`` (``torch._grouped_mm``): one launch for each product; ``bf16``: the faster of them.
 - ``te_bf16``, ``te_current``, ``te_block``: Transformer Engine's grouped linears.
-- ``snip_fp8``, ``snip_fp8_tensor``: all GEMMs in one format. ``snip``: the fastest of the maps by GEMM that ``maps``
-  names, chosen by a measurement of its own. ``snip_unfused``: the same map without fusion of SwiGLU.
+- ``snip_fp8``, ``snip_fp8_tensor``: all GEMMs in one format. ``snip``: the solver's map, the fastest by the times that
+  ``snip calibrate`` and trainings measure of such linears; ``map`` has its formats, ``predicted`` its milliseconds of
+  GEMMs and quantisation.
 
-``errors`` has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices.
+``products`` has the milliseconds of each bf16 product by library, the addition to FP32 gradients included. ``errors``
+has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.common import header, interleaved, refuse_without_cuda, write
+from snip_megatron.gemm.deepgemm import grouped_library, why_not
+from snip_megatron.gemm.grouped_hopper import group_rows, grouped_mm
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.precision.budget import Budget
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver import Choice, Item, solve
+from snip_megatron.solver.problem import Problem as SolverProblem
+from snip_megatron.timing.calibration.calibrate import calibrate
+from snip_megatron.timing.calibration.clock import clock_for
+from snip_megatron.timing.calibration.measure import Measurer
+from snip_megatron.timing.calibration.workload import Workload
+from snip_megatron.timing.cost_model import CostModel
+from snip_megatron.timing.shapes import LinearShape
 
 MICROBATCHES = 4
 SHAPES = {  # hidden, ffn, experts on this GPU, rows
@@ -44,11 +59,13 @@ SHAPES = {  # hidden, ffn, experts on this GPU, rows
     "qwen3-30b E16": (2048, 768, 16, 32768),
     "qwen3-30b E128": (2048, 768, 128, 65536),
 }
+LINEARS = ("fc1", "fc2")
 TINY = {"tiny E2": (128, 128, 2, 256)}
-B, E, F, T = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+CANDIDATES = (Format.FP8, Format.FP8_TENSOR)
 Formats = tuple[Format, Format, Format]
-UNIFORM: dict[str, Formats] = {"bf16_deepgemm": (B, B, B), "snip_fp8": (E, E, E), "snip_fp8_tensor": (T, T, T)}
-MAPS: dict[str, Formats] = {"fp8 fp8 bf16": (E, E, B), "fp8 bf16 bf16": (E, B, B), "fp4 fp8 bf16": (F, E, B)}
+Map = tuple[Formats, Formats]
+"""The formats of fc1 and of fc2."""
+UNIFORM: dict[str, Map] = {f"snip_{fmt.value}": ((fmt,) * 3, (fmt,) * 3) for fmt in CANDIDATES}
 
 
 class Experts(torch.nn.Module):
@@ -94,6 +111,7 @@ class Problem:
         context, count = StepContext(seed=1, backend=backend), sum(self.splits)
         self.fc1 = Experts(experts, 2 * ffn, hidden, context, device)
         self.fc2 = Experts(experts, hidden, ffn, context, device)
+        self.context = context
         self.x = torch.randn(count, hidden, device=device).bfloat16().requires_grad_()
         self.g = torch.randn(count, hidden, device=device).bfloat16()
         self.probs = torch.rand(count, 1, device=device)
@@ -103,19 +121,25 @@ class Problem:
         assert self.x.grad is not None
         return {"dx": self.x.grad, "dw1": self.fc1.gradients, "dw2": self.fc2.gradients}
 
+    def weight(self, name: str) -> tuple[int, int]:
+        """Return N and K of a linear."""
+        _, n, k = getattr(self, name).memory.shape
+        return n, k
+
     def clear(self) -> None:
         self.x.grad = None
         self.fc1.gradients.zero_()
         self.fc2.gradients.zero_()
 
 
-def snip_step(problem: Problem, formats: Formats, *, fuses: bool = True) -> Callable[[], Tensor]:
+def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
     """Return a step of one contender of this project. It returns the last result."""
     fc1, fc2, splits = problem.fc1, problem.fc2, problem.splits
 
     def step() -> Tensor:
-        for linear in (fc1, fc2):
-            linear.handles[0].state.formats = formats
+        problem.context.quantizes = True
+        for linear, chosen in zip((fc1, fc2), formats, strict=True):
+            linear.handles[0].state.formats = chosen
             linear.handles[0].state.weights.clear()
         for _ in range(MICROBATCHES):
             problem.x.grad = None
@@ -125,7 +149,7 @@ def snip_step(problem: Problem, formats: Formats, *, fuses: bool = True) -> Call
                 rows = PaddedSplits(splits, 128, backwards=False, device=hidden.device)
                 hidden, probs = rows.pad(hidden), rows.pad(probs)
             y = fc1(hidden, rows)
-            if fuses and may_fuse_experts(fc1.handles[0], fc2.handles[0]):
+            if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
                 x = weighted_swiglu(y, probs, rows, fc1.handles[0], fc2.handles[0])
             else:
                 x = swiglu(y, probs)
@@ -137,36 +161,122 @@ def snip_step(problem: Problem, formats: Formats, *, fuses: bool = True) -> Call
     return step
 
 
-class _TorchGroups(torch.autograd.Function):
-    """Products of all experts by ``torch._grouped_mm``, whose bf16 wgrad is added to FP32 gradients."""
+def solved(problem: Problem, device: str) -> tuple[Map, float]:
+    """Return the fastest map by measured times, and its predicted milliseconds of a microbatch."""
+    sizes = {name: (len(problem.splits), sum(problem.splits), *problem.weight(name)) for name in LINEARS}
+    small = Workload(((256, 256, 256),), ((256, 256),), ((256, 256),), (), tuple(sizes.values()))
+    measurer = Measurer(problem.context.backend, clock_for(torch.device(device)), CANDIDATES)
+    model = CostModel(calibrate(measurer, small, {}))
+    times = OptionTimes.predict(model, {name: _shape(*size) for name, size in sizes.items()}, CANDIDATES).seconds
+    items = [
+        Item(f"{name}:{gemm}", 0, of["bf16"], tuple(_choice(of, fmt) for fmt in (Format.BF16, *CANDIDATES)))
+        for name, by_gemm in times.items()
+        for gemm, of in by_gemm.items()
+    ]
+    chosen = solve(SolverProblem(Budget("loss", len(items)), tuple(items))).choices
+    seconds = sum(times[name][gemm.value][chosen[f"{name}:{gemm.value}"].value] for name in times for gemm in Gemm)
+    fc1, fc2 = ((chosen[f"{name}:fprop"], chosen[f"{name}:dgrad"], chosen[f"{name}:wgrad"]) for name in LINEARS)
+    return (fc1, fc2), 1e3 * seconds / MICROBATCHES
+
+
+def _shape(experts: int, rows: int, n: int, k: int) -> LinearShape:
+    return LinearShape(rows // experts, n, k, MICROBATCHES * experts, matrices=experts, grouped=True)
+
+
+def _choice(seconds: Mapping[str, float], fmt: Format) -> Choice:
+    """A format with 8 bits costs the same loss wherever it is chosen, so that it has to save time."""
+    return Choice(fmt, (float(fmt is not Format.BF16),), seconds["bf16"] - seconds[fmt.value])
+
+
+class TorchLibrary:
+    """bf16 products of all experts by torch. Its wgrad is bf16, and then added."""
+
+    def __init__(self, splits: Sequence[int], device: str) -> None:
+        self.rows = group_rows(tuple(splits), torch.device(device))
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(x, w.transpose(1, 2), offs=self.rows.ends)
+
+    def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(g, w, offs=self.rows.ends)
+
+    def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        out.add_(grouped_mm(g.t(), x, offs=self.rows.ends))
+
+
+class DeepGemmLibrary(TorchLibrary):
+    """The same by DeepGEMM, whose wgrad is added in FP32."""
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        out = x.new_empty(len(x), w.shape[1])
+        grouped_library().m_grouped_bf16_gemm_nt_contiguous(x, w, out, self.rows.experts)
+        return out
+
+    def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
+        out = g.new_empty(len(g), w.shape[2])
+        grouped_library().m_grouped_bf16_gemm_nn_contiguous(g, w, out, self.rows.experts)
+        return out
+
+    def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        counts = list(self.rows.splits), self.rows.counts
+        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, *counts, out)
+
+
+class _Groups(torch.autograd.Function):
+    """Products of all experts in bf16 by one library."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: Experts, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends)
-        ctx.linear = linear
-        found: Tensor = torch._grouped_mm(x, linear.memory.transpose(1, 2), offs=ends)
-        return found
+    def forward(ctx: Any, x: Tensor, linear: Experts, library: TorchLibrary) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.linear, ctx.library = linear, library
+        return library.fprop(x, linear.memory)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (x, ends), linear, g = ctx.saved_tensors, ctx.linear, grad_outputs[0].contiguous()
-        linear.gradients.add_(torch._grouped_mm(g.t(), x, offs=ends))
-        return torch._grouped_mm(g, linear.memory, offs=ends), None, None
+        (x,), linear, g = ctx.saved_tensors, ctx.linear, grad_outputs[0].contiguous()
+        ctx.library.wgrad(g, x, linear.gradients)
+        return ctx.library.dgrad(g, linear.memory), None, None
 
 
-def torch_step(problem: Problem) -> Callable[[], Tensor]:
-    """Return the step of ``torch._grouped_mm``."""
-    ends = torch.tensor(problem.splits, device=problem.x.device).cumsum(0).to(torch.int32)
+def libraries(problem: Problem, device: str) -> dict[str, TorchLibrary]:
+    """Return the libraries of this machine by name."""
+    found = {"torch": TorchLibrary(problem.splits, device)}
+    has_deepgemm = device == "cuda" and why_not() is None
+    return found | ({"deepgemm": DeepGemmLibrary(problem.splits, device)} if has_deepgemm else {})
+
+
+def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor]:
+    """Return the step of a library in bf16."""
 
     def step() -> Tensor:
         for _ in range(MICROBATCHES):
             problem.x.grad = None
-            y = _TorchGroups.apply(problem.x, problem.fc1, ends)  # type: ignore[no-untyped-call]
-            y = _TorchGroups.apply(swiglu(y, problem.probs), problem.fc2, ends)  # type: ignore[no-untyped-call]
+            y = _Groups.apply(problem.x, problem.fc1, library)  # type: ignore[no-untyped-call]
+            y = _Groups.apply(swiglu(y, problem.probs), problem.fc2, library)  # type: ignore[no-untyped-call]
             y.backward(problem.g)
         return y  # type: ignore[no-any-return]
 
     return step
+
+
+def products(problem: Problem, rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Return linear → product → library → milliseconds in bf16."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name in LINEARS:
+        linear: Experts = getattr(problem, name)
+        n, k = problem.weight(name)
+        x, g = (torch.randn(sum(problem.splits), width, device=device).bfloat16() for width in (k, n))
+        of = libraries(problem, device)
+        calls = {
+            "fprop": {each: partial(library.fprop, x, linear.memory) for each, library in of.items()},
+            "dgrad": {each: partial(library.dgrad, g, linear.memory) for each, library in of.items()},
+            "wgrad": {each: partial(library.wgrad, g, x, linear.gradients) for each, library in of.items()},
+        }
+        found[name] = {
+            gemm: {each: round(ms, 4) for each, ms in milliseconds(by_library, rounds, device).items()}
+            for gemm, by_library in calls.items()
+        }
+    return found
 
 
 def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
@@ -239,18 +349,25 @@ def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device:
 def measure(shape: tuple[int, int, int, int], rounds: int, device: str, *, ragged: bool) -> dict[str, Any]:
     """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``."""
     problem = Problem(shape, device, ragged=ragged)
-    maps = {name: snip_step(problem, formats) for name, formats in MAPS.items()}
-    tried = milliseconds(maps, max(2, rounds // 3), device)
-    chosen = min(tried, key=lambda name: tried[name])
-    calls = {name: snip_step(problem, formats) for name, formats in UNIFORM.items()}
-    calls |= {"snip": maps[chosen], "snip_unfused": snip_step(problem, MAPS[chosen], fuses=False)}
+    chosen, predicted = solved(problem, device)
+    calls = {name: snip_step(problem, formats) for name, formats in (UNIFORM | {"snip": chosen}).items()}
+    of_libraries: dict[str, Any] = {}
     if not ragged:  # their rows must be multiples of some number
-        calls |= {"bf16_torch": torch_step(problem)} | (te_steps(problem) if device == "cuda" else {})
+        of_libraries = products(problem, rounds, device)
+        calls |= {f"bf16_{name}": library_step(problem, each) for name, each in libraries(problem, device).items()}
+        calls |= te_steps(problem) if device == "cuda" else {}
     expected = exact(problem)
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
     found = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
-    best = min(("bf16_deepgemm", "bf16_torch"), key=lambda name: found.get(name, float("inf")))
-    return {"mlp": {"bf16": found[best], **found}, "errors": wrong, "map": chosen, "bf16": best}
+    best = min((name for name in found if name in ("bf16_torch", "bf16_deepgemm")), key=found.__getitem__, default=None)
+    return {
+        "mlp": {**({} if best is None else {"bf16": found[best]}), **found},
+        "errors": wrong,
+        "map": {name: [fmt.value for fmt in formats] for name, formats in zip(LINEARS, chosen, strict=True)},
+        "predicted": round(predicted, 3),
+        "bf16": best,
+        "products": of_libraries,
+    }
 
 
 def main() -> None:
@@ -268,12 +385,14 @@ def main() -> None:
         refuse_without_cuda()
     device, shapes = ("cpu", TINY) if args.cpu else ("cuda", {name: SHAPES[name] for name in args.shapes})
     result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged}
-    result |= {"mlp": {}, "errors": {}, "map": {}, "bf16": {}}
+    result |= {key: {} for key in ("mlp", "errors", "map", "predicted", "bf16", "products")}
     for name, shape in shapes.items():
         for key, found in measure(shape, args.rounds, device, ragged=args.ragged).items():
             result[key][name] = found
         times = result["mlp"][name]
-        print(name, {contender: f"{ms:.2f} ms, {times['bf16'] / ms:.2f} x bf16" for contender, ms in times.items()})
+        base = times.get("bf16", times["snip"])
+        print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})
+        print(f"  products {result['products'][name]}, predicted {result['predicted'][name]} ms")
         print(f"  map {result['map'][name]}, bf16 by {result['bf16'][name]}, errors {result['errors'][name]}")
         write(args.out, result)
         gc.collect()

@@ -108,7 +108,7 @@ class GemmBackend:
             gemm: the product.
             a, b: (X, W), (G, W) or (G, X).
             dtype: dtype of the result. That of wgrad is FP32.
-            out: wgrad is added to it, and it is returned; None: new memory. Only wgrad takes it.
+            out: wgrad is added to it, and it is returned; None: new memory. A library may write fprop and dgrad to it.
         """
         assert isinstance(a, UnquantizedOperand)
         assert isinstance(b, UnquantizedOperand)

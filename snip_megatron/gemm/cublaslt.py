@@ -138,7 +138,14 @@ class CublasLt:
         return self._run(problem, (b.values, a.values), (b.scale, a.scale), out) is not None
 
     def multiply(
-        self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False, choice: int = 0
+        self,
+        a: Operand,
+        b: Operand,
+        dtype: torch.dtype,
+        *,
+        fast: bool = False,
+        choice: int = 0,
+        out: Tensor | None = None,
     ) -> Tensor | None:
         """Return a·bᵀ [a.rows, b.rows], or None, without allocating, if the library has no kernel for the operands.
 
@@ -147,11 +154,12 @@ class CublasLt:
             dtype: dtype of the result, FP32 or bf16.
             fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
             choice: index of the heuristic's proposal to use. The library recommends the first.
+            out: memory for the result, row-major, in ``dtype``; None: new memory.
         """
         # torch's allocator aligns new memory to more than _ALIGNMENT.
-        result = _Matrix(dtype, b.rows, a.rows, b.rows, False, None, _ALIGNMENT)
-        problem = _product(a, b, result, fast, choice)
-        return self._run(problem, (b.values, a.values), (b.scale, a.scale), None)
+        new = _Matrix(dtype, b.rows, a.rows, b.rows, False, None, _ALIGNMENT)
+        problem = _product(a, b, new if out is None else _result(out), fast, choice)
+        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, add=False)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor, factor: Tensor | None = None) -> bool:
         """Compute out += factor · gᵀ·x. Returns False, and does nothing, if the library has no kernel for the operands.
@@ -192,17 +200,19 @@ class CublasLt:
         scales: tuple[Tensor, Tensor] | None,
         out: Tensor | None,
         factor: Tensor | None = None,
+        *,
+        add: bool = True,
     ) -> Tensor | None:
-        """Add the product to ``out``, or write it to new memory if that is None. Returns None without a kernel."""
+        """Add the product to ``out``, or write it there, or to new memory if that is None. None without a kernel."""
         device, first = torch.cuda.current_device(), values[0]
         if first.is_cuda and first.get_device() != device:
             with torch.cuda.device(first.device):
-                return self._run(problem, values, scales, out, factor)
+                return self._run(problem, values, scales, out, factor, add=add)
         with self._lock:
             plan = self._plan(device, problem, scales)
             if plan is None:
                 return None
-            add, c = out is not None, problem.c
+            add, c = add and out is not None, problem.c
             if out is None:
                 out = torch.empty(c.cols, c.rows, dtype=c.dtype, device=first.device)
             if scales is not None:

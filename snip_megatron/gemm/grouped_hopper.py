@@ -1,15 +1,17 @@
-"""Grouped products of all experts on a Hopper GPU: one launch of DeepGEMM for each product.
+"""Grouped products of all experts on a Hopper GPU: one launch of a library for each product.
 
 DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds a wgrad of bf16 in FP32 to the gradients of all
-experts, which follow each other in Megatron's buffers. Other formats run expert by expert, and so does wgrad in fp8 and
-fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM 0.1.4 gave other sums in every run on an H100 where some experts
-had no or few rows (tests/gpu/test_grouped_gpu.py). It overwrites the one tensor map of a multiprocessor at the next
-expert while loads of the expert before may still read it (deepseek-ai/DeepGEMM, issue 365 and pull request 343).
+experts, which follow each other in Megatron's buffers. torch multiplies bf16, and makes a wgrad in bf16, which is then
+added. Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of
+DeepGEMM 0.1.4 gave other sums in every run on an H100 where some experts had no or few rows
+(tests/gpu/test_grouped_gpu.py). It overwrites the one tensor map of a multiprocessor at the next expert while loads of
+the expert before may still read it (deepseek-ai/DeepGEMM, issue 365 and pull request 343).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +24,27 @@ from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
-_GROUPED = frozenset((Format.BF16, *STORED))
-_OTHERS = frozenset(Format) - _GROUPED
+TORCH_IS_FASTER = {
+    (4, 4096, 7168): False,
+    (4, 7168, 2048): False,
+    (8, 3072, 4096): False,
+    (8, 4096, 1536): False,
+    (16, 1536, 2048): True,
+    (16, 2048, 768): True,
+    (128, 1536, 2048): True,
+    (128, 2048, 768): True,
+}
+"""Experts, N, K → whether torch's bf16 was faster than DeepGEMM's on an H100 (``experts_h100_2026-11-26.json``)."""
+
+
+@functools.cache
+def torch_is_faster(experts: int, n: int, k: int) -> bool:
+    """Return whether torch's bf16 was the faster one at the nearest measured size. No run measures it itself: its bits
+    would depend on that.
+    """
+    asked = (experts, n, k)
+    near = min(TORCH_IS_FASTER, key=lambda size: sum(math.log(a / b) ** 2 for a, b in zip(size, asked, strict=True)))
+    return TORCH_IS_FASTER[near]
 
 
 class GroupRows(NamedTuple):
@@ -32,11 +53,13 @@ class GroupRows(NamedTuple):
     Attributes:
         splits: number of rows of each expert, multiples of 128.
         counts: the same numbers, [experts].
+        ends: the row after the last one of each expert, [experts].
         experts: the expert of every row, [rows].
     """
 
     splits: tuple[int, ...]
     counts: Tensor
+    ends: Tensor
     experts: Tensor
 
 
@@ -45,7 +68,11 @@ def group_rows(splits: tuple[int, ...], device: torch.device) -> GroupRows:
     """Describe the rows of experts, with one copy to the device."""
     counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
     numbers = torch.arange(len(splits), dtype=torch.int32, device=device)
-    return GroupRows(splits, counts, torch.repeat_interleave(numbers, counts, output_size=sum(splits)))
+    experts = torch.repeat_interleave(numbers, counts, output_size=sum(splits))
+    return GroupRows(splits, counts, counts.cumsum(0, dtype=torch.int32), experts)
+
+
+grouped_mm: Callable[..., Tensor] = torch._grouped_mm
 
 
 class RowsOperand(NamedTuple):
@@ -66,42 +93,44 @@ class HopperGroups(GroupLoop):
     Args:
         quantize, multiply: see :class:`GroupLoop`.
         quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
-        library: the module ``deep_gemm``; tests on a CPU pass an emulation.
+        library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: torch multiplies bf16, and other
+            formats run expert by expert.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
     """
 
     row_multiple = TILE
-    in_one_launch = _GROUPED
 
     def __init__(
         self,
         quantize: Callable[..., OperandPair],
         multiply: Callable[..., Tensor],
         quantizers: Any,
-        library: Any,
+        library: Any = None,
         activations: Any = None,
     ) -> None:
         super().__init__(quantize, multiply)
         self._quantizers = quantizers
         self._library = library
         self._activations = activations
+        self._tiled = frozenset(() if library is None else STORED)
+        self.in_one_launch = self._tiled | {Format.BF16}
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
         x, row = x.contiguous(), None
-        if spec.rowwise in STORED:
+        if spec.rowwise in self._tiled:
             row, _ = self._quantize(x, spec._replace(columnwise=None, rotation=None))
         sides = x if spec.rowwise is Format.BF16 else row, x if spec.columnwise is Format.BF16 else None
         found = _of_experts(sides, splits, x.device)
         left = spec._replace(
-            rowwise=None if spec.rowwise in _GROUPED else spec.rowwise,
+            rowwise=None if spec.rowwise in self.in_one_launch else spec.rowwise,
             columnwise=None if spec.columnwise is Format.BF16 else spec.columnwise,
         )
         return found if left.formats == (None, None) else _either(found, super().quantize_rows(x, splits, left))
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
-        return self._activations is not None and formats[0] in _GROUPED and formats[1] in (Format.BF16, None)
+        return self._activations is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
     def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """See the base class."""
@@ -118,23 +147,23 @@ class HopperGroups(GroupLoop):
         """See the base class."""
         formats = spec.formats
         found: OperandPair = (None, None)
-        if not _GROUPED.isdisjoint(formats):
+        if not self.in_one_launch.isdisjoint(formats):
             whole = stacked(weights)
             whole = torch.stack(list(weights)) if whole is None else whole
-            own = spec.only(STORED)
+            own = spec.only(self._tiled)
             blocks: OperandPair = (None, None)
             if own.formats != (None, None):
                 blocks = self._quantizers.quantize_group_blocks(whole, own)
             sides = zip(formats, blocks, strict=True)
             rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
             found = rowwise, columnwise
-        left = spec.only(_OTHERS)
+        left = spec.only(frozenset(Format) - self.in_one_launch)
         return found if left.formats == (None, None) else _either(found, super().quantize_weights(weights, left))
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """See the base class."""
         if not isinstance(a, RowsOperand):
-            return super().multiply(gemm, a, b, dtype)
+            return self._apart(gemm, a, b, dtype)
         left, right, rows = a.matrix, b, a.rows
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
@@ -142,31 +171,58 @@ class HopperGroups(GroupLoop):
                 left[:2], right[:2], out, rows.experts, disable_ue8m0_cast=True
             )
             return out
+        out = left.new_empty(left.shape[0], right.shape[1 if gemm is Gemm.FPROP else 2])
+        if not len(left):
+            return out
+        if self._takes_torch(right.shape):
+            return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.ends)
         if gemm is Gemm.FPROP:
-            out = left.new_empty(left.shape[0], right.shape[1])
             self._library.m_grouped_bf16_gemm_nt_contiguous(left, right, out, rows.experts)
         else:
-            out = left.new_empty(left.shape[0], right.shape[2])
             self._library.m_grouped_bf16_gemm_nn_contiguous(left, right, out, rows.experts)
         return out
+
+    def _apart(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """Compute fprop or dgrad expert by expert, each into its rows of one result."""
+        if not all(isinstance(each, Operand) for each in a):
+            return super().multiply(gemm, a, b, dtype)
+        counts = [each.rows for each in a]
+        out = torch.empty(sum(counts), b[0].rows, dtype=dtype, device=a[0].scale.device)
+        for left, right, part in zip(a, b, torch.split(out, counts), strict=True):
+            made = self._multiply(gemm, left, right, dtype, part)
+            if made.data_ptr() != part.data_ptr():
+                part.copy_(made)
+        return out
+
+    def _takes_torch(self, size: Sequence[int]) -> bool:
+        return self._library is None or torch_is_faster(*size)
 
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """See the base class."""
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        rows, whole = g.rows, None
-        if out is not None and out[0].dtype is torch.float32:
-            whole = stacked(out)
-        found = whole
-        if found is None:
-            shape = (len(rows.splits), _width(g), _width(x))
-            found = torch.zeros(shape, dtype=torch.float32, device=rows.counts.device)
-        counts = list(rows.splits), rows.counts
-        self._library.k_grouped_bf16_gemm_tn_contiguous(g.matrix, x.matrix, found, *counts, found)
+        rows, whole = g.rows, None if out is None else stacked(out)
+        size = len(rows.splits), _plain(g).shape[1], _plain(x).shape[1]
+        if self._takes_torch(size) and len(_plain(g)):
+            found = grouped_mm(_plain(g).t(), _plain(x), offs=rows.ends)
+        elif out is not None and whole is not None and whole.dtype is torch.float32:
+            self._add(g, x, whole)
+            return out
+        else:
+            found = self._add(g, x, torch.zeros(size, dtype=torch.float32, device=rows.counts.device))
         if out is None:
-            return found.unbind(0)
-        if whole is None:
+            return found.to(torch.float32).unbind(0)
+        if whole is not None:
+            whole.add_(found)
+        else:
             torch._foreach_add_(list(out), list(found.unbind(0)))
+        return out
+
+    def _add(self, g: RowsOperand, x: RowsOperand, out: Tensor) -> Tensor:
+        """Add wgrad of every expert to ``out``, FP32 [experts, N, K], by DeepGEMM, and return that."""
+        if len(_plain(g)):
+            counts = list(g.rows.splits), g.rows.counts
+            self._library.k_grouped_bf16_gemm_tn_contiguous(_plain(g), _plain(x), out, *counts, out)
         return out
 
 
@@ -193,7 +249,7 @@ def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device
     return row, col
 
 
-def _width(operand: RowsOperand) -> int:
-    """Return the columns of X or G in bf16."""
+def _plain(operand: RowsOperand) -> Tensor:
+    """Return X or G in bf16."""
     assert isinstance(operand.matrix, Tensor)
-    return operand.matrix.shape[1]
+    return operand.matrix

@@ -39,7 +39,7 @@ class HopperBackend(GemmBackend):
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
-        groups: DeepGEMM's module, for grouped products; None without it.
+        groups: DeepGEMM's module, for grouped products; None without it: torch's run then.
     """
 
     name = "hopper"
@@ -101,14 +101,16 @@ class HopperBackend(GemmBackend):
     ) -> Tensor:
         """See the base class."""
         if isinstance(a, Operand) and isinstance(b, Operand):
-            return self._products.accumulate(a, b, out) if gemm is Gemm.WGRAD else self._products.multiply(a, b, dtype)
+            if gemm is Gemm.WGRAD:
+                return self._products.accumulate(a, b, out)
+            return self._products.multiply(a, b, dtype, out=out)
         if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
             return super().multiply(gemm, a, b, dtype, out)
         return self._others.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """See the base class."""
-        if self._groups is None or n % TILE or k % TILE or dtype is not torch.bfloat16:
+        if n % TILE or k % TILE or dtype is not torch.bfloat16:
             return super().grouped(n, k, dtype)
         return HopperGroups(self.quantize, self.multiply, self._quantizers, self._groups, self._activations)
 

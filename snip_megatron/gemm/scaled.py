@@ -53,7 +53,9 @@ class ScaledProducts:
         self._choices = choices
         self._faster = faster
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
+    def multiply(
+        self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         """Compute a·bᵀ [a.rows, b.rows] in ``dtype``.
 
         Args:
@@ -61,6 +63,7 @@ class ScaledProducts:
             dtype: dtype of the result.
             fast: whether to use the tensor core's fast accumulation, with a relative error of 5e-4 at a reduction of
                 1,024 and 1e-3 at 8,192. It applies only to operands with one scale per tensor.
+            out: memory for the result, which cuBLASLt writes there; None: new memory. Others return new memory.
         """
         if a.rows == 0 or not _runs(b):
             return (a.dequantize() @ b.dequantize().t()).to(dtype)
@@ -72,7 +75,8 @@ class ScaledProducts:
             if found is None and self._library is not None:  # torch's scaled GEMM asks for proposals in every call
                 measured = fast and output is torch.bfloat16
                 choice = self._choices.get((a.rows, b.rows, a.values.shape[1]), 0) if measured else 0
-                found = self._library.multiply(a, b, output, fast=fast, choice=choice)
+                own = out if output is dtype else None
+                found = self._library.multiply(a, b, output, fast=fast, choice=choice, out=own)
         if found is None:
             found = self._scaled(a, b, output, fast=fast)
         return found if output is dtype else found.to(dtype)

@@ -89,6 +89,7 @@ class StepContext:
             ranks (``--snip-communication all``).
         recipes: whether linears of Transformer Engine run their own GEMMs in the formats of the map (``--snip-gemm
             transformer_engine``). Probes and measuring passes do not.
+        quantizes: whether the map in force quantises any GEMM of the model.
     """
 
     step: int = 0
@@ -104,6 +105,7 @@ class StepContext:
     packs: bool = False
     reduces: bool = False
     recipes: bool = False
+    quantizes: bool = False
 
 
 @dataclass
@@ -256,7 +258,18 @@ class LinearHandle:
             return self.state.recorder is None
         if context.bf16_eval and not torch.is_grad_enabled() and not self.module.training:
             return True
-        return self.state.formats == ALL_BF16
+        return self.state.formats == ALL_BF16 and not self._groups_bf16
+
+    @property
+    def _groups_bf16(self) -> bool:
+        """Whether grouped GEMMs replace Transformer Engine's GEMM an expert, which is slower, in a linear of bf16. They
+        do under any map but that of bf16 alone, whose bits are Megatron's.
+        """
+        context = self.context
+        if not context.quantizes or context.recipes or self.parameter == "weight":
+            return False
+        n, k = self.weight.shape
+        return Format.BF16 in context.backend.grouped(n, k, self.weight.dtype).in_one_launch
 
     @property
     def runs_recipe(self) -> bool:

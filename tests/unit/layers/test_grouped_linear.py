@@ -258,3 +258,15 @@ def test_its_kernels_run_before_training(parallel: str, asked: Any) -> None:
     handle.state.beside_swiglu = True
     warm_up_gemms(warm_up_linear(handle, 130, whole_x=False), [(FP8, FP4, BF16), (FP8, FP4, FP8)])
     assert noting.formats == asked
+
+
+def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
+    """Under a map of bf16 alone they run Megatron's own code; so they do where no library has such GEMMs."""
+    grouped = HopperBackend(packed, ScaledProducts(scaled_mm), groups=emulated_grouped)
+    for backend, runs_grouped in ((grouped, True), (REFERENCE, False)):
+        experts = Experts(2, (BF16, BF16, BF16), backend, n=256, k=128)
+        assert experts.handles[0].is_stock
+        experts.context.quantizes = True
+        assert experts.handles[0].is_stock is not runs_grouped
+        experts.context.recipes = True
+        assert experts.handles[0].is_stock
