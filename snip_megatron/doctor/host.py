@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from snip_megatron.doctor.check import Check, attempt, fail, note, ok
-from snip_megatron.doctor.packages import MEGATRON, release
+from snip_megatron.doctor.packages import MEGATRON, admits
 
 ROOM = "host"
 _LOW_DISK = 5 * 2**30
@@ -67,7 +67,7 @@ def _solver() -> Check:
 def _compatibility() -> Check:
     """Import the modules that check Megatron's version and private names."""
     if importlib.util.find_spec("megatron") is None:
-        return fail(ROOM, "megatron", "cannot be imported", f"pip install '{MEGATRON.name}{MEGATRON.range}'")
+        return fail(ROOM, "megatron", "cannot be imported", f"pip install '{MEGATRON}'")
     from snip_megatron.megatron.startup import prepare
 
     prepare([], [])
@@ -75,8 +75,8 @@ def _compatibility() -> Check:
     # Megatron can be a vendored copy instead of the installed package.
     import megatron.core
 
-    if not MEGATRON.admits(release(megatron.core.__version__)):
-        return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.range}")
+    if not admits(MEGATRON, megatron.core.__version__):
+        return fail(ROOM, "megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.specifier}")
     from snip_megatron.megatron.compat import MEGATRON_VERSION
 
     version = ".".join(str(part) for part in MEGATRON_VERSION)

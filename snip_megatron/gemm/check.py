@@ -40,8 +40,8 @@ def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Col
             fault = _wrong_products(backend, device, fmt) or _wrong_rounding(backend, device, fmt)
         except torch.AcceleratorError as error:  # of the device's context: nothing runs on the device any more
             raise SnipError(
-                f"{fmt.value} on the {backend.name} GEMMs: the device fails ({str(error).splitlines()[0][:160]}); start"
-                " again with --snip-gemm reference"
+                f"{fmt.value} on the {backend.name} GEMMs: the device fails ({first_line(error)}); start again"
+                " with --snip-gemm reference"
             ) from error
         except Exception as error:  # compilers, drivers and libraries raise what they like
             fault = f"fails ({first_line(error)})"

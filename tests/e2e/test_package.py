@@ -92,8 +92,8 @@ def test_only_what_a_training_imports_is_required(wheel: Path) -> None:
             extras.setdefault(extra, set()).add(f"{requirement.name}{requirement.specifier}")
     assert required == {each.name for each in REQUIRED} | {"triton"}
     for each, extra, _ in EXTRAS:
-        assert f"{each.name}{each.range}" in extras[extra]
-        assert f"{each.name}{each.range}" in extras["all"] & extras["dev"]
+        assert f"{each.name}{each.specifier}" in extras[extra]
+        assert f"{each.name}{each.specifier}" in extras["all"] & extras["dev"]
 
 
 def test_the_wheel_trains_and_names_what_is_missing_without_its_extras(wheel: Path, tmp_path: Path) -> None:
