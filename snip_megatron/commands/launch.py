@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,11 +91,12 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.launch import agent
     from snip_megatron.launch.arguments import megatron_arguments, progress
     from snip_megatron.launch.check import check
-    from snip_megatron.launch.job import holds_checkpoint, make_job
+    from snip_megatron.launch.job import Configuration, holds_checkpoint, make_job
 
-    job = make_job(**{name: getattr(args, name) for name in inspect.signature(make_job).parameters})
+    fields = {f.name for f in dataclasses.fields(Configuration)} | set(inspect.signature(make_job).parameters)
+    job = make_job(**{name: value for name, value in vars(args).items() if name in fields})
     if args.hardware:
-        print(job.nodes, job.gpus_per_node)
+        print(job.nodes, job.asked.gpus_per_node)
         return 0
     if args.progress:
         print(*progress(job))
@@ -129,7 +130,7 @@ def _show(job: Job, added: Mapping[str, str], command: Sequence[str]) -> None:
 
 def _title(job: Job) -> str:
     trial = ", shrunk for a trial of its arguments" if job.smoke else ""
-    return f"{job.title}: {job.model.name}{trial}"
+    return f"{job.asked.title}: {job.model.name}{trial}"
 
 
 def _expected(job: Job, built: Layout | str) -> list[str]:
@@ -147,7 +148,9 @@ def _expected(job: Job, built: Layout | str) -> list[str]:
     model, given = load_cost_model(_TIMINGS), given_arguments(job.extra)
     try:
         request = parse_request({name: given[name] for name in DECISIVE if name in given}, model)
-        layout = replace(built, model=replace(built.model, name=job.model.name, vocabulary=vocabulary))
+        layout = dataclasses.replace(
+            built, model=dataclasses.replace(built.model, name=job.model.name, vocabulary=vocabulary)
+        )
         return [_title(job), render(make_plan(StepModel(layout, model), request)).rstrip()]
     except SnipError as error:
         return [_title(job), f"no forecast: {error}"]

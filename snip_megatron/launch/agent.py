@@ -47,7 +47,7 @@ def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address
         SnipError: If there are several nodes and no rendezvous.
     """
     command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.gpus_per_node), "--max-restarts", "0"]
+    command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.asked.gpus_per_node), "--max-restarts", "0"]
     if _chooses_signals():
         command += ["--signals-to-handle", ",".join(number.name for number in _KEYS)]
     if job.nodes > 1 or rendezvous is not None:
@@ -88,7 +88,7 @@ def _chooses_signals() -> bool:
 def environment(job: Job, *, cpu: bool) -> dict[str, str]:
     """Return the environment variables to add. Variables that are already set are kept."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // job.gpus_per_node))),
+        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // job.asked.gpus_per_node))),
         "NCCL_DEBUG": "WARN",
         # A rank that fails or hangs ends the job, which can then be restarted from its checkpoint.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -102,9 +102,9 @@ def check_devices(job: Job) -> None:
     import torch
 
     found = torch.cuda.device_count()
-    if found < job.gpus_per_node:
+    if found < job.asked.gpus_per_node:
         raise SnipError(
-            f"--gpus-per-node {job.gpus_per_node}: this node has {found} GPUs"
+            f"--gpus-per-node {job.asked.gpus_per_node}: this node has {found} GPUs"
             " (a trial without GPUs: --cpu --smoke --nodes 1 --gpus-per-node 2 and --tp, --pp that divide 2)"
         )
 

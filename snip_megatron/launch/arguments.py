@@ -53,8 +53,8 @@ def _layout(layout: Layout) -> list[str]:
 
 
 def _training(job: Job) -> list[str]:
-    lr, layout = job.lr, job.layout
-    steps = 20 if job.smoke else round(job.tokens / (layout.global_batch_size * layout.seq_length))
+    lr, layout = job.asked.lr, job.layout
+    steps = 20 if job.smoke else round(job.asked.tokens / (layout.global_batch_size * layout.seq_length))
     warmup, log, evaluate = (2, 1, 10) if job.smoke else (2000, 10, 1000)
     return (
         f"--train-iters {steps} --lr {lr:g} --min-lr {lr / 10:g} --lr-decay-style cosine"

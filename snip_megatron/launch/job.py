@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama, load_llama
 
-GPUS_PER_NODE = 8
 MOCK = "mock"
 #: Megatron's file in the folder of the checkpoints, with the step of the newest one.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -20,16 +20,13 @@ _DATA_ARGUMENTS = ("--data-path", "--train-data-path", "--data-args-path", "--pe
 
 @dataclass(frozen=True)
 class Configuration:
-    """A known configuration.
+    """A known configuration: values of the arguments of ``snip launch``, which the user's replace, and a schedule.
 
     Attributes:
         title: name of the model for readers.
-        model: the planner's name of the model.
-        tp, pp, dp: tensor, pipeline and data parallel sizes.
-        seq_length, micro_batch_size, global_batch_size: tokens of a sequence, sequences of a microbatch and of a step.
+        dp: data parallel size, which decides ``nodes`` where that is None.
         tokens: tokens of the whole run.
         lr: largest learning rate of a cosine schedule that ends at a tenth of it.
-        recompute: what the backward recomputes.
     """
 
     title: str
@@ -43,6 +40,8 @@ class Configuration:
     tokens: float
     lr: float
     recompute: str = "none"
+    gpus_per_node: int = 8
+    nodes: int | None = None
 
 
 CONFIGURATIONS = {
@@ -61,11 +60,10 @@ class Job:
     """One training run.
 
     Attributes:
-        title: name of the model for readers.
+        asked: the configuration with the user's changes.
         model: the sizes of the model.
         layout: parallel sizes and batch sizes.
-        tokens, lr: see :class:`Configuration`.
-        nodes, gpus_per_node: their product is the number of ranks of the layout.
+        nodes: with ``asked.gpus_per_node`` on each, as many GPUs as the layout has ranks.
         data: a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
         save: folder of the checkpoints.
         load: equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
@@ -75,13 +73,10 @@ class Job:
         extra: arguments of Megatron that override all others, except ``load``.
     """
 
-    title: str
+    asked: Configuration
     model: Llama
     layout: Layout
-    tokens: float
-    lr: float
     nodes: int
-    gpus_per_node: int
     data: str | None
     save: Path
     load: Path | None
@@ -93,23 +88,17 @@ class Job:
 def make_job(
     configuration: str,
     *,
-    model: str | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    global_batch_size: int | None = None,
-    recompute: str | None = None,
     data: str | None = None,
     save: Path | None = None,
     resume: bool = True,
     snip: bool = True,
     smoke: bool = False,
     extra: Sequence[str] = (),
+    **changes: Any,
 ) -> Job:
-    """Build a job from the arguments of ``snip launch``. None is the value of the configuration.
+    """Build a job from the arguments of ``snip launch``.
+
+    ``changes`` are values of fields of the configuration. None leaves one as it is.
 
     Raises:
         SnipError: a name is unknown, sizes do not fit together, or files are missing.
@@ -118,43 +107,30 @@ def make_job(
         known = ", ".join(CONFIGURATIONS)
         raise SnipError(f"{cut(configuration)}: no such configuration; choose one of {known}, and --model for another")
     base = CONFIGURATIONS[configuration]
-    llama = load_llama(base.model if model is None else model)
-    tp, pp = _given(tp, base.tp), _given(pp, base.pp)
-    gpus_per_node = _given(gpus_per_node, GPUS_PER_NODE)
-    nodes = _given(nodes, max(1, base.tp * base.pp * base.dp // max(1, gpus_per_node)))
+    given = {name: value for name, value in changes.items() if value is not None}
+    asked = replace(base, **given)
+    llama = load_llama(asked.model)
+    if "model" in given:
+        asked = replace(asked, title=llama.name)
+    tp, pp, gpus_per_node = asked.tp, asked.pp, asked.gpus_per_node
+    nodes = max(1, base.tp * base.pp * base.dp // max(1, gpus_per_node)) if asked.nodes is None else asked.nodes
     dp = _data_parallel(nodes, gpus_per_node, tp, pp)
-    seq_length = _given(seq_length, min(base.seq_length, llama.context))
-    micro = _given(micro_batch_size, base.micro_batch_size)
-    batch = _given(global_batch_size, base.global_batch_size)
+    sizes = (
+        asked.seq_length if "seq_length" in given else min(asked.seq_length, llama.context),
+        asked.micro_batch_size,
+        asked.global_batch_size,
+    )
     if smoke:
-        llama, seq_length, micro, batch = _shrunk(llama, pp), 64, 1, 2 * pp * dp
+        llama, sizes = _shrunk(llama, pp), (64, 1, 2 * pp * dp)
     layout = Layout(
-        llama.model(pp), tp, pp, 1, dp, seq_length, micro, batch, sequence_parallel=tp > 1,
-        recompute=recompute or base.recompute, overlap_grad_reduce=True, overlap_param_gather=True,
+        llama.model(pp), tp, pp, 1, dp, *sizes, sequence_parallel=tp > 1, recompute=asked.recompute,
+        overlap_grad_reduce=True, overlap_param_gather=True,
     ).checked()  # fmt: skip
     other_save = last_value(extra, "--save")
     folder = _save(save if other_save is None else Path(other_save))
     goes_on = resume and (last_value(extra, "--load") is None or holds_checkpoint(folder))
-    return Job(
-        title=base.title if model is None else llama.name,
-        model=llama,
-        layout=layout,
-        tokens=base.tokens,
-        lr=base.lr,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        data=_data(data, smoke, extra),
-        save=folder,
-        load=folder if goes_on else None,
-        snip=snip,
-        smoke=smoke,
-        extra=extra,
-    )
-
-
-def _given(asked: int | None, default: int) -> int:
-    """Return the default only if nothing was asked: 0 is refused later and must not be taken for it."""
-    return default if asked is None else asked
+    load = folder if goes_on else None
+    return Job(asked, llama, layout, nodes, _data(data, smoke, extra), folder, load, snip, smoke, extra)
 
 
 def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:

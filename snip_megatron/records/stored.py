@@ -20,6 +20,7 @@ from snip_megatron.config.defaults import backend_of, candidates
 from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.strict import mapping
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.problem import build_problem
@@ -148,14 +149,13 @@ def find_stored(source: Path, step: int | None) -> Stored | None:
 
 def parse_shapes(body: Any, where: str) -> dict[str, LinearShape]:
     """Parse ``facts.linear_shapes``, by the linear's name. Raises SnipError naming ``where``."""
-    try:
-        shapes = {str(name): LinearShape(**fields) for name, fields in body.items()}
-    except (TypeError, AttributeError) as error:
-        raise SnipError(f"{where}: facts.linear_shapes: {cut(error)}") from None
+    where = f"{where}: facts.linear_shapes"
+    shapes = {
+        name: LinearShape.from_dict(fields, f"{where}.{cut(name)}") for name, fields in mapping(body, where).items()
+    }
     for name, shape in shapes.items():
-        sizes = (shape.tokens, shape.n, shape.k, shape.microbatches, shape.forwards)
-        if not all(type(size) is int and 0 < size < 2**63 for size in sizes):
-            raise SnipError(f"{where}: facts.linear_shapes: {cut(name)}: sizes must be positive integers")
+        if min(shape.tokens, shape.n, shape.k, shape.microbatches, shape.forwards, shape.matrices) < 1:
+            raise SnipError(f"{where}.{cut(name)}: sizes must be positive integers")
     return shapes
 
 

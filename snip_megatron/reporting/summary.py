@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ TRUE_OVER_PREDICTED = (0.95, 1.45)
 """True change of the loss over the predicted one, for all fprops of small models (docs/results.md)."""
 _SLOPE_LOSSES = 200  # a slope is fitted to no fewer losses
 _CERTAIN = 4.0  # standard errors that make a fall of the loss one
+_OF_STRETCH = ("begin", "end", "version", "quantised", "step_s", "bf16_s", "speedup")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class RunSummary:
     def as_dict(self) -> dict[str, Any]:
         """Return the object of a ``snip.worth/1`` file."""
         maps = [
-            {**asdict(each.stretch), "speedup": each.stretch.speedup}
+            {name: getattr(each.stretch, name) for name in _OF_STRETCH}
             | {"mean_s": each.mean_s, "predicted": each.predicted, "predicted_of": each.predicted_of or None}
             for each in self.maps
         ]
@@ -194,7 +196,7 @@ def summarise(run: RunData) -> RunSummary:
     if prediction is not None and last is not None and (over := prediction.over_fp8(last)) is not None:
         found = replace(found, fp8=over[0].value, over_fp8=over[1])
     if found.why:  # speeds without a meaning must not be read as some
-        bare = tuple(replace(each, stretch=replace(each.stretch, bf16_s=None)) for each in found.maps)
+        bare = tuple(replace(each, stretch=replace(each.stretch, bf16=deque())) for each in found.maps)
         found = replace(found, maps=bare, saved_s=None)
     else:
         saved_run_s, assumes = _saved_over_run(found, run, prediction)

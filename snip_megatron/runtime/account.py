@@ -30,7 +30,7 @@ KEPT = 256
 """Number of the last usual steps over which a median is taken."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stretch:
     """The steps between two adoptions.
 
@@ -38,21 +38,32 @@ class Stretch:
         begin, end: the first step, and the step after the last.
         version: the map's version; None before the first map.
         quantised: whether any GEMM of the map is not in bf16.
-        step_s: median seconds of a usual step; None with fewer than :data:`STEPS` of them.
-        bf16_s: the same in bf16, on the same machine.
+        bf16: seconds of the last usual steps in bf16 on this machine, which its stretches share.
+        usual, settling: seconds of the last usual steps, and of all steps right after an update or an adoption.
     """
 
     begin: int
-    end: int
-    version: int | None
-    quantised: bool
-    step_s: float | None
-    bf16_s: float | None
+    bf16: deque[float]
+    version: int | None = None
+    quantised: bool = False
+    end: int = 0
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    settling: list[float] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         """The number of steps."""
-        return self.end - self.begin
+        return max(0, self.end - self.begin)
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of a usual step; None with fewer than :data:`STEPS` of them."""
+        return _median(self.usual)
+
+    @property
+    def bf16_s(self) -> float | None:
+        """The same in bf16, on the same machine."""
+        return _median(self.bf16)
 
     @property
     def speedup(self) -> float | None:
@@ -66,28 +77,10 @@ class Stretch:
             return 0.0
         return self.steps * (self.bf16_s - self.step_s) if self.step_s and self.bf16_s else None
 
-
-@dataclass
-class _Open:
-    """A stretch of the machine in use. ``usual`` holds its times while it runs, ``step_s`` their median afterwards.
-
-    ``settling`` holds the times of its steps after an update or an adoption.
-    """
-
-    begin: int
-    version: int | None = None
-    quantised: bool = False
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    settling: list[float] = field(default_factory=list)
-    step_s: float | None = None
-
-    def median(self) -> float | None:
-        return self.step_s if self.step_s is not None else _median(self.usual)
-
-    def longer_s(self) -> float:
+    @property
+    def settled_s(self) -> float:
         """Seconds by which the settling steps took longer than usual ones; 0 if they did not, or if it is unknown."""
-        median = self.median()
-        return 0.0 if median is None else max(0.0, sum(self.settling) - len(self.settling) * median)
+        return max(0.0, sum(self.settling) - len(self.settling) * self.step_s) if self.step_s else 0.0
 
 
 class Account:
@@ -95,26 +88,24 @@ class Account:
 
     def __init__(self) -> None:
         self._waits: dict[str, float] = dict.fromkeys(COSTS, 0.0)  # of events
-        self._settled = 0.0  # of earlier machines
         self.updates = 0
         """Updates that were submitted."""
-        self._earlier: list[Stretch] = []  # on machines that an earlier job of this run had
-        self._open: list[_Open] = []
+        self._all: list[Stretch] = []
+        self._now: Stretch | None = None
         self._bf16: deque[float] = deque(maxlen=KEPT)
         self._settling, self._changed = SETTLING, False
-        self._next = 0
-        self._judged: int | None = None  # first step of the last stretch that slower() has judged
+        self._judged: Stretch | None = None  # the last one that slower() has judged
+
+    def _open(self, step: int, version: int | None = None, quantised: bool = False) -> Stretch:
+        self._now = Stretch(step, self._bf16, version, quantised)
+        self._all.append(self._now)
+        return self._now
 
     def adopted(self, step: int, version: int | None, quantised: bool) -> None:
         """Note that a map is in force from ``step`` on."""
-        if self._open:
-            last = self._open[-1]
-            last.step_s = last.median()
-            last.usual.clear()
-        else:
-            self._open.append(_Open(step))
-        self._next = max(self._next, step)
-        self._open.append(_Open(step, version, quantised))
+        if self._now is not None:
+            self._now.end = step
+        self._open(step, version, quantised)
         self._settling, self._changed = SETTLING, True
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -122,31 +113,25 @@ class Account:
         wait = fields.get("wait_s")
         if kind in COSTS and is_finite(wait):
             self._waits[kind] += wait
-        if kind == "submit":
-            self.updates += 1
+        self.updates += kind == "submit"
         if kind in ("submit", "dropped", "recapture", "resume"):
             self._settling, self._changed = SETTLING, kind != "resume"
         if kind == "resume" and fields.get("changed_fact") is not None:
-            self._earlier = self.stretches()
-            self._settled = self.costs["settled"]
-            self._open.clear()
-            self._bf16.clear()
+            self._now, self._bf16 = None, deque(maxlen=KEPT)  # another machine
 
     def step(self, step: int, seconds: float | None) -> None:
         """Note a training step and its duration, which is None if it was not a usual one."""
-        if not self._open:
-            self._open.append(_Open(step))
-        self._next = step + 1
+        now = self._now or self._open(step)
+        now.end = step + 1
         if seconds is None:
             return
-        current = self._open[-1]
         if self._settling:
             self._settling -= 1
             if self._changed:
-                current.settling.append(seconds)
+                now.settling.append(seconds)
         else:
-            current.usual.append(seconds)
-            if not current.quantised:
+            now.usual.append(seconds)
+            if not now.quantised:
                 self._bf16.append(seconds)
 
     def read(
@@ -186,29 +171,24 @@ class Account:
     @property
     def costs(self) -> dict[str, float]:
         """Seconds by kind of cost: of an event, or ``settled``."""
-        return self._waits | {"settled": self._settled + sum(each.longer_s() for each in self._open)}
+        return self._waits | {"settled": sum(stretch.settled_s for stretch in self._all)}
 
     @property
     def cost_s(self) -> float:
         """Seconds of all costs."""
         return sum(self.costs.values())
 
-    def now(self) -> Stretch | None:
-        """Return the stretch in progress; None before the first step."""
-        return self._stretch(len(self._open) - 1) if self._open else None
-
     def slower(self) -> Stretch | None:
         """Return the stretch in progress, once, as soon as it is known that its map makes steps longer than bf16."""
-        now = self.now()
-        if now is None or now.begin == self._judged or not now.quantised or now.speedup is None:
+        now = self._now
+        if now is None or now is self._judged or not now.quantised or now.speedup is None:
             return None
-        self._judged = now.begin
+        self._judged = now
         return now if 1.0 / now.speedup > TOLERANCE else None
 
     def stretches(self) -> list[Stretch]:
         """Return all stretches with at least one step, in the order of time."""
-        own = (self._stretch(i) for i in range(len(self._open)))
-        return [*self._earlier, *(stretch for stretch in own if stretch.steps > 0)]
+        return [stretch for stretch in self._all if stretch.steps]
 
     def saved_s(self) -> float | None:
         """Return the seconds saved so far, costs subtracted; None before any could be measured."""
@@ -217,7 +197,7 @@ class Account:
 
     def figures(self, *, judged: bool) -> dict[str, float] | None:
         """Return ``step_s``, and if speeds are ``judged`` and known, ``speedup`` and ``saved_h``; None without any."""
-        now = self.now()
+        now = self._now
         if now is None or now.step_s is None:
             return None
         found = {"step_s": now.step_s}
@@ -226,10 +206,24 @@ class Account:
             found |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
         return found
 
-    def _stretch(self, i: int) -> Stretch:
-        own = self._open[i]
-        end = self._open[i + 1].begin if i + 1 < len(self._open) else max(self._next, own.begin)
-        return Stretch(own.begin, end, own.version, own.quantised, own.median(), self.bf16_s)
+    def line(self, fp4_share: float | None, *, unjudged: str | None) -> str | None:
+        """Return the line that a run prints beside Megatron's own; None before the first step.
+
+        ``fp4_share`` is that of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
+        """
+        now = self._now
+        if now is None:
+            return None
+        share = "" if fp4_share is None else f", {fp4_share:.0%} fp4"
+        parts = [f"map {now.version}{share}" if now.quantised else "bf16"]
+        if now.step_s is None:
+            return f"snip: {parts[0]} | measuring steps"
+        ratio = "? x" if now.speedup is None else f"{now.speedup:.2f} x"
+        parts.append(f"{duration(now.step_s)} a step" + (f", {unjudged or f'{ratio} bf16'}" if now.quantised else ""))
+        saved = None if unjudged else self.saved_s()
+        if saved is not None:
+            parts.append(f"{'saved' if saved >= 0 else 'lost'} {duration(abs(saved))}, updates included")
+        return f"snip: {' | '.join(parts)}"
 
 
 def _median(seconds: Sequence[float] | deque[float]) -> float | None:
@@ -249,27 +243,3 @@ def duration(seconds: float) -> str:
     if size < 120.0:
         return f"{seconds:.1f} s"
     return f"{seconds / 60.0:.1f} min" if size < 7200.0 else f"{seconds / 3600.0:.2f} h"
-
-
-def progress_line(account: Account, fp4_share: float | None, *, unjudged: str | None) -> str | None:
-    """Return the line that a run prints beside Megatron's own; None before the first step.
-
-    ``fp4_share`` is that of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
-    """
-    now = account.now()
-    if now is None:
-        return None
-    share = "" if fp4_share is None else f", {fp4_share:.0%} fp4"
-    parts = [f"map {now.version}{share}" if now.quantised else "bf16"]
-    if now.step_s is None:
-        return f"snip: {parts[0]} | measuring steps"
-    speed = "" if not now.quantised else f", {unjudged or f'{_factor(now.speedup)} bf16'}"
-    parts.append(f"{duration(now.step_s)} a step{speed}")
-    saved = None if unjudged else account.saved_s()
-    if saved is not None:
-        parts.append(f"{'saved' if saved >= 0 else 'lost'} {duration(abs(saved))}, updates included")
-    return f"snip: {' | '.join(parts)}"
-
-
-def _factor(speedup: float | None) -> str:
-    return "? x" if speedup is None else f"{speedup:.2f} x"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -21,38 +20,19 @@ EXIT_MAP_MISMATCH = 18
 _ATTEMPTS = 3
 
 
-class Verdict(IntEnum):
-    """Rank 0's verdict at the step at which a decision is due: no result yet, a map, or an update without a map."""
-
-    NOT_READY = 0
-    MAP = 1
-    DROPPED = 2
-
-
 @dataclass(frozen=True)
 class Decision:
-    """Rank 0's decision. ``precision_map`` is set if the verdict is :attr:`Verdict.MAP`.
+    """Rank 0's decision at the step at which an update is due.
 
-    ``plan`` holds the maps of all remaining phases in a run with phases.
+    Attributes:
+        precision_map: the map to adopt; None for none.
+        plan: the maps of all remaining phases in a run with phases.
+        ready: whether the outcome of the update is known. Otherwise the decision is postponed.
     """
 
-    verdict: Verdict
     precision_map: PrecisionMap | None = None
     plan: PrecisionPlan | None = None
-
-    def to_bytes(self) -> bytes:
-        """Return the decision as JSON."""
-        parts = {"map": self.precision_map, "plan": self.plan}
-        body = {name: None if part is None else part.as_dict() for name, part in parts.items()}
-        return json.dumps({"verdict": self.verdict, **body}).encode()
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Decision:
-        """Return the decision of :meth:`to_bytes`."""
-        body = json.loads(content)
-        found = None if body["map"] is None else PrecisionMap.from_dict(body["map"])
-        plan = None if body["plan"] is None else PrecisionPlan.from_dict(body["plan"])
-        return cls(Verdict(body["verdict"]), found, plan)
+    ready: bool = True
 
 
 class MapMismatchError(SnipError):
@@ -73,21 +53,23 @@ class MapChannel:
         self._names = list(names)
         self._device = device
 
-    def agree(self, decision: Decision | None) -> Decision:
-        """Broadcast a decision, and compare the hashes of what arrived.
+    def agree[T](self, own: T | None) -> T:
+        """Broadcast what rank 0 has, such as a decision, and compare the hashes of what arrived.
 
-        Args:
-            decision: the decision on rank 0; None on other ranks.
+        ``own`` is None on other ranks. Figures and plans go with a map, because all ranks keep them for the checkpoint.
 
         Raises:
             MapMismatchError: the hashes differed in each of three attempts.
         """
-        return Decision.from_bytes(self._agreed(None if decision is None else decision.to_bytes()))
-
-    def agree_steps(self, steps: Sequence[int] | None) -> list[int]:
-        """Broadcast the steps of a recorded schedule from rank 0. ``steps`` is None on other ranks."""
-        found: list[int] = json.loads(self._agreed(None if steps is None else json.dumps(list(steps)).encode()))
-        return found
+        if not dist.is_initialized():  # a process of its own
+            assert own is not None
+            return own
+        for _ in range(_ATTEMPTS):
+            arrived = self._broadcast(pickle.dumps(own))
+            if self._same_everywhere(arrived):
+                found: T = pickle.loads(arrived)
+                return found
+        raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
 
     def everywhere(self, own: bool) -> bool:
         """Return whether ``own`` is true on all ranks."""
@@ -97,23 +79,12 @@ class MapChannel:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
-    def _agreed(self, message: bytes | None) -> bytes:
-        if not dist.is_initialized():  # a process of its own
-            assert message is not None
-            return message
-        for _ in range(_ATTEMPTS):
-            arrived = self._broadcast(message)
-            if self._same_everywhere(arrived):
-                return arrived
-        raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
-
-    def _broadcast(self, message: bytes | None) -> bytes:
-        size = torch.tensor([len(message or b"")], dtype=torch.int64, device=self._device)
+    def _broadcast(self, message: bytes) -> bytes:
+        """Return rank 0's message."""
+        size = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
         dist.broadcast(size, src=0)
-        buffer = torch.zeros(int(size), dtype=torch.uint8)
-        if message:
-            buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-        buffer = buffer.to(self._device)
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        buffer = (own if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8)).to(self._device)
         dist.broadcast(buffer, src=0)
         return buffer.cpu().numpy().tobytes()
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import is_finite
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
+from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.guard import Guard
 from snip_megatron.runtime.protocols import Kernels, ProbeResult, Sink, Unmeasured
@@ -84,7 +85,7 @@ class Controller:
         if config.updates:  # maps that the user fixed are never taken back
             self._guard = Guard(config, self.state.guard)
             if self.state.guard is None:
-                self._guard.good = self.state.precision_map
+                self._guard.state.good = self.state.precision_map
         self._updates = Updates(
             config, self.state, self._schedule, registry, coordinator, self._event,
             self._has_kernels, clip_grad,
@@ -136,7 +137,7 @@ class Controller:
         """
         self._next_step = step + 1
         self._registry.end_step()
-        self.state.grad_norm = grad_norm
+        self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fractions[step] = self._fraction
         self._schedule.ran(self._registry.current, self._fraction)
         pending = self.state.pending
@@ -191,12 +192,12 @@ class Controller:
         self._started, self._next_step, self._first_step = True, step, step
         if self._config.replay is not None:
             steps = self._coordinator.replay_steps() if self._coordinator else None
-            self._replay_steps = [s for s in self._channel.agree_steps(steps) if s > step]
+            self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
         first = self._coordinator.initial_map(step) if self._coordinator else None
         decision = self._channel.agree(first)
         restored = self.state.precision_map if self._restored is not None else None
         self._begin_plan(step)
-        if decision.verdict is Verdict.MAP:  # a map given by the configuration replaces that of the checkpoint
+        if decision.precision_map is not None:  # a map given by the configuration replaces that of the checkpoint
             self._adopt(step, decision)
         elif self._schedule.changes(step, restored, self._registry.names):
             self._next_phase(step)
@@ -241,8 +242,7 @@ class Controller:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
-            own = Decision(Verdict.MAP, plan=fixed) if self._coordinator is not None else None
-            self._take_plan(step, self._channel.agree(own).plan)
+            self._take_plan(step, self._channel.agree(None if self._coordinator is None else fixed))
 
     def _take_goal(self, step: int) -> None:
         """Take the goal of this run. If the checkpoint's was another, say how long its maps go on.
@@ -270,8 +270,7 @@ class Controller:
         if self._guard is not None:
             self._guard.adopted(step)
 
-    def _take_plan(self, step: int, plan: PrecisionPlan | None) -> None:
-        assert plan is not None
+    def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
         self._schedule.take(plan, step)
         if self._coordinator is not None and self._schedule.plan is not None:
             self._coordinator.planned(step, self._schedule.plan)
@@ -279,7 +278,7 @@ class Controller:
 
     def _offered(self, precision_map: PrecisionMap) -> Decision:
         """Agree on a map that all ranks know already."""
-        return self._channel.agree(Decision(Verdict.MAP, precision_map) if self._coordinator is not None else None)
+        return self._channel.agree(Decision(precision_map) if self._coordinator is not None else None)
 
     def _decide(self, step: int, pending: Pending) -> None:
         """Adopt the pending update's map if rank 0 has it. Otherwise postpone the decision by another lag."""
@@ -287,11 +286,11 @@ class Controller:
         again = pending.due > pending.step + self._config.lag
         unanswered = again and not self._answered and not self._config.wait
         if unanswered or not self._has_kernels():
-            decision = Decision(Verdict.NOT_READY)  # all ranks know this from the step's figures: no broadcast needed
+            decision = Decision(ready=False)  # all ranks know this from the step's figures: no broadcast needed
         else:
             own = self._coordinator.decision(step, pending.version) if self._coordinator else None
             decision = self._channel.agree(own)
-        if decision.verdict is Verdict.NOT_READY:
+        if not decision.ready:
             pending.due = step + self._config.lag
             self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=since(started))
             return
@@ -305,7 +304,7 @@ class Controller:
             return
         if decision.plan is not None and pending.phases is not None:
             self._take_plan(step, decision.plan)
-            decision = Decision(Verdict.MAP, self._schedule.enter(step))
+            decision = Decision(self._schedule.enter(step))
         self._adopt(step, decision, started)
         if self._guard is not None:
             self._guard.adopted(step)
@@ -317,7 +316,7 @@ class Controller:
             return
         started = time.perf_counter()
         failed = self._registry.current
-        good = self._guard.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
+        good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
         decision = self._offered(good)
         self._guard.taken_back(failed)
         self._schedule.drop()

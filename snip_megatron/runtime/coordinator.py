@@ -18,8 +18,8 @@ from snip_megatron.precision import LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.records.readers import read_events, read_maps, read_metrics, replayed_maps
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.runtime.account import Account, is_quantised, progress_line
-from snip_megatron.runtime.adoption import Decision, Verdict
+from snip_megatron.runtime.account import Account, is_quantised
+from snip_megatron.runtime.adoption import Decision
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.step_report import StepFigures
@@ -146,7 +146,7 @@ class RankZeroCoordinator:
         while version not in self._decisions and time.monotonic() < until:
             time.sleep(_POLL_S)
             self.pump(step)
-        return self._decisions.pop(version, Decision(Verdict.NOT_READY))
+        return self._decisions.pop(version, Decision(ready=False))
 
     def _take(self, step: int, result: SidecarResult) -> None:
         version = result.version
@@ -161,7 +161,7 @@ class RankZeroCoordinator:
             plan, precision_map = dataclasses.replace(plan, phases=tuple(parts)), maps[0]
         else:
             precision_map = self._with_predictions(precision_map)
-        self._decisions[version] = Decision(Verdict.MAP, precision_map, plan)
+        self._decisions[version] = Decision(precision_map, plan)
         if result.out_of_reach is not None and plan is not None:
             wanted, reachable = self._request.budget, plan.target
             fields = {"kind": wanted.kind, "wanted": wanted.value, "reachable": reachable, "why": result.out_of_reach}
@@ -193,7 +193,7 @@ class RankZeroCoordinator:
 
     def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
         """Record that an update gives no map."""
-        self._decisions[version] = Decision(Verdict.DROPPED)
+        self._decisions[version] = Decision()
         self.event(step, "solve_failed", version=version, reason=reason, message=message, latency_s=seconds)
         print(f"snip: update {version}: {message}; the map in force stays", flush=True)
 
@@ -207,19 +207,19 @@ class RankZeroCoordinator:
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:
-        """Return the map from ``step`` on that the configuration gives, or the verdict ``DROPPED`` for none.
+        """Return the map from ``step`` on that the configuration gives, if it gives one.
 
         It is that of ``--snip-map``, of a fixed policy, or the one that the replayed run had in force.
         """
         if self._static_map is not None:
-            return Decision(Verdict.MAP, self._static_map)
+            return Decision(self._static_map)
         if past := [adopted for adopted in self._replay if adopted <= step]:
-            return Decision(Verdict.MAP, self._replay[max(past)])
+            return Decision(self._replay[max(past)])
         names, request = [row.name for row in self._linears], self._request
         fixed = fixed_map(self._config.policy, names, request.pins, request.formats)
         if self._config.replay is None and fixed is not None:
-            return Decision(Verdict.MAP, fixed)
-        return Decision(Verdict.DROPPED)
+            return Decision(fixed)
+        return Decision()
 
     def replay_steps(self) -> list[int]:
         """Return the steps at which the replayed run adopted a map."""
@@ -227,7 +227,7 @@ class RankZeroCoordinator:
 
     def replayed_map(self, step: int) -> Decision:
         """Return the map that the replayed run adopted at ``step``."""
-        return Decision(Verdict.MAP, self._replay[step])
+        return Decision(self._replay[step])
 
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
@@ -265,7 +265,7 @@ class RankZeroCoordinator:
     def show(self, step: int) -> None:
         """Print the line of Megatron's log interval, and have its figures ready for :meth:`news`."""
         self._of(step)["peak_bytes"] = _peak_bytes()
-        line = progress_line(self._account, self._fp4_share, unjudged=self._unjudged)
+        line = self._account.line(self._fp4_share, unjudged=self._unjudged)
         if line is not None:
             print(line, flush=True)
         self._news = self._account.figures(judged=self._unjudged is None)

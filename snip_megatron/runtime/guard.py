@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.values import LEAST_LOSSES
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.fields import JsonFields
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.step_report import StepFigures
@@ -29,7 +30,7 @@ _REFUSALS = 3
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(JsonFields):
     """An alarm of the guard: the map in force must be taken back.
 
     Attributes:
@@ -46,7 +47,7 @@ class Alarm:
 
 
 @dataclass
-class GuardState:
+class GuardState(JsonFields):
     """What the guard of a run remembers. It is a part of the state in a checkpoint.
 
     Attributes:
@@ -56,7 +57,7 @@ class GuardState:
         spikes: spikes in a row outside a probation. A window of them is a higher loss, not spikes.
         bar: limit of the next map's predicted loss.
         refusals: maps in a row that were refused.
-        good: the last map that passed its probation, as JSON; None for bf16 everywhere, with which training began.
+        good: the last map that passed its probation; None for bf16 everywhere, with which training began.
     """
 
     losses: tuple[float, ...] = ()
@@ -65,7 +66,7 @@ class GuardState:
     spikes: int = 0
     bar: float | None = None
     refusals: int = 0
-    good: str | None = None
+    good: PrecisionMap | None = None
 
 
 class Guard:
@@ -77,15 +78,6 @@ class Guard:
         self._losses: deque[float] = deque(state.losses, maxlen=config.guard_window)
         if not config.guard_steps:  # the resumed run has switched the guard off
             state.probation, state.strikes, state.bar = None, 0, None
-
-    @property
-    def good(self) -> PrecisionMap | None:
-        """The last map that passed its probation; None for bf16 everywhere."""
-        return None if self.state.good is None else PrecisionMap.from_json(self.state.good, where="the guard's map")
-
-    @good.setter
-    def good(self, precision_map: PrecisionMap | None) -> None:
-        self.state.good = None if precision_map is None else precision_map.to_json()
 
     # -- maps --------------------------------------------------------------------------------------------------
     def refuses(self, candidate: PrecisionMap) -> str | None:
@@ -146,7 +138,7 @@ class Guard:
             or step < self.state.probation + self._config.guard_steps - 1
         ):
             return
-        self.good, self.state.probation = in_force, None
+        self.state.good, self.state.probation = in_force, None
         self.state.bar, self.state.refusals = None, 0
         self._losses.clear()  # the next map is compared with losses under this one
 

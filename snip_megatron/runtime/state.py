@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError, cut, is_finite
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.precision.strict import check_schema, mapping, number, whole
+from snip_megatron.precision.strict import check_schema, read_object
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import StatisticsTable
 
-STATE_SCHEMA = "snip.state/1"
-_WHERE = "SNIP state in the checkpoint"
+STATE_SCHEMA = "snip.state/2"
 
 
 @dataclass(frozen=True)
-class Goal:
+class Goal(JsonFields):
     """What a run asks of its maps, however the arguments are spelled. A resumed run may have another one.
 
     Attributes:
@@ -50,7 +45,7 @@ class Goal:
 
 
 @dataclass
-class BudgetSpent:
+class BudgetSpent(JsonFields):
     """What the past steps of a run count towards its average over the run, equal on all ranks.
 
     Attributes:
@@ -68,7 +63,7 @@ class BudgetSpent:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("shares", "times"):
+        for name in ("origin", "steps", "shares", "times"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must be 0 or more")
 
@@ -93,7 +88,7 @@ class BudgetSpent:
 
 
 @dataclass
-class Pending:
+class Pending(JsonFields):
     """An update that was submitted and is not decided yet.
 
     Attributes:
@@ -112,14 +107,14 @@ class Pending:
 
 
 @dataclass
-class ControllerState:
+class ControllerState(JsonFields):
     """The state of the controller.
 
     Attributes:
         precision_map: the map in force; None before the first one.
         version: the version of the latest submitted update.
         pending: the update that is not decided yet; None without one.
-        grad_norm: the gradient norm of the last step before clipping.
+        grad_norm: the gradient norm of the last step before clipping; None if it is unknown or not finite.
         guard: the guard's state; None if the run had no guard.
         alarm: an alarm of the guard that the next step acts on.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
@@ -146,115 +141,15 @@ class ControllerState:
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""
         # Without times, which would make the checkpoints of two equal runs differ.
-        parts = (self.guard, self.alarm, self.in_flight and replace(self.in_flight, account={}), self.spent, self.goal)
-        body = {
-            "schema": STATE_SCHEMA,
-            "map": None if self.precision_map is None else self.precision_map.to_json(),
-            "plan": None if self.plan is None else self.plan.as_dict(),
-            "pending": None if self.pending is None else _pending_as_dict(self.pending),
-            **{name: getattr(self, name) for name in ("version", "grad_norm", "sequences", "postponed")},
-            **{name: part and asdict(part) for name, part in zip(_PARTS, parts, strict=True)},
-        }
-        return json.dumps(body).encode()
+        own = replace(self, in_flight=self.in_flight and replace(self.in_flight, account={}))
+        return json.dumps({"schema": STATE_SCHEMA, **own.as_dict()}, allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ControllerState:
         """Parse and check the output of :meth:`to_bytes`. Raises SnipError if the content is invalid."""
         try:
-            return cls(**_fields(json.loads(content)))
-        except (ValueError, RecursionError) as error:
-            raise SnipError(f"{_WHERE}: not JSON ({cut(error)})") from None
+            body = read_object(content)
+            check_schema(body, STATE_SCHEMA)
+            return cls.from_dict({name: value for name, value in body.items() if name != "schema"}, "state")
         except SnipError as error:
-            raise SnipError(f"{_WHERE}: {error}") from None
-
-
-_PARTS: dict[str, type] = {
-    "guard": GuardState, "alarm": Alarm, "in_flight": StepFigures, "ledger": BudgetSpent, "goal": Goal,
-}  # fmt: skip
-"""Parts of the state that :func:`parse` reads."""
-
-
-def _fields(body: Any) -> dict[str, Any]:
-    """Return the fields of a state."""
-    check_schema(body, STATE_SCHEMA)
-
-    def part(name: str, read: Callable[[Any, str], Any]) -> Any:
-        return None if body.get(name) is None else read(body[name], name)
-
-    found = {name: part(name, lambda value, name: parse(_PARTS[name], value, name)) for name in _PARTS}
-    if found["guard"] is not None and found["guard"].good is not None:
-        PrecisionMap.from_json(found["guard"].good, where="guard.good")
-    return {
-        "precision_map": part("map", _map),
-        "version": whole(body.get("version"), "version"),
-        "pending": part("pending", _pending),
-        "grad_norm": part("grad_norm", number),
-        "spent": found.pop("ledger"),
-        "plan": part("plan", lambda plan, name: PrecisionPlan.from_dict(plan)),
-        "sequences": part("sequences", whole),
-        "postponed": part("postponed", whole),
-        **found,
-    }
-
-
-def _map(text: Any, where: str) -> PrecisionMap:
-    if not isinstance(text, str):
-        raise SnipError(f"{where}: must be a text")
-    return PrecisionMap.from_json(text, where=where)
-
-
-def _pending_as_dict(pending: Pending) -> dict[str, Any]:
-    return {
-        **{name: getattr(pending, name) for name in ("step", "due", "version")},
-        "table": base64.b64encode(pending.table.to_bytes()).decode(),
-        "phases": None if pending.phases is None else pending.phases.as_dict(),
-    }
-
-
-def _pending(value: Any, where: str) -> Pending:
-    body = mapping(value, where)
-    try:
-        content = base64.b64decode(body.get("table") or "", validate=True)
-    except (TypeError, binascii.Error, ValueError) as error:
-        raise SnipError(f"{where}.table: {error}") from None
-    table, phases = StatisticsTable.from_bytes(content, where=f"{where}.table"), body.get("phases")
-    planned = None if phases is None else PhasedRequest.from_dict(phases, f"{where}.phases")
-    step, due, version = (whole(body.get(name), f"{where}.{name}") for name in ("step", "due", "version"))
-    return Pending(step, due, version, table, planned)
-
-
-# -- dataclasses ---------------------------------------------------------------------------------------------------
-def parse[T](kind: type[T], body: Any, where: str) -> T:
-    """Return a dataclass whose fields are integers in [0, 2^31), finite numbers, texts, bools, or several numbers.
-
-    A field that is missing, or of another type, has its default.
-
-    Raises:
-        SnipError: the body is something else, or ``__post_init__`` raised ValueError. ``where`` begins the message.
-    """
-    found = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        hint, value = str(field.type), mapping(body, where).get(field.name)  # a text: its module postpones annotations
-        says, fits = _KINDS.get(hint.removesuffix(_OR_NONE), ("", None))
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if fits is None or (optional and field.name not in body):
-            continue
-        if not (fits(value) or (value is None and hint.endswith(_OR_NONE))):
-            raise SnipError(f"{where}.{field.name}: must be {says}")
-        found[field.name] = tuple(value) if isinstance(value, list) else value
-    try:
-        return kind(**found)
-    except ValueError as error:
-        raise SnipError(f"{where}.{error}") from None
-
-
-_OR_NONE = " | None"
-_KINDS: dict[str, tuple[str, Callable[[Any], bool] | None]] = {
-    "int": ("an integer in [0, 2^31)", lambda value: type(value) is int and 0 <= value < 2**31),
-    "float": ("a finite number", is_finite),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "tuple[float, ...]": (
-        "a list of finite numbers", lambda value: isinstance(value, list) and all(map(is_finite, value)),
-    ),
-}  # fmt: skip
+            raise SnipError(f"SNIP state in the checkpoint: {error}") from None

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from snip_megatron.precision.fields import JsonFields
+
 # Places in the summed tensor, and their number.
 _LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(9)
 _ACCOUNT = ("step_s", "speedup", "saved_h")
@@ -23,7 +25,7 @@ News = Callable[[], Mapping[str, float] | None]
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepFigures(JsonFields):
     """The figures of one training step, equal on all ranks.
 
     Attributes:
@@ -58,16 +60,12 @@ class StepReport:
         news: on rank 0, called at every step for the figures of :attr:`StepFigures.account`; None on other ranks.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        arrived: StepFigures | None = None,
-        news: News | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, arrived: StepFigures | None = None, news: News | None = None) -> None:
         self._news = news
         self._device = device
         self._arrived = arrived
-        self._flight: _Flight | None = None
+        # Step, gradient norm, sums (kept alive until they are copied), their copy on the host, what waits for it.
+        self._flight: tuple[int, float | None, torch.Tensor, torch.Tensor, Callable[[], object]] | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def exchange(
@@ -100,20 +98,24 @@ class StepReport:
         if news is not None:
             known = [news.get(name, math.nan) for name in _ACCOUNT]
             values[_STEP_S:_SUM] = torch.tensor(known, dtype=torch.float64)
-        handle: Any = dist.all_reduce(values, async_op=True) if dist.is_initialized() else _Alone()
-        host, landed = (values, handle) if self._stream is None else self._to_host(values, handle, self._stream)
-        self._flight = _Flight(step, values, host, landed, grad_norm)
+        work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
+        self._flight = (step, grad_norm, values, *self._landing(values, work))
         return arrived
 
-    def _to_host(self, values: torch.Tensor, handle: Any, stream: Any) -> tuple[torch.Tensor, Any]:
-        """Queue the copy to the host after the collective, on a stream beside the training stream."""
+    def _landing(self, values: torch.Tensor, work: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Return where the sums arrive on the host, and what waits for them there."""
+        if self._stream is None:
+            return values, (lambda: None) if work is None else work.wait
         host = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
         landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            handle.wait()
+        if work is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if work is not None:
+                work.wait()
             host.copy_(values, non_blocking=True)
             landed.record()
-        return host, landed
+        return host, landed.synchronize
 
     def in_flight(self) -> StepFigures | None:
         """Wait for the outstanding figures and return them for a checkpoint. The next call returns them again."""
@@ -125,19 +127,14 @@ class StepReport:
         if self._flight is None:
             arrived, self._arrived = self._arrived, None
             return arrived
-        flight, self._flight = self._flight, None
-        if self._stream is None:
-            flight.landed.wait()
-        else:
-            flight.landed.synchronize()
-        sums = flight.host.tolist()
+        (step, norm, _, host, wait), self._flight = self._flight, None
+        wait()
+        sums = host.tolist()
         loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
-        norm = flight.grad_norm
-        finite = norm is not None and math.isfinite(norm)
         return StepFigures(
-            flight.step,
+            step,
             loss,
-            norm if finite else None,
+            norm if norm is not None and math.isfinite(norm) else None,
             broken=sums[_BROKEN] > 0,
             answered=sums[_ANSWERED] > 0,
             ready=sums[_WAITING] == 0,
@@ -150,21 +147,3 @@ def _account(sums: list[float]) -> dict[str, float]:
     if not sums[0] > 0:
         return {}
     return {name: value for name, value in zip(_ACCOUNT, sums, strict=True) if math.isfinite(value)}
-
-
-class _Alone:
-    """The handle of a collective of one process without process groups."""
-
-    def wait(self) -> None:
-        """Nothing is outstanding."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """An outstanding collective. ``values`` must stay alive until the copy to ``host`` has ``landed``."""
-
-    step: int
-    values: torch.Tensor
-    host: torch.Tensor
-    landed: Any
-    grad_norm: float | None

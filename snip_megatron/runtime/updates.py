@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ class Updates:
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
         norm = self.state.grad_norm
-        if norm is None or not math.isfinite(norm) or self.clip_grad <= 0:
+        if norm is None or self.clip_grad <= 0:
             return 1.0
         return min(1.0, self.clip_grad / (norm + 1e-6))
 

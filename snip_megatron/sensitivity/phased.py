@@ -9,16 +9,15 @@ learning rate is.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import Schedule
 
 STANDING_SHARE = 0.8
@@ -69,7 +68,7 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
 
 
 @dataclass(frozen=True)
-class PhasedRequest:
+class PhasedRequest(JsonFields):
     """The remaining phases of a run, as plain data: it is sent to the sidecar process with its SolveRequest.
 
     All tuples have one entry per phase, in the order of time. Past phases are not included.
@@ -145,28 +144,3 @@ class PhasedRequest:
             spent_steps=spent_steps,
             spent=spent,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields in a form that JSON can store."""
-        body = {name: list(getattr(self, name)) for name in ("begins", "steps", "budgets", "standing", "carried")}
-        globs = [None if each is None else list(each) for each in self.change]
-        return body | {"change": globs, "spent_steps": self.spent_steps, "spent": self.spent}
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> PhasedRequest:
-        """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
-        if not isinstance(body, dict) or not set(body) <= {f.name for f in dataclasses.fields(cls)}:
-            raise SnipError(f"{where}: not phases that this version knows")
-        try:
-            return cls(
-                begins=tuple(int(x) for x in body["begins"]),
-                steps=tuple(int(x) for x in body["steps"]),
-                budgets=tuple(None if x is None else float(x) for x in body["budgets"]),
-                change=tuple(None if x is None else tuple(str(glob) for glob in x) for x in body["change"]),
-                standing=tuple(float(x) for x in body["standing"]),
-                carried=tuple(float(x) for x in body["carried"]),
-                spent_steps=int(body.get("spent_steps", 0)),
-                spent=float(body.get("spent", 0.0)),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise SnipError(f"{where}: not phases ({cut(repr(error))})") from None

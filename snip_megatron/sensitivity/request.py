@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.fields import JsonFields
 from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
@@ -29,13 +29,12 @@ def is_four_bit(fmt: str) -> bool:
     return BITS[fmt] == 4
 
 
-_LISTS = ("formats", "protected_kinds")
 _BUDGET = Budget("fp4", 0.75)
 
 
 @dataclass(frozen=True)
-class SolveRequest:
-    """The request of one update, as plain data: it is sent to the sidecar process.
+class SolveRequest(JsonFields):
+    """The request of one update, as plain data: it is sent to the sidecar process, and a run's config.json keeps it.
 
     Attributes:
         policy, estimator, q: one of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
@@ -99,42 +98,6 @@ class SolveRequest:
         """
         stages = self.unquantised_stage_flops
         return dataclasses.replace(self, unquantised_stage_flops=stages and {k: v * share for k, v in stages.items()})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the request in a form that JSON can store. A run's config.json keeps it, to solve its statistics
-        again.
-        """
-        body = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        body |= {name: list(getattr(self, name)) for name in _LISTS}
-        body["budget"] = str(self.budget)
-        body["pins"] = [list(pin) for pin in self.pins]
-        body["times"] = None if self.times is None else self.times.as_dict()
-        body["phases"] = None if self.phases is None else self.phases.as_dict()
-        if self.unquantised_stage_flops is not None:
-            body["unquantised_stage_flops"] = {str(k): v for k, v in self.unquantised_stage_flops.items()}
-        return body
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> SolveRequest:
-        """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(body, dict) or not set(body) <= known:
-            raise SnipError(f"{where}: not a request that this version knows")
-        values = dict(body)
-        try:
-            for name in _LISTS:
-                values[name] = tuple(str(x) for x in body.get(name, getattr(cls, name)))
-            values["budget"] = Budget.parse(body.get("budget"), f"{where}.budget:")
-            values["pins"] = tuple((str(glob), str(fmt)) for glob, fmt in body.get("pins", ()))
-            stages = body.get("unquantised_stage_flops")
-            values["unquantised_stage_flops"] = stages and {int(k): float(v) for k, v in stages.items()}
-            times = body.get("times")
-            values["times"] = None if times is None else OptionTimes.from_dict(times, f"{where}.times")
-            phases = body.get("phases")
-            values["phases"] = None if phases is None else PhasedRequest.from_dict(phases, f"{where}.phases")
-            return cls(**values)
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise SnipError(f"{where}: not a request ({cut(error)})") from None
 
     def formats_of(self, gemm: Gemm | None) -> tuple[str, ...]:
         """Return the candidate formats of a GEMM, or of whole linears if ``gemm`` is None."""

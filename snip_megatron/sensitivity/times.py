@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, quoted
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision.fields import JsonFields
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 
@@ -16,7 +16,7 @@ Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
-class OptionTimes:
+class OptionTimes(JsonFields):
     """Predicted times as plain figures. They are sent to the sidecar and stored with a run, which can then be solved
     again without the cost model.
 
@@ -33,6 +33,15 @@ class OptionTimes:
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
     exchanges: Seconds = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges)):
+            for gemm, times in ((gemm, times) for by_gemm in table.values() for gemm, times in by_gemm.items()):
+                Gemm(gemm)
+                for fmt, value in times.items():
+                    Format(fmt)
+                    if not (is_finite(value) and (value > 0 or (value == 0 and name == "exchanges"))):
+                        raise ValueError(f"{name}: {quoted(value)} is no time")
 
     @classmethod
     def predict(
@@ -100,40 +109,6 @@ class OptionTimes:
         before, after = (max(self.rest[k] + each[i] for k, each in times.items()) for i in (0, 1))
         return before / after
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures in a form that JSON can store."""
-        body = {"model": self.model, "seconds": self.seconds, "rest": {str(k): v for k, v in self.rest.items()}}
-        if self.exchanges:
-            body["exchanges"] = self.exchanges
-        return body
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> OptionTimes:
-        """Read :meth:`as_dict`. ``where`` names the source in errors. Raises SnipError on anything else."""
-        try:
-            seconds = _seconds(body["seconds"])
-            rest = {int(stage): _time(value) for stage, value in body.get("rest", {}).items()}
-            exchanges = _seconds(body.get("exchanges", {}), zero=True)
-            return cls(str(body["model"]), seconds, rest, exchanges)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SnipError(f"{where}: not predicted times ({quoted(error)})") from None
-
 
 def _of_linear(seconds: Seconds, linear: str) -> Mapping[str, Mapping[str, float]] | None:
     return seconds.get(linear) or seconds.get(LinearId.parse(linear).path)
-
-
-def _seconds(body: Any, *, zero: bool = False) -> Seconds:
-    return {
-        str(name): {
-            Gemm(gemm).value: {Format(fmt).value: _time(value, zero=zero) for fmt, value in by_format.items()}
-            for gemm, by_format in by_gemm.items()
-        }
-        for name, by_gemm in body.items()
-    }
-
-
-def _time(value: Any, *, zero: bool = False) -> float:
-    if not is_finite(value) or value < 0 or not (value or zero):
-        raise ValueError(f"{quoted(value)} is no time")
-    return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
+from snip_megatron.precision.fields import JsonFields
 
 Formats = tuple[Format, Format, Format]
 """Formats of fprop, dgrad and wgrad."""
@@ -13,7 +14,7 @@ ALL_BF16: Formats = (Format.BF16,) * 3
 
 
 @dataclass(frozen=True, slots=True)
-class LinearShape:
+class LinearShape(JsonFields):
     """The size of a linear as one rank runs it in one training step.
 
     Attributes:

@@ -20,7 +20,7 @@ from snip_megatron.precision import (
     option_id,
 )
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError, Verdict
+from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 
 NAMES = dense_names(3)
@@ -47,7 +47,7 @@ def a_map() -> PrecisionMap:
 def described(decision: Decision) -> dict[str, Any]:
     new = decision.precision_map
     return {
-        "verdict": decision.verdict.name,
+        "ready": decision.ready,
         "map": None if new is None else json.loads(new.to_json()),
         "digest": None if new is None else new.digest(NAMES),
     }
@@ -61,7 +61,7 @@ class FaultyChannel(MapChannel):
         self.faults = faults
         self.broadcasts = 0
 
-    def _broadcast(self, message: bytes | None) -> bytes:
+    def _broadcast(self, message: bytes) -> bytes:
         arrived = bytearray(super()._broadcast(message))
         self.broadcasts += 1
         if self.broadcasts <= self.faults:
@@ -76,14 +76,14 @@ def only_on_zero(value: Any) -> Any:
 def agree() -> dict[str, Any]:
     """A map, then nothing ready, then a dropped update; the codes arrive wherever they are wanted."""
     channel = MapChannel(NAMES, CPU)
-    decisions = [Decision(Verdict.MAP, a_map()), Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)]
+    decisions = [Decision(a_map()), Decision(ready=False), Decision()]
     return {"decisions": [described(channel.agree(only_on_zero(decision))) for decision in decisions]}
 
 
 def corrupted(rank: int, faults: int) -> dict[str, Any]:
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
     try:
-        decision = described(channel.agree(only_on_zero(Decision(Verdict.MAP, a_map()))))
+        decision = described(channel.agree(only_on_zero(Decision(a_map()))))
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
     return {"decision": decision, "broadcasts": channel.broadcasts}
@@ -93,7 +93,7 @@ def other_model() -> dict[str, Any]:
     """A rank that built another model agrees about nothing."""
     names = dense_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
     try:
-        MapChannel(names, CPU).agree(only_on_zero(Decision(Verdict.NOT_READY)))
+        MapChannel(names, CPU).agree(only_on_zero(Decision(ready=False)))
     except MapMismatchError as error:
         return {"error": str(error)}
     return {}
@@ -107,7 +107,7 @@ def a_plan() -> PrecisionPlan:
 def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
     channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
     try:
-        found = channel.agree(only_on_zero(Decision(Verdict.MAP, a_map(), a_plan()))).plan
+        found = channel.agree(only_on_zero(Decision(a_map(), a_plan()))).plan
         return {"plan": None if found is None else found.as_dict(), "broadcasts": channel.broadcasts}
     except MapMismatchError as error:
         return {"error": str(error), "exit_code": error.exit_code}
@@ -115,7 +115,7 @@ def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
 
 def steps() -> dict[str, Any]:
     channel = MapChannel(NAMES, CPU)
-    return {"steps": channel.agree_steps(only_on_zero([3, 50, 2**40])), "none": channel.agree_steps(only_on_zero([]))}
+    return {"steps": channel.agree(only_on_zero([3, 50, 2**40])), "none": channel.agree(only_on_zero([]))}
 
 
 def report() -> dict[str, Any]:

@@ -27,11 +27,11 @@ def outcomes(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_a_map_arrives_with_its_figures(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         adopted, waiting, dropped = rank["agree"]["decisions"]
-        assert adopted["verdict"] == "MAP"
+        assert adopted["ready"]
         assert adopted["map"] == json.loads(a_map().to_json())
         assert adopted["digest"] == a_map().digest(NAMES)
-        assert waiting == {"verdict": "NOT_READY", "map": None, "digest": None}
-        assert dropped == {"verdict": "DROPPED", "map": None, "digest": None}
+        assert waiting == {"ready": False, "map": None, "digest": None}
+        assert dropped == {"ready": True, "map": None, "digest": None}
 
 
 def test_a_corrupted_broadcast_is_repeated_on_all_ranks(outcomes: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from snip_megatron.precision import (
 )
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.adoption import Decision, MapChannel, Verdict
+from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.protocols import ProbeResult
 from snip_megatron.runtime.schedule_state import Timeline
@@ -66,7 +66,7 @@ class Script:
     """Rank 0's side: version -> the answers at its decisions, in turn."""
 
     answers: dict[int, list[Decision]] = field(default_factory=dict)
-    first: Decision = field(default_factory=lambda: Decision(Verdict.DROPPED))
+    first: Decision = field(default_factory=Decision)
     schedule: dict[int, PrecisionMap] = field(default_factory=dict)
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
@@ -90,13 +90,13 @@ class Script:
 
     def initial_map(self, step: int) -> Decision:
         past = [adopted for adopted in self.schedule if adopted <= step]
-        return Decision(Verdict.MAP, self.schedule[max(past)]) if past else self.first
+        return Decision(self.schedule[max(past)]) if past else self.first
 
     def replay_steps(self) -> list[int]:
         return sorted(self.schedule)
 
     def replayed_map(self, step: int) -> Decision:
-        return Decision(Verdict.MAP, self.schedule[step])
+        return Decision(self.schedule[step])
 
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         self.events.append((step, kind, fields))
@@ -121,14 +121,14 @@ def a_map(fmt: Format, version: int = 0) -> PrecisionMap:
 
 
 def ready(version: int, fmt: Format = Format.FP4) -> Decision:
-    return Decision(Verdict.MAP, a_map(fmt, version))
+    return Decision(a_map(fmt, version))
 
 
 def planned(version: int, last: int, **begins: Format) -> Decision:
     """A plan whose phase in ``fmt`` begins at step N, given as ``at_N=fmt``."""
     phases = tuple(PlanPhase(int(name[3:]), a_map(fmt, version)) for name, fmt in begins.items())
     plan = PrecisionPlan(phases, last, version=version, status="optimal", target=0.5, achieved=0.5)
-    return Decision(Verdict.MAP, phases[0].precision_map, plan)
+    return Decision(phases[0].precision_map, plan)
 
 
 class SlowKernels:
@@ -151,7 +151,7 @@ class SlowKernels:
     def close(self) -> None: ...
 
 
-LATE, LOST = Decision(Verdict.NOT_READY), Decision(Verdict.DROPPED)
+LATE, LOST = Decision(ready=False), Decision()
 
 
 class Run:

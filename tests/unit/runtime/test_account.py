@@ -11,7 +11,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.runtime.account import Account, progress_line
+from snip_megatron.runtime.account import Account
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.request import SolveRequest
@@ -72,19 +72,19 @@ def test_another_machine_needs_its_own_bf16_steps() -> None:
 
 def test_the_line_of_a_run() -> None:
     account = Account()
-    assert progress_line(account, None, unjudged=None) is None
+    assert account.line(None, unjudged=None) is None
     at = steps(account, 0, *[0.2] * 10)
-    assert progress_line(account, None, unjudged=None) == "snip: bf16 | measuring steps"
+    assert account.line(None, unjudged=None) == "snip: bf16 | measuring steps"
     at = steps(account, at, *[0.2] * 10)
-    assert progress_line(account, None, unjudged=None) == "snip: bf16 | 200.0 ms a step"
+    assert account.line(None, unjudged=None) == "snip: bf16 | 200.0 ms a step"
     account.adopted(at, 3, quantised=True)
     account.event("adopt", {"wait_s": 1.0})
     steps(account, at, *[0.1] * 30)
-    line = progress_line(account, 0.75, unjudged=None)
+    line = account.line(0.75, unjudged=None)
     assert line == "snip: map 3, 75% fp4 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
-    assert progress_line(account, 0.75, unjudged="emulated") == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
+    assert account.line(0.75, unjudged="emulated") == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
     account.event("probe", {"wait_s": 3.0})
-    lost = progress_line(account, 0.75, unjudged=None)
+    lost = account.line(0.75, unjudged=None)
     assert lost is not None
     assert lost.endswith("lost 1.0 s, updates included")
 

@@ -22,7 +22,7 @@ def guarded(script: Script, restored: ControllerState | None = None) -> Run:
 
 def objective(decision: Decision, value: float) -> Decision:
     assert decision.precision_map is not None
-    return Decision(decision.verdict, decision.precision_map.with_fields(objective=value))
+    return Decision(decision.precision_map.with_fields(objective=value))
 
 
 def spiky_answers() -> dict[int, list[Decision]]:

@@ -47,7 +47,7 @@ def test_two_bad_batches_are_not() -> None:
     feed(guard, range(20))
     guard.adopted(20)
     assert feed(guard, range(20, 40), lambda step: 6.0 if step % 5 in (0, 1) else noisy(step), a_map()) is None
-    assert guard.good == a_map()
+    assert guard.state.good == a_map()
 
 
 def test_a_spike_before_the_adoption_is_not_its_fault() -> None:
