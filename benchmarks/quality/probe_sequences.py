@@ -92,8 +92,7 @@ def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]
     """Return the figures of each probe of one update against the one of all sequences, which is the last but one."""
     from snip_megatron.config import SnipConfig
     from snip_megatron.evaluation.proxy import spearman
-    from snip_megatron.runtime.sidecar.messages import SolveJob
-    from snip_megatron.runtime.sidecar.solving import solve_job
+    from snip_megatron.runtime.sidecar.solving import SolveJob, solve_job
 
     request = SnipConfig(enabled=True, budget=f"fp4={budget}", formats=("fp8", "fp4")).request()
     solved = {name: solve_job(SolveJob(table=table, request=request)) for name, table in tables.items()}

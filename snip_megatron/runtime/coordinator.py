@@ -151,7 +151,7 @@ class RankZeroCoordinator:
     def _take(self, step: int, result: SidecarResult) -> None:
         version = result.version
         if result.failure is not None:
-            self._drop(step, version, result.failure.kind, result.failure.message, result.latency_s)
+            self._drop(step, version, result.failure, result.message, result.latency_s)
             return
         plan, precision_map = result.plan, result.precision_map
         assert precision_map is not None

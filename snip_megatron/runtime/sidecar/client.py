@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, replace
 
 from snip_megatron.runtime.child_signals import blocked_in_children
-from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob
+from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
 
 SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
 _MAX_BACKOFF_S = 60.0
@@ -167,7 +167,7 @@ class SidecarClient:
         if self._is_late(ticket):
             kind = "deadline"
             self.last_error = f"no answer within {self._deadline:g} s; the solver process was killed"
-        return SidecarResult(failure=SidecarFailure(kind, self.last_error or "there is no solver process"))
+        return SidecarResult(failure=kind, message=self.last_error or "there is no solver process")
 
 
 def _worker_environment() -> dict[str, str]:

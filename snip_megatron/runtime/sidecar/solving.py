@@ -1,4 +1,4 @@
-"""Solves a job inside the sidecar: builds the problem, solves it, and turns solutions into maps and plans."""
+"""A job of the sidecar and its solution: the problem is built and solved, its solution turned into maps and plans."""
 
 from __future__ import annotations
 
@@ -6,14 +6,60 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob
 
 if TYPE_CHECKING:
+    from snip_megatron.sensitivity.request import SolveRequest
     from snip_megatron.solver.solution import Solution
+    from snip_megatron.statistics.table import StatisticsTable
+
+
+@dataclass(frozen=True)
+class SolveJob:
+    """One update for the sidecar.
+
+    Attributes:
+        table: the update's statistics.
+        request: the solve request. The result has the same ``version``.
+    """
+
+    table: StatisticsTable
+    request: SolveRequest
+
+
+@dataclass(frozen=True)
+class SidecarResult:
+    """The outcome of one job. ``precision_map`` or ``failure`` is set.
+
+    Attributes:
+        version: the version of the request. The client sets it.
+        failure: why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
+            answer in time) or ``oom``; None if there is one.
+        message: the failure in one line.
+        precision_map: the map, of a plan its first.
+        plan: the plan of a request with phases.
+        out_of_reach: why past steps have made the request's budget over the run impossible, so that ``plan`` has the
+            highest reachable one; None if it has the request's.
+        problem_json: the Problem; None if the job failed before it was built.
+        scores: the scores from which the Problem was built, as the builder returned them.
+        latency_s: seconds from ``submit`` to the arrival of the answer, or to the detection of the failure. The client
+            sets it.
+    """
+
+    version: int = 0
+    failure: str | None = None
+    message: str = ""
+    precision_map: PrecisionMap | None = None
+    plan: PrecisionPlan | None = None
+    out_of_reach: str | None = None
+    problem_json: str | None = None
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    latency_s: float = 0.0
 
 
 class SolverInProcess:
@@ -66,7 +112,7 @@ def solve_job(job: SolveJob) -> SidecarResult:
         if request.phases is not None:
             why += f" (phases 0, 1, … begin at steps {', '.join(map(str, request.phases.begins))})"
             why += "; lower its budget in --snip-schedule, or pin less"
-        return dataclasses.replace(result, failure=SidecarFailure("infeasible", why))
+        return dataclasses.replace(result, failure="infeasible", message=why)
     if request.phases is None:
         return dataclasses.replace(result, precision_map=solution.to_precision_map(request.version))
     plan = _plan(job, solution, scores)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 
 from snip_megatron.errors import SnipError
-from snip_megatron.runtime.sidecar.messages import SidecarFailure, SidecarResult, SolveJob
+from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
@@ -56,14 +56,14 @@ def _answer(job: SolveJob, solve: Callable[[SolveJob], SidecarResult]) -> Sideca
     try:
         return solve(job)
     except MemoryError:
-        return SidecarResult(failure=SidecarFailure("oom", "the solver process ran out of memory"))
+        return SidecarResult(failure="oom", message="the solver process ran out of memory")
     except SnipError as error:
-        return SidecarResult(failure=SidecarFailure("exception", str(error)))
+        return SidecarResult(failure="exception", message=str(error))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(f"{type(error).__name__}: {error}".split())
         place = f"{os.path.basename(where.filename)}:{where.lineno}"
-        return SidecarResult(failure=SidecarFailure("exception", f"{text} ({place})"))
+        return SidecarResult(failure="exception", message=f"{text} ({place})")
 
 
 if __name__ == "__main__":

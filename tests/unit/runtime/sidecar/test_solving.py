@@ -64,11 +64,10 @@ def test_a_budget_that_is_out_of_reach_is_replaced_by_what_is_reachable() -> Non
 
 
 def test_a_phase_whose_own_budget_is_out_of_reach_is_named_with_its_step() -> None:
-    failure = solve_job(job(0.5, 20, 0.5, floor=0.99)).failure
-    assert failure is not None
-    assert failure.kind == "infeasible"
-    assert failure.message.startswith("infeasible: phase 1 reaches at most 0.")
+    result = solve_job(job(0.5, 20, 0.5, floor=0.99))
+    assert result.failure == "infeasible"
+    assert result.message.startswith("infeasible: phase 1 reaches at most 0.")
     assert (
         "less than its own target of 0.99 (phases 0, 1, … begin at steps 20, 50, 90); lower its budget"
-        in failure.message
+        in result.message
     )
