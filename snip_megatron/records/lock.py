@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from snip_megatron.errors import SnipError, cut
@@ -28,13 +28,9 @@ SILENT_S = 900.0
 
 @dataclass(frozen=True)
 class Lock:
-    """Who writes a run directory.
+    """Who writes a run directory: a process id on a host, and when the process started, since ids are used again.
 
-    Attributes:
-        host: the name of the host.
-        process: the process id there.
-        born: when that process started, in the units of its host. Ids are used again.
-        job: the id of the SLURM job or of torchrun's rendezvous; None without one.
+    ``job`` is the id of the SLURM job or of torchrun's rendezvous; None without one.
     """
 
     host: str
@@ -61,8 +57,7 @@ class Lock:
     @property
     def mine(self) -> bool:
         """Whether it is the lock of this process."""
-        own = Lock.own()
-        return (self.host, self.process, self.born) == (own.host, own.process, own.born)
+        return self == replace(Lock.own(), job=self.job)
 
     def stale(self, run: Path) -> bool:
         """Return whether this process may take the lock of ``run`` over."""

@@ -38,12 +38,9 @@ class Adoption:
     """The adoption of a map before training step ``step``. A figure is None if it is not known.
 
     Attributes:
-        step: the 0-based training step.
-        version: the map's version.
         fields: the fields of the ``adopt`` event.
-        precision_map: the map; None if its file is lost.
+        precision_map: None if its file is lost.
         scores: the scores from which the map was solved; None if they are older than the last MAX_SCORES updates.
-        status: the solver's status of the map.
         asked: the budget, such as ``speedup=1.3``; None if it is an fp4 share of FLOPs.
         speedup, loss: under a timed budget the predicted speedup of the linears on the slowest stage, and Σ of losses.
         achieved: the map's fp4 share of FLOPs, in [0, 1].
@@ -72,8 +69,6 @@ class Update:
         wait_s: what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
         status: what the solver said, or why there was no answer.
         achieved: the fp4 share of FLOPs that the solver reached.
-        adopted_step: the step before which the map was adopted.
-        changed: number of GEMMs whose format the adopted map changed.
         postponed: how often the adoption was postponed.
     """
 
@@ -92,7 +87,6 @@ class Update:
     speedup: float | None = None
     loss: float | None = None
     adopted_step: int | None = None
-    changed: int | None = None
     postponed: int = 0
 
     @property
@@ -103,10 +97,9 @@ class Update:
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of a run directory.
+    """The content of a run directory, with plans by the step before which they came into force.
 
-    ``unreadable`` holds one message for each broken step file, ``plans`` the plans of a run with phases by the step
-    before which they came into force.
+    ``unreadable`` holds one message for each broken step file.
     """
 
     path: Path
@@ -149,7 +142,7 @@ class RunData:
         return found
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps that recorded a metric, and its values. A value that is not finite is None."""
+        """Return the steps that recorded a metric, and its values, None for one that is not finite."""
         rows = [row for row in self.metrics if name in row]
         return [row["step"] for row in rows], [number(row[name]) for row in rows]
 
@@ -271,7 +264,6 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     begin, end = number(last("submit", "time")), number(last("adopt", "time"))
     solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
     share = "achieved" if last("solved", "budget") is None else "fp4_share"
-    changed = number(last("adopt", "changed"))
     return Update(
         step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
         version=next((_version(event) for event in events if event["event"] == "submit"), None),
@@ -284,7 +276,6 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
         status=_status(events),
         achieved=number(last("solved", share)),
         adopted_step=next((event["step"] for event in events if event["event"] == "adopt"), None),
-        changed=None if changed is None else int(changed),
         postponed=sum(event["event"] == "postpone" for event in events),
         **solved,
     )

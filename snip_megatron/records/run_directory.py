@@ -16,13 +16,13 @@ Only the constructor raises on an I/O error. Later, a failed write is reported o
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from snip_megatron.errors import SnipError
-from snip_megatron.records.earlier_run import changed_fact_of, check_earlier_run
+from snip_megatron.errors import SnipError, cut
 from snip_megatron.records.lock import check_lock, release_lock, take_lock
 from snip_megatron.records.readers import (
     CONFIG,
@@ -33,18 +33,25 @@ from snip_megatron.records.readers import (
     SCORES_SCHEMA,
     STEP_FILES,
     TIMINGS,
+    read_config,
     step_files,
     step_path,
 )
-from snip_megatron.records.storage import Writer, cut_back, dump_json, jsonable, write_atomically
+from snip_megatron.records.storage import Writer, cut_back, dump_json, flatten, jsonable, write_atomically
+
+SPEED_FACTS = (
+    "device", "gemm_backend", "world_size", "tensor_parallel", "pipeline_parallel", "data_parallel",
+    "sequence_parallel", "global_batch_size", "micro_batch_size",
+)  # fmt: skip
+"""Facts without which times of steps cannot be compared. A ``resume`` event names the first one that changed."""
 
 
 class RunDirectory:
     """The writer of a run directory. Only rank 0 constructs one.
 
     Args:
-        path: the directory. It is created if it does not exist.
-        config: the configuration of the run. On a restart it is compared with the configuration in the directory.
+        path: the directory, which need not exist.
+        config: the configuration of the run, compared on a restart with the one in the directory.
         facts: values that may differ between restarts (layout, versions, command line). The latest are kept.
         overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
             ``config`` and keeps the records before that step.
@@ -72,22 +79,21 @@ class RunDirectory:
         body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
         try:
             check_lock(self.path)
-            changed = check_earlier_run(self.path, wanted, overwrite=overwrite, resuming=resume_step is not None)
+            changed = _check_earlier_run(self.path, wanted, overwrite=overwrite, resuming=resume_step is not None)
             take_lock(self.path)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            changed_fact = None if resume_step is None else changed_fact_of(self.path, facts or {})
-            cut = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
-            self._body = body
-            self._config = dump_json(body).encode()
+            changed_fact = None if resume_step is None else _changed_fact(self.path, facts or {})
+            gone = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
+            self._body, self._config = body, dump_json(body).encode()
             write_atomically(self.path / CONFIG, self._config)
         except OSError as error:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
         self.writer = Writer(self.path, self._keep_config)
-        if resume_step is not None and (resume_step or cut):  # else there was neither a checkpoint nor an earlier run
-            self.event(resume_step, "resume", cut_records=cut, changed_key=changed, changed_fact=changed_fact)
+        if resume_step is not None and (resume_step or gone):  # else there was neither a checkpoint nor an earlier run
+            self.event(resume_step, "resume", cut_records=gone, changed_key=changed, changed_fact=changed_fact)
 
     def set_fact(self, name: str, value: Any) -> None:
         """Replace one of the ``facts``, which became known later."""
@@ -110,9 +116,7 @@ class RunDirectory:
         which the event blocked the training thread.
         """
         record = _stamp(step) | {"event": kind, "step_s": self.step_s if step_s is None else step_s, "wait_s": wait_s}
-        self.writer.append(
-            self.path / EVENTS, record | {name: value for name, value in fields.items() if name not in record}
-        )
+        self.writer.append(self.path / EVENTS, {**record, **fields, **record})
 
     def metric(
         self, step: int, /, loss: float | None, grad_norm: float | None, fp4_fraction: float | None, **fields: Any
@@ -122,9 +126,7 @@ class RunDirectory:
         ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
         """
         record = _stamp(step) | {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction}
-        self.writer.append(
-            self.path / METRICS, record | {name: value for name, value in fields.items() if name not in record}
-        )
+        self.writer.append(self.path / METRICS, {**record, **fields, **record})
 
     # -- whole files -------------------------------------------------------------------------------------------
     def write(self, folder: str, step: int, content: str | bytes) -> None:
@@ -132,12 +134,10 @@ class RunDirectory:
         data = content.encode() if isinstance(content, str) else content
         self.writer.replace(step_path(self.path, folder, step), data)
 
-    def write_scores(
-        self, step: int, scores: Mapping[str, Mapping[str, Mapping[str, float]]], *, version: int | None = None
-    ) -> None:
+    def write_scores(self, step: int, scores: Mapping[str, Any], *, version: int) -> None:
         """Write ``scores/step_<step>.json``: ``scores[option][format]`` holds delta_loss, delta_weight and q.
 
-        ``version`` is that of the map that was solved from them; None for a map that was not solved.
+        ``version`` is that of the map that was solved from them.
         """
         body = {"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores}
         self.write("scores", step, dump_json(body))
@@ -177,3 +177,53 @@ def _clear(path: Path) -> int:
         for file in (path / name, path / f"{name}.1"):
             file.unlink(missing_ok=True)
     return 0
+
+
+def _check_earlier_run(path: Path, wanted: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> str | None:
+    """Compare the directory's configuration with ``wanted``.
+
+    Returns the first key that differs, or None if the configurations are equal or there is no earlier one. Raises
+    SnipError where records of two runs would be mixed.
+    """
+    if path.exists() and not path.is_dir():
+        raise SnipError(f"run directory {path}: is a file; choose another --snip-dir")
+    events = (path / EVENTS).exists() and (path / EVENTS).stat().st_size > 0
+    difference: tuple[str, str, str] | None = None
+    fault, remedy = "", "pass --snip-overwrite or another --snip-dir"
+    if (path / CONFIG).exists():
+        try:
+            difference = _first_difference(read_config(path)["config"], wanted)
+        except SnipError as error:
+            fault = str(error).removeprefix(f"run directory {path}: ")
+        if difference is not None:
+            key, old, new = map(cut, difference)
+            fault = f"belongs to another configuration: {key} is {old} there and {new} here"
+        elif events and not resuming and not fault:
+            fault = "holds the events of an earlier run"
+            remedy = f"resume from its checkpoint (--load), {remedy}"
+    elif events:
+        fault = f"holds events but no {CONFIG}"
+    if fault and not overwrite:
+        raise SnipError(f"run directory {path}: {fault}; {remedy}")
+    return difference[0] if difference else None
+
+
+def _changed_fact(path: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return the name of the first fact that changes the time of a step and differs from the directory's; else None."""
+    try:
+        earlier = read_config(path)["facts"]
+    except SnipError:  # there is none, or it was broken and is overwritten
+        return None
+    names = [name for name in SPEED_FACTS if name in earlier and name in facts]
+    return next((name for name in names if earlier[name] != jsonable(facts[name])), None)
+
+
+def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return (dotted key, old value, new value) of the first difference in the order of ``new``'s keys, or None."""
+    before, after = flatten(old), flatten(new)
+    for key in dict.fromkeys([*after, *before]):
+        pair = [json.dumps(side[key]) if key in side else "absent" for side in (before, after)]
+        same = key in before and key in after and before[key] == after[key]
+        if not same or ("true" in pair and pair[0] != pair[1]):  # 1 equals 1.0, but not True
+            return key, pair[0], pair[1]
+    return None

@@ -178,7 +178,7 @@ def test_records_of_earlier_versions_and_damaged_ones(tmp_path: Path) -> None:
         rebuild(stored(old), Change({"q": "paper"}), None)
     assert stored(old).problem().budget.value == 0.75
     damaged = write_run(tmp_path / "damaged", SolveRequest(), facts={"request": 3, "linear_shapes": {"a": 1}})
-    with pytest.raises(SnipError, match=r"facts.request: not a request"):
+    with pytest.raises(SnipError, match=r"facts.request: must be an object"):
         stored(damaged).request()
     with pytest.raises(SnipError, match=r"facts.linear_shapes"):
         stored(damaged).times("flops", ("fp8",))
