@@ -347,7 +347,6 @@ class SnipRun:
                 arrived=None if restored is None else restored.in_flight,
                 news=None if self._coordinator is None else self._coordinator.news,
             ),
-            linears.flops,
             self._coordinator,
             self._sinks(),
             clip_grad=args.clip_grad,

@@ -181,8 +181,7 @@ class PlainSnip:
                 config, self._request, registry.rows, self._fixed, run, solver=SolverInProcess()
             )
         channel, report = MapChannel(registry.names, device), StepReport(device)
-        flops = {row.name: row.flops for row in registry.rows}
-        return Controller(config, registry, channel, report, flops, coordinator, Sinks(), 0.0, self._restored)
+        return Controller(config, registry, channel, report, coordinator, Sinks(), 0.0, self._restored)
 
     def _run_directory(self, path: str, device: torch.device) -> RunDirectory:
         facts = {

@@ -35,9 +35,8 @@ class Controller:
         registry: this rank's linears.
         channel: broadcasts maps and checks that all ranks have the same.
         report: the collective that carries the loss of each step.
-        flops: linear's global name → FLOPs a token of one of its GEMMs, for the fp4 share.
         coordinator: the work of rank 0; None on other ranks.
-        sink: Megatron's wandb run and TensorBoard log, which only the last rank has. On other ranks it does nothing.
+        sink: Megatron's wandb run and TensorBoard log. It does nothing on ranks that have none.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
         restored: state from a checkpoint; None for a fresh run.
         unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
@@ -51,7 +50,6 @@ class Controller:
         registry: LinearRegistry,
         channel: MapChannel,
         report: StepReport,
-        flops: Mapping[str, float],
         coordinator: RankZeroCoordinator | None,
         sink: Sink,
         clip_grad: float,
@@ -65,7 +63,7 @@ class Controller:
         self._registry = registry
         self._channel = channel
         self._report = report
-        self._flops = dict(flops)
+        self._flops = {row.name: row.flops for row in registry.rows}
         self._unquantised = unquantised
         self._coordinator = coordinator
         self._kernels = kernels
@@ -87,7 +85,7 @@ class Controller:
             if self.state.guard is None:
                 self._guard.state.good = self.state.precision_map
         self._updates = Updates(
-            config, self.state, self._schedule, registry, coordinator, self._event,
+            config, self.state, self._schedule, registry, coordinator, self._event, self._say,
             self._has_kernels, clip_grad,
         )  # fmt: skip
 
@@ -122,18 +120,10 @@ class Controller:
             self._decide(step, self.state.pending)
             self._registry.start_step(step)
 
-    def after_step(
-        self,
-        step: int,
-        loss: torch.Tensor | None,
-        grad_norm: float | None,
-    ) -> None:
+    def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
         """Exchange the figures of a step, and record those of the previous step, which have arrived.
 
-        Args:
-            step: the 0-based training step.
-            loss: the loss on the ranks that have it; None on others.
-            grad_norm: the gradient norm before clipping.
+        ``loss`` is None on ranks that have none, and ``grad_norm`` the norm before clipping.
         """
         self._next_step = step + 1
         self._registry.end_step()
@@ -235,9 +225,8 @@ class Controller:
         moved = self._schedule.begin(step)
         if moved is not None:
             self._event(step, "plan_moved", **moved)
-            if self._coordinator is not None:
-                ends = "training now ends at step {last} instead of {last_before}".format_map(moved)
-                print(f"snip: {ends}: phases begin at the same fractions of the run", flush=True)
+            ends = "training now ends at step {last} instead of {last_before}".format_map(moved)
+            self._say(f"{ends}: phases begin at the same fractions of the run")
             if self._schedule.plan is not None:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
@@ -256,10 +245,11 @@ class Controller:
             return
         if state.pending is not None:
             state.pending.phases = self._schedule.request(step, state.pending.due, self._registry.current)
-        if self._coordinator is not None and state.precision_map is not None:
+        if state.precision_map is not None:
             what = "map" if state.plan is None else "plan"
-            line = f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
-            print(f"snip: {line}", flush=True)
+            self._say(
+                f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
+            )
 
     def _next_phase(self, step: int) -> None:
         """Adopt the map of the phase that ``step`` lies in."""
@@ -320,23 +310,14 @@ class Controller:
         decision = self._offered(good)
         self._guard.taken_back(failed)
         self._schedule.drop()
-        self._guarded(
-            step,
-            "taken_back",
-            failed.version,
-            alarm.reason,
-            back_to=good.version,
-            alarm_step=alarm.step,
-            loss=alarm.loss,
-            limit=alarm.limit,
-        )
+        figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
+        self._guarded(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, decision, started)
 
     def _guarded(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""
         self._event(step, "guard", action=action, version=version, reason=reason, **fields)
-        if self._coordinator is not None:
-            print(f"snip: step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}", flush=True)
+        self._say(f"step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}")
 
     def _adopt(self, step: int, decision: Decision, started: float | None = None) -> None:
         new = decision.precision_map
@@ -368,6 +349,10 @@ class Controller:
         )
 
     # -- figures -----------------------------------------------------------------------------------------------
+    def _say(self, line: str) -> None:
+        if self._coordinator is not None:
+            print(f"snip: {line}", flush=True)
+
     def _share(self, precision_map: PrecisionMap) -> float:
         return fp4_fraction(precision_map, self._flops, self._unquantised)
 

@@ -37,9 +37,9 @@ class RankZeroCoordinator:
 
     Args:
         config: the run's configuration.
-        request: the solve request of all updates. Its version is set for each update.
+        request: the solve request of all updates, but for its version.
         linears: the model's linears.
-        static_map: the checked map of ``--snip-map``; None without.
+        static_map: the checked map of ``--snip-map``, if any.
         run: the run directory; None if the run keeps none.
         tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
         finished: called with the path of the run directory after its last record.

@@ -31,13 +31,9 @@ _REFUSALS = 3
 
 @dataclass(frozen=True)
 class Alarm(JsonFields):
-    """An alarm of the guard: the map in force must be taken back.
+    """An alarm of the guard about the figures of a step: the map in force must be taken back.
 
-    Attributes:
-        step: the step whose figures raised the alarm.
-        reason: the reason, in one line.
-        loss: the loss of the step.
-        limit: the limit of losses; None if the alarm is about a figure that is not finite.
+    ``limit`` is that of losses; None if the alarm is about a figure that is not finite.
     """
 
     step: int
@@ -132,15 +128,10 @@ class Guard:
         return None
 
     def _end_probation(self, step: int, in_force: PrecisionMap | None) -> None:
-        if (
-            self.state.probation is None
-            or self.state.strikes
-            or step < self.state.probation + self._config.guard_steps - 1
-        ):
-            return
-        self.state.good, self.state.probation = in_force, None
-        self.state.bar, self.state.refusals = None, 0
-        self._losses.clear()  # the next map is compared with losses under this one
+        state = self.state
+        if state.probation is not None and not state.strikes and step >= state.probation + self._config.guard_steps - 1:
+            state.good, state.probation, state.bar, state.refusals = in_force, None, None, 0
+            self._losses.clear()  # the next map is compared with losses under this one
 
     def _limit(self) -> float | None:
         if len(self._losses) < LEAST_LOSSES:

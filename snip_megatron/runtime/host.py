@@ -25,12 +25,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """The module that reads the residual stream at the beginning of a sub-block.
+    """The module whose first argument, or ``hidden_states``, is the residual stream at the beginning of a sub-block.
 
-    Attributes:
-        module: its first argument, or the one named ``hidden_states``, is the stream.
-        boundary: index of the boundary, which is that of the sub-block.
-        recomputed: whether the module alone is recomputed in the backward.
+    ``boundary`` is the index of the sub-block, and ``recomputed`` whether the backward recomputes the module alone.
     """
 
     module: nn.Module
@@ -55,11 +52,9 @@ class Strand:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What this rank holds of the model in one piece.
+    """What this rank holds of the model in one piece: its parts of residual streams.
 
-    Attributes:
-        strands: its parts of residual streams.
-        enter: installs a hook that changes the stream before the model's first block; None on other chunks.
+    ``enter`` installs a hook that changes the stream before the model's first block; None on other chunks.
     """
 
     strands: Sequence[Strand]
@@ -70,11 +65,8 @@ class Chunk:
 class LocalSink:
     """This rank's part of a parameter beside the linears that gradient errors reach.
 
-    Attributes:
-        row: index among the model's sinks.
-        weight: the parameter.
-        replicated: whether all tensor parallel ranks hold the same one.
-        first_row: global index of its first row.
+    ``row`` is its index among the model's sinks, ``replicated`` whether all tensor parallel ranks hold the same one,
+    and ``first_row`` the global index of its first row.
     """
 
     row: int
@@ -88,7 +80,6 @@ class Host:
     """What does not change during a run.
 
     Attributes:
-        groups: process groups.
         device: device of tensors in collectives.
         chunks: the model chunks of this rank.
         hidden: features of the residual stream.
@@ -124,12 +115,7 @@ class Host:
 
 
 class HostStep(Protocol):
-    """One training step that is still to come.
-
-    Attributes:
-        step: its number, counted from 0.
-        microbatches: number of its microbatches on this rank.
-    """
+    """One training step that is still to come, and its microbatches on this rank."""
 
     step: int
     microbatches: int

@@ -17,7 +17,7 @@ class ProbeResult:
     """What the probes of one update measured, which all ranks have made before a step.
 
     Attributes:
-        table: the statistics, equal on all ranks.
+        table: equal on all ranks.
         seconds: kind of pass, or ``reduction`` → its seconds on this rank.
         scale: scales of the gradient, and the tokens of the probe over all ranks.
         passes: kind of pass → microbatches that went through it on each rank.
@@ -66,16 +66,12 @@ class Kernels(Protocol):
 
 
 class Sink(Protocol):
-    """A logger that receives the figures of a run beside the run directory. No method raises."""
+    """A logger of a run beside the run directory (:mod:`snip_megatron.reporting.sinks`). No method raises."""
 
-    def begin_step(self, step: int) -> None:
-        """Note the begin of training step ``step``."""
+    def begin_step(self, step: int) -> None: ...
 
-    def metric(self, step: int, /, **figures: float | None) -> None:
-        """Write the figures of training step ``step``."""
+    def metric(self, step: int, /, **figures: float | None) -> None: ...
 
-    def event(self, step: int, kind: str, /, **fields: Any) -> None:
-        """Write an event before training step ``step``."""
+    def event(self, step: int, kind: str, /, **fields: Any) -> None: ...
 
-    def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
-        """Write the map adopted before training step ``step``. ``linears`` are the names of all linears."""
+    def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None: ...

@@ -48,12 +48,9 @@ class Timeline:
 
 
 class ScheduleState:
-    """Keeps what has been spent, and the plan, in the controller's state.
+    """Keeps what has been spent, and the plan, in the state that checkpoints hold.
 
-    Args:
-        state: the state that checkpoints hold.
-        timeline: the time of the run; None if its end is unknown.
-        share: returns the fp4 share of a map.
+    ``timeline`` is None if the end of the run is unknown, and ``share`` returns the fp4 share of a map.
     """
 
     def __init__(

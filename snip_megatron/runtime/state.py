@@ -23,9 +23,7 @@ STATE_SCHEMA = "snip.state/2"
 class Goal(JsonFields):
     """What a run asks of its maps, however the arguments are spelled. A resumed run may have another one.
 
-    Attributes:
-        budget: kind and value of ``--snip-budget``.
-        schedule: the text of the phases; ``static`` without phases.
+    ``budget`` is kind and value of ``--snip-budget``, ``schedule`` the text of the phases, ``static`` without any.
     """
 
     budget: str
@@ -34,8 +32,7 @@ class Goal(JsonFields):
     @classmethod
     def of(cls, config: SnipConfig) -> Goal:
         """Return the goal of a configuration."""
-        phases = config.phases
-        return cls(str(config.wanted), "static" if phases is None else phases.to_json())
+        return cls(str(config.wanted), "static" if config.phases is None else config.phases.to_json())
 
     def difference(self, before: Goal) -> str:
         """Return the arguments of ``before`` that are others here; an empty text without any."""
@@ -108,21 +105,18 @@ class Pending(JsonFields):
 
 @dataclass
 class ControllerState(JsonFields):
-    """The state of the controller.
+    """The state of the controller. What there is none of is None.
 
     Attributes:
-        precision_map: the map in force; None before the first one.
+        precision_map: the map in force.
         version: the version of the latest submitted update.
-        pending: the update that is not decided yet; None without one.
+        pending: the update that is not decided yet.
         grad_norm: the gradient norm of the last step before clipping; None if it is unknown or not finite.
-        guard: the guard's state; None if the run had no guard.
         alarm: an alarm of the guard that the next step acts on.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
-        spent: what the run has spent so far; None before its first step.
         plan: the maps of the remaining phases; None for a map that stays until the next update.
-        goal: the budget and the schedule of the run.
-        sequences: sequences of a microbatch that the probes of the latest update took; None before the first one.
-        postponed: the step before which an update starts that kernels were not ready for; None without one.
+        sequences: sequences of a microbatch that the probes of the latest update took.
+        postponed: the step before which an update starts that kernels were not ready for.
     """
 
     precision_map: PrecisionMap | None = None

@@ -20,12 +20,10 @@ class Updates:
     """Starts updates.
 
     Attributes:
-        config: the run's configuration.
         state: the controller's state, which holds the pending update.
         schedule: what an update of a run with phases plans from.
-        registry: this rank's linears.
         coordinator: the work of rank 0; None on other ranks.
-        event: records an event.
+        event, say: record an event, and print a line on rank 0.
         ready: returns whether all ranks have the kernels of an update.
         clip_grad: Megatron's ``--clip-grad``; 0 for none.
     """
@@ -36,20 +34,18 @@ class Updates:
     registry: LinearRegistry
     coordinator: RankZeroCoordinator | None
     event: Callable[..., None]
+    say: Callable[[str], None]
     ready: Callable[[], bool]
     clip_grad: float
 
     def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
         """Start an update if one is due. Without kernels it is postponed by a lag.
 
-        Args:
-            steps: the step that is next, after those that training has left out since the last one. An update that was
-                due before one of these starts now.
-            probe: see :meth:`Controller.before_step`.
+        ``steps`` end with the one that is next, after those that training has left out since the last one. An update
+        that was due before one of these starts now. ``probe`` is that of :meth:`Controller.before_step`.
         """
         step, state = steps[-1], self.state
-        due = any(map(self.config.is_update_step, steps)) or state.postponed in steps
-        if not due:
+        if not (any(map(self.config.is_update_step, steps)) or state.postponed in steps):
             return
         if self.ready():
             state.postponed = None
@@ -93,8 +89,7 @@ class Updates:
     def _drop(self, step: int, reason: str, **fields: Any) -> None:
         """Record an update that ends without statistics. Rank 0 prints it."""
         self.event(step, "dropped", reason=reason, **fields)
-        if self.coordinator is not None:
-            print(f"snip: the update of step {step} is dropped: {reason}", flush=True)
+        self.say(f"the update of step {step} is dropped: {reason}")
 
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""

@@ -35,7 +35,6 @@ from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LIN
 NAMES = dense_names(1)
 CPU = torch.device("cpu")
 LINEAR = LinearId("decoder", 0, "mlp.linear_fc1")
-FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
 def table(step: int, value: float = 1.0) -> StatisticsTable:
@@ -176,7 +175,7 @@ class Run:
         arrived = None if restored is None else restored.in_flight
         channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)
         self.controller = Controller(
-            config, self.registry, channel, report, FLOPS, script, Sinks(), clip_grad=1.0,
+            config, self.registry, channel, report, script, Sinks(), clip_grad=1.0,
             restored=restored, timeline=timeline, kernels=kernels,
         )  # fmt: skip
         self.clips: list[float] = []
