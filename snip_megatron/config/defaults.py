@@ -29,12 +29,10 @@ def backend_of(model: CostModel) -> str | None:
 
 
 def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the candidate formats of a budget where none are named.
+    """Return the candidate formats of a budget of a ``kind`` where none are named.
 
-    Args:
-        kind: the kind of the budget.
-        backend: the GEMM backend whose times decide; None if formats are emulated, or times are ideal (``flops``).
-        recipe: formats of the FP8 or FP4 recipe that Megatron's own arguments name; empty if they name none.
+    ``backend`` is the GEMM backend whose times decide, None if formats are emulated or times are ideal (``flops``).
+    ``recipe`` are formats of the FP8 or FP4 recipe that Megatron's own arguments name, if any.
     """
     if recipe and kind != "fp4":
         return ("bf16", *recipe)
@@ -51,13 +49,8 @@ def defaults(
     """Return budget, formats and schedule where they are not given.
 
     The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
-    FP4, phases gain nothing (docs/results.md).
-
-    Args:
-        given: fields of a SnipConfig that the user gave.
-        backend: see :func:`candidates`.
-        ends: whether the end of training is known.
-        recipe: see :func:`candidates`.
+    FP4, phases gain nothing (docs/results.md). ``given`` are the fields of a SnipConfig that the user gave, ``ends``
+    says whether the end of training is known; ``backend`` and ``recipe`` are those of :func:`candidates`.
     """
     multiplied, found = MULTIPLIED.get(backend, ()), dict[str, Any]()
     nats = in_nats(given.get("policy", "snip"), given.get("q", "split"))

@@ -18,14 +18,10 @@ LISTS = ("formats",)  # comma separated; the other tuples are arguments that may
 
 
 def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
-    """Make a dataclass field that is an option.
+    """Make a dataclass field that is an option with a help text. A bool makes a flag, a tuple a list.
 
-    Args:
-        default: the default value. A bool makes a flag, a tuple a list.
-        text: the help.
-        known: the valid values, which the help does not list.
-        rest: arguments of :func:`setting`, ``type`` and ``metavar`` of ``add_argument``, and ``shown``: what the help
-            calls the default.
+    ``known`` are the valid values if the help shall not list them. ``rest`` are arguments of :func:`setting`, ``type``
+    and ``metavar`` of ``add_argument``, and ``shown``: what the help calls the default.
     """
     argument = {name: rest.pop(name) for name in ("type", "metavar", "shown") if name in rest}
     field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
@@ -42,14 +38,8 @@ def setting(
     most: float | None = None,
     positive: bool = False,
 ) -> Any:
-    """Make a dataclass field that is a setting.
-
-    Args:
-        default: the default value.
-        text: what it means.
-        choices: the valid values.
-        least, most: the smallest and the largest valid number; None for any.
-        positive: whether only numbers above 0 are valid.
+    """Make a dataclass field that is a setting. Its value is one of ``choices``, or a number in [``least``, ``most``],
+    above 0 if it must be ``positive``.
     """
     limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
     return dataclasses.field(default=default, metadata=limits)
@@ -92,14 +82,9 @@ def add_options(
     only: Sequence[str] | None = None,
     default: str = "",
 ) -> None:
-    """Add one argument for each option of a dataclass to an argparse group.
+    """Add one argument for each option of a dataclass, or for those of ``only``, to an argparse group.
 
-    Args:
-        group: the group.
-        configuration: the dataclass.
-        prefix: what the names of the arguments begin with.
-        only: the options to add; None for all.
-        default: what the help calls the default; empty for the value of the field.
+    Names begin with ``prefix``. The help calls the default ``default``; if that is empty, by the value of the field.
     """
     for f in dataclasses.fields(configuration):
         if not is_option(f) or (only is not None and f.name not in only):
@@ -125,22 +110,14 @@ def add_options(
 
 def add_settings(group: Any) -> None:
     """Add ``--snip-settings`` to an argparse group."""
-    group.add_argument(
-        "--snip-settings",
-        action="append",
-        metavar="NAME=VALUE",
-        help="value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several;"
-        " repeatable",
-    )
+    text = "value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several"
+    group.add_argument("--snip-settings", action="append", metavar="NAME=VALUE", help=f"{text}; repeatable")
 
 
 def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
     """Return the values of the fields that the arguments of :func:`add_options` and :func:`add_settings` set.
 
-    Args:
-        args: the arguments.
-        configuration: the dataclass.
-        prefix: what their names in ``args`` begin with.
+    Their names in ``args`` begin with ``prefix``.
     """
     values: dict[str, Any] = {}
     for text in getattr(args, "snip_settings", None) or ():

@@ -309,19 +309,14 @@ class SnipConfig:
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.
 
-        Args:
-            facts: fields of the request that the model and the machine decide, such as ``times``.
+        ``facts`` are fields of the request that the model and the machine decide, such as ``times``.
         """
         from snip_megatron.sensitivity.request import SolveRequest
 
         shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
-        own = {
-            "budget": self.wanted,
-            "stage_tolerance": self.tolerance,
-            "pins": self.pins,
-            "deterministic_time": self.solver_time,
-        }
-        return SolveRequest(**({name: getattr(self, name) for name in shared} | own | facts))
+        values = {name: getattr(self, name) for name in shared} | {"budget": self.wanted, "pins": self.pins}
+        values |= {"stage_tolerance": self.tolerance, "deterministic_time": self.solver_time}
+        return SolveRequest(**(values | facts))
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:
@@ -332,20 +327,15 @@ class SnipConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
-        return {
-            f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in dataclasses.fields(self)
-        }
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
         """Build the configuration from the arguments of :func:`snip_megatron.config.add_arguments`.
 
-        Args:
-            args: the arguments. Megatron's say whether training has an end.
-            backend: the GEMM backend that decides what is left open; None if formats are emulated.
-
-        Raises:
-            SnipError: an argument is invalid, conflicts with another, or is given without ``--snip``.
+        Megatron's arguments beside them say whether training has an end. ``backend`` is as in :meth:`from_options`.
+        Raises SnipError if an argument is invalid, conflicts with another, or is given without ``--snip``.
         """
         enabled = bool(getattr(args, "snip", False))
         values = given_options(args, cls)

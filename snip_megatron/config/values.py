@@ -14,17 +14,10 @@ LEAST_LOSSES = 10
 
 
 def load_schedule(schedule: str, budget: str) -> Schedule | None:
-    """Return the phases that ``--snip-schedule`` selects.
+    """Return the phases that ``--snip-schedule`` selects; None for ``static``.
 
-    Args:
-        schedule: ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one.
-        budget: the kind of the run's budget: ``fp4``, ``speedup`` or ``loss``.
-
-    Returns:
-        The phases; None for ``static``.
-
-    Raises:
-        SnipError: the file cannot be read, or a phase has a budget of another kind than the run.
+    ``schedule`` is ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one, and ``budget`` the
+    kind of the run's budget. Raises SnipError if the file cannot be read, or a phase has a budget of another kind.
     """
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None

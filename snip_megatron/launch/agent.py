@@ -43,8 +43,7 @@ _POLL_S = 0.2
 def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address: str | None) -> list[str]:
     """Return torchrun's command on this node, without the arguments of the training entry.
 
-    Raises:
-        SnipError: If there are several nodes and no rendezvous.
+    Raises SnipError if there are several nodes and no rendezvous.
     """
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.asked.gpus_per_node), "--max-restarts", "0"]
@@ -116,21 +115,15 @@ def failure_file(save: Path) -> Path | None:
     """
     if "SLURM_STEP_ID" not in os.environ:
         return None
-    names = (("SLURM_JOB_ID", "0"), ("SLURM_RESTART_COUNT", "0"), ("SLURM_STEP_ID", "0"))
-    return save / f"failed-{'.'.join(os.environ.get(name, default) for name, default in names)}"
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    return save / f"failed-{'.'.join(os.environ.get(name, '0') for name in names)}"
 
 
 def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | None = None) -> tuple[int, str | None]:
-    """Run torchrun until it ends.
+    """Run torchrun's command until it ends. ``failed`` is the result of :func:`failure_file`.
 
-    Args:
-        command: torchrun's command.
-        added: environment variables to add.
-        failed: the result of :func:`failure_file`.
-
-    Returns:
-        The exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that asked
-        the job to end, or None.
+    Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that
+    asked the job to end, or None.
     """
     asked: list[str] = []
 

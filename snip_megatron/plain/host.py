@@ -64,14 +64,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class PlainStep:
-    """A training step as :class:`snip_megatron.runtime.host.HostStep`. Its probe runs the loss of one batch.
+    """A training step as :class:`snip_megatron.runtime.host.HostStep`. Its probe runs the ``loss`` of the first batch.
 
-    Attributes:
-        step: number of the step.
-        microbatches: batches whose gradients one optimizer step adds up.
-        model, optimizer: the model and its optimizer.
-        transposed: ids of the weights that are stored as [in, out].
-        loss: returns the mean token loss of the first batch.
+    ``microbatches`` are the batches whose gradients one optimizer step adds up, ``transposed`` ids of the weights that
+    are stored as [in, out].
     """
 
     step: int
@@ -115,10 +111,7 @@ class PlainStep:
                 if gradient is not None and content is not None and content is not gradient:
                     gradient.copy_(content)
 
-    @property
-    def sequences(self) -> int:
-        """1, because the loss is that of a whole batch."""
-        return 1
+    sequences = 1  # the loss is that of a whole batch
 
     def run(self, microbatches: int, sequences: int) -> None:
         """Run forward and backward of the loss."""

@@ -55,28 +55,13 @@ class Converted(nn.Module):
 def convert_linears(
     linears: Mapping[str, nn.Module], rows: tuple[LinearRow, ...], context: StepContext
 ) -> LinearRegistry:
-    """Convert linears in place. Parameters and their names do not change.
-
-    Args:
-        linears: global name → linear.
-        rows: what the statistics say of each, in the same order.
-        context: the state of the step, which all linears share.
+    """Convert linears in place, by global name. ``rows`` describe them in the same order, and ``context`` is the state
+    of the step, which all share. Parameters and their names do not change.
     """
     registry, classes = LinearRegistry(rows, context), dict[type, type]()
     for row, module in zip(rows, linears.values(), strict=True):
-        handle = LinearHandle(
-            id=row.id,
-            parallel="column",
-            n=row.n,
-            k=row.k,
-            stage=0,
-            tp_rank=0,
-            tp_size=1,
-            out_features=torch.arange(row.n),
-            in_features=torch.arange(row.k),
-            context=context,
-            module=module,
-        )
+        features = torch.arange(row.n), torch.arange(row.k)
+        handle = LinearHandle(row.id, "column", row.n, row.k, 0, 0, 1, *features, context, module)
         cls = type(module)
         module.__class__ = classes.setdefault(cls, type(f"Snip{cls.__name__}", (Converted, cls), {}))
         module.snip = handle  # type: ignore[assignment]

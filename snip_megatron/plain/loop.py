@@ -100,13 +100,13 @@ class PlainSnip:
         rows = structure.rows
         names = [row.name for row in rows]
         self._fixed = None if config.map is None else load_map(config.map, names, argument="map")
+        self._weighs_updates = needs_forward_noise(self._request)
         if config.updates:
             check_reachable(rows, self._request)
-        if config.updates and needs_forward_noise(self._request):
-            check_optimizer(optimizer)
+            if self._weighs_updates:
+                check_optimizer(optimizer)
         formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
-        self._backend = select_backend(config.gemm, formats)
-        context = StepContext(seed=config.seed, backend=self._backend.backend)
+        context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
         context.bf16_eval = config.eval == "bf16"
         fixed = self._fixed or fixed_map(config.policy, names, config.pins, config.formats)
         self.registry: LinearRegistry = convert_linears(structure.linears, rows, context)
@@ -172,8 +172,8 @@ class PlainSnip:
             with self._step(self._steps, loss).undisturbed():
                 places = find_places(self._structure, loss)
             registry.rows = places.rows
-            weighs_updates = needs_forward_noise(self._request)
-            self._probes = ProbeRunner(make_host(places, device), registry, config, weighs_updates=weighs_updates)
+            host = make_host(places, device)
+            self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weighs_updates)
         coordinator = None
         if registry.context.dp_rank == 0:
             run = None if config.dir is None else self._run_directory(config.dir, device)
@@ -189,7 +189,7 @@ class PlainSnip:
             "torch": torch.__version__,
             "host": socket.gethostname(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "gemm_backend": self._backend.backend.name,
+            "gemm_backend": self.registry.context.backend.name,
             "world_size": self.registry.context.dp_size,
             "request": self._request.as_dict(),
             "stays_bf16": self._structure.others,

@@ -23,11 +23,9 @@ _REFUSED = {"DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1; 
 
 @dataclass(frozen=True)
 class Structure:
-    """What SNIP uses of a model, found before the model runs.
+    """What SNIP uses of a model without wrappers, found before it runs.
 
     Attributes:
-        model: the model without wrappers.
-        blocks: the blocks in order.
         linears: global name → linear that is converted, in global order.
         adapters: name of a linear with a frozen weight → trainable linears of low rank beside it.
         others: names of linears of the blocks that stay as they are, with their classes.
@@ -52,7 +50,6 @@ class Places:
     """What a forward pass shows.
 
     Attributes:
-        blocks: the blocks.
         begins: the modules that begin sub-blocks: each block, and the norms of its further branches.
         hidden: width of the residual stream.
         rows: the linears with their places.
@@ -73,17 +70,15 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
 
 
 # -- before the model runs -----------------------------------------------------------------------------------------
 def find_structure(model: nn.Module, blocks: Sequence[nn.Module] | None) -> Structure:
     """Find blocks and linears. The arguments are those of :func:`snip_megatron.plain.convert`.
 
-    Raises:
-        SnipError: no blocks or linears are found, or blocks share a linear.
+    Raises SnipError if no blocks or linears are found, or blocks share a linear.
     """
     model = _unwrapped(model)
     found = Structure(model, tuple(blocks or _find_blocks(model)), {}, {}, [])
@@ -219,8 +214,7 @@ class _Trace:
 def find_places(structure: Structure, forward: Callable[[], object]) -> Places:
     """Run a forward pass without gradients, and return what every linear does in its block.
 
-    Raises:
-        SnipError: a block does not begin with a norm, or a linear does not run.
+    Raises SnipError if a block does not begin with a norm, or a linear does not run.
     """
     trace = _Trace(structure)
     # While the model runs, fully_shard has other parameters in the place of those that are trained.

@@ -41,15 +41,9 @@ class Budget:
 
     @classmethod
     def parse(cls, text: object, where: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
-        """Parse ``KIND=VALUE``.
+        """Parse ``KIND=VALUE`` of one of ``kinds``.
 
-        Args:
-            text: the text; anything but a str is refused.
-            where: the argument or the JSON path that gave it, for errors.
-            kinds: the kinds that are valid here.
-
-        Raises:
-            SnipError: the text is no budget of such a kind.
+        Raises SnipError for anything else, naming ``where``, the argument or the JSON path that gave it.
         """
         if not isinstance(text, str):
             raise SnipError(f"{where} {quoted(text)}: expected {_expected(kinds)}")

@@ -11,9 +11,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.strict import array, check_keys, finite, mapping, one_of
-
-_MOST = 2**53  # above, JSON readers of other languages lose digits
+from snip_megatron.precision.strict import MOST, array, check_keys, finite, mapping, one_of
 
 
 class JsonFields:
@@ -76,7 +74,7 @@ def _decoded(kind: Any, value: Any, where: str) -> Any:
     if kind is float:
         return finite(value, where)
     if kind in _SAYS:
-        if type(value) is not kind or (kind is int and abs(value) >= _MOST):
+        if type(value) is not kind or (kind is int and abs(value) >= MOST):
             raise SnipError(f"{where}: must be {_SAYS[kind]}")
         return value
     return _object(kind, value, where)

@@ -99,10 +99,8 @@ def misplaced(fmt: Format, gemm: Gemm | None) -> str | None:
 def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -> str | None:
     """Return why ``formats`` cannot be the candidates of a budget, or None if they can.
 
-    Args:
-        formats: names of candidate formats.
-        granularity: ``gemm``, or ``layer``, where a format must be one of all three GEMMs.
-        share: whether the budget is a share of FLOPs in four bits. bf16 would cost nothing there.
+    ``granularity`` is ``gemm``, or ``layer``, where a format must be one of all three GEMMs. ``share`` says whether the
+    budget is a share of FLOPs in four bits, where bf16 would cost nothing.
     """
     known = [Format(name) for name in formats]
     if set(known) == {Format.BF16}:

@@ -26,10 +26,8 @@ that ``snip plan`` knows by name, and of a plain torch loop.
 class LinearId:
     """Identity of a linear. One name stands for the same linear of all routed experts of a layer.
 
-    Attributes:
-        stack: ``decoder``, or ``mtp`` for the layers of multi-token prediction.
-        layer: global 0-based index of the layer in its stack.
-        path: path of the module in the layer.
+    ``stack`` is ``decoder``, or ``mtp`` for the layers of multi-token prediction. ``layer`` is the global 0-based index
+    in its stack, ``path`` that of the module in the layer.
     """
 
     stack: str
@@ -76,15 +74,13 @@ class LinearRow:
     A linear of experts stands for ``experts`` matrices, and its sums of squares are over all of them.
 
     Attributes:
-        name: global name.
-        stage: pipeline stage.
+        name, stage: global name and pipeline stage.
         n, k: global (unsharded) shape of W [n, k].
         experts: number of matrices.
         active: number of those matrices that a token goes through.
         sub_block: index of the residual sub-block, which is also that of the residual boundary at its input. The
             boundary at its output is the next one. Left out, it is that of a decoder of attention and MLP, and so are
             role and side: 2·layer for attention, 2·layer + 1 for the MLP.
-        role: what the linear does in its sub-block.
         trained: whether its weight has a gradient. A frozen linear has no wgrad.
         sharded: what tensor parallel ranks share.
     """

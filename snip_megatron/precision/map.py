@@ -36,12 +36,10 @@ class PrecisionMap:
         choices: option id → format.
         version: number of the map within a run.
         status: one of STATUSES: what the solver proved, or ``static`` for a map that was not solved.
-        objective, bound: Σ loss of the choices, and the solver's lower bound of it.
-        target: the budget that was asked for.
+        objective, bound, target: Σ loss of the choices, the solver's lower bound of it, and the budget that was asked.
         achieved: Σ saving / Σ cost of the choices. This is the share of FLOPs in fp4, or the share of the bf16 time
             that the map saves where ``budget`` is set.
         achieved_per_stage: the same for each pipeline stage.
-        solve_seconds: wall time of the solve.
         budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times; None if ``target`` is a
             share of FLOPs.
         loss, speedup: predicted loss of the choices, and predicted speedup of the decoder's linears; None unless
@@ -127,10 +125,7 @@ class PrecisionMap:
             "version": self.version,
             "choices": {key: fmt.value for key, fmt in self.choices.items()},
             "status": self.status,
-            "objective": self.objective,
-            "bound": self.bound,
-            "target": self.target,
-            "achieved": self.achieved,
+            **{name: getattr(self, name) for name in ("objective", "bound", "target", "achieved")},
             "achieved_per_stage": dict(self.achieved_per_stage),
             "solve_seconds": self.solve_seconds,
         }
@@ -178,10 +173,8 @@ class PrecisionMap:
 def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:
     """Return the share of FLOPs that run in four-bit formats.
 
-    Args:
-        precision_map: format of every GEMM.
-        flops: name of a linear → FLOPs of one of its three GEMMs, which are equal.
-        unquantised: FLOPs of the decoder linears that are no candidates, all three GEMMs together.
+    ``flops`` is name of a linear → FLOPs of one of its three GEMMs, which are equal, ``unquantised`` the FLOPs of the
+    decoder linears that are no candidates, all GEMMs together.
     """
     total = 3.0 * sum(flops.values()) + unquantised
     low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in FOUR_BIT)

@@ -82,10 +82,8 @@ class Schedule:
         return tuple(origin + math.floor(phase.begin * (last - origin) + 0.5) for phase in self.phases)
 
     def remaining(self, origin: int, last: int, step: int) -> list[tuple[int, int, int]]:
-        """Return (index of the phase, first step, number of steps) of every phase from ``step`` on.
-
-        The first entry is the phase that ``step`` lies in, cut to what is left of it. Empty phases are left out. The
-        result is empty if ``step`` is not before ``last``.
+        """Return (index of the phase, first step, number of steps) of every phase from ``step`` on, none if it is not
+        before ``last``. The first is cut to what is left of it, and empty phases are left out.
         """
         first = [max(s, step) for s in self.first_steps(origin, last)]
         ends = [*first[1:], max(last, step)]
@@ -135,9 +133,7 @@ class PrecisionPlan:
         phases: the phases in the order of time. None of them is empty.
         last: the step before which the last phase ends.
         version: the number of the update that made the plan.
-        status: what the solver proved about the plan, one of ``precision.STATUSES``.
-        objective, bound: Σ loss of all phases, and the solver's lower bound of it.
-        target: the budget of the whole run that was asked for.
+        status, objective, bound, target: as those of a map, over all phases and the whole run.
         achieved: the average over the whole run, what had been spent before included.
     """
 
@@ -175,12 +171,9 @@ class PrecisionPlan:
         return self.phases[self.index_at(step)].precision_map
 
     def moved(self, origin: int, last: int, step: int) -> PrecisionPlan:
-        """Return the plan for a run that ends at ``last`` instead: every phase begins at the same fraction of the run.
+        """Return the plan for a run from ``origin`` that ends before step ``last`` instead, which is after ``step``.
 
-        Args:
-            origin: the first step of the run.
-            last: the step before which the run now ends, after ``step``.
-            step: the step before which training stands. Phases that would end before it are left out.
+        Every phase begins at the same fraction of the run. Those that would end before ``step`` are left out.
         """
         stretch = (last - origin) / (self.last - origin)
         begins = [origin + math.floor((phase.begin - origin) * stretch + 0.5) for phase in self.phases]

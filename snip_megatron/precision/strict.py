@@ -8,7 +8,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, quoted
 
-_MOST = 2**53  # above, JSON readers of other languages lose digits
+MOST = 2**53  # above, JSON readers of other languages lose digits
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def finite(value: Any, path: str) -> float:
     return float(value)
 
 
-def whole(value: Any, path: str, least: int = 0, below: int = _MOST) -> int:
+def whole(value: Any, path: str, least: int = 0, below: int = MOST) -> int:
     """Return an integer from ``least`` on and below ``below``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < below:
         raise SnipError(f"{path}: must be an integer, {least} or more")
