@@ -15,15 +15,12 @@ from importlib.resources import files
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import load_map, write_files
+from snip_megatron.export.te_precision import Formats, formats_of, load_map, write_files
 from snip_megatron.gemm.transformer_engine import QUANTIZERS
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Gemm, LinearId, PrecisionMap
 
 MODULE = "snip_te_map"
 """Name of the written module."""
-
-Formats = tuple[Format, Format, Format]
-"""Formats of fprop, dgrad and wgrad."""
 
 _EMPTY = "FORMATS: dict[str, tuple[str, str, str]] = {}"
 
@@ -31,13 +28,9 @@ _EMPTY = "FORMATS: dict[str, tuple[str, str, str]] = {}"
 def map_formats(precision_map: PrecisionMap, where: str) -> dict[LinearId, Formats]:
     """Return the formats of every linear that the map names. Others run in bf16.
 
-    Raises:
-        SnipError: If the map names no linear, or a format without a quantizer.
+    Raises SnipError if the map names no linear, or a format without a quantizer.
     """
-    named = precision_map.linears()
-    if not named:
-        raise SnipError(f"{where}: names no linear")
-    formats = {linear: _three(precision_map, linear) for linear in named}
+    formats = formats_of(precision_map, where)
     known = ", ".join(fmt.value for fmt in QUANTIZERS)
     for linear, three in formats.items():
         for gemm, fmt in zip(Gemm, three, strict=True):
@@ -47,11 +40,6 @@ def map_formats(precision_map: PrecisionMap, where: str) -> dict[LinearId, Forma
                     f" (it has them for {known}): choose the map among these (--snip-formats)"
                 )
     return formats
-
-
-def _three(precision_map: PrecisionMap, linear: LinearId) -> Formats:
-    fprop, dgrad, wgrad = (precision_map.format_of(str(linear), gemm) for gemm in Gemm)
-    return fprop, dgrad, wgrad
 
 
 def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
@@ -73,8 +61,7 @@ def add_arguments(group: object) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the module, and print its path and how Megatron loads it. Returns the exit code.
 
-    Raises:
-        SnipError: If the map cannot be expressed, or if the folder cannot be written.
+    Raises SnipError if the map cannot be expressed, or the folder cannot be written.
     """
     formats = map_formats(load_map(args.source), str(args.source))
     path: Path = args.out / f"{MODULE}.py"

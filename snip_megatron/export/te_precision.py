@@ -50,24 +50,36 @@ SUBSTITUTIONS: Mapping[Format, str] = {
 """Format → message about the recipe that replaces it."""
 
 
+Formats = tuple[Format, Format, Format]
+"""Formats of fprop, dgrad and wgrad."""
+
+
 # -- one format per linear -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Collapsed:
     """A map with one format per linear. ``changed``: its formats for fprop, dgrad and wgrad where they differ."""
 
     formats: Mapping[LinearId, Format]
-    changed: Mapping[LinearId, tuple[Format, ...]]
+    changed: Mapping[LinearId, Formats]
 
 
-def collapse(precision_map: PrecisionMap) -> Collapsed:
+def formats_of(precision_map: PrecisionMap, where: str) -> dict[LinearId, Formats]:
+    """Return the formats of every linear that a map names. Raises SnipError if it names none."""
+    found: dict[LinearId, Formats] = {}
+    for linear in precision_map.linears():
+        fprop, dgrad, wgrad = (precision_map.format_of(str(linear), gemm) for gemm in Gemm)
+        found[linear] = fprop, dgrad, wgrad
+    if not found:
+        raise SnipError(f"{where}: names no linear")
+    return found
+
+
+def collapse(threes: Mapping[LinearId, Formats]) -> Collapsed:
     """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says.
 
     Variants become the formats that they are variants of: a recipe knows no others.
     """
     widths = list(RECIPES)
-    threes = {
-        linear: tuple(precision_map.format_of(str(linear), g) for g in Gemm) for linear in precision_map.linears()
-    }
     formats = {linear: min((fmt.base for fmt in three), key=widths.index) for linear, three in threes.items()}
     return Collapsed(formats, {linear: three for linear, three in threes.items() if len(set(three)) > 1})
 
@@ -149,21 +161,13 @@ def add_arguments(group: Any) -> None:
     group.add_argument(
         "--layers", metavar="A,B,…", help="numbers of layers of all chunks in the model's order; default: an even split"
     )
-    group.add_argument(
-        "--collapse",
-        action="store_true",
-        help="if the GEMMs of a linear have different formats, use the widest of them",
-    )
+    text = "if the GEMMs of a linear have different formats, use the widest of them"
+    group.add_argument("--collapse", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write ``stage_<k>.yaml`` for every stage and print changed formats. Returns the exit code.
-
-    Raises:
-        SnipError: If the map or the arguments are bad.
-    """
-    precision_map = load_map(args.source)
-    collapsed = collapse(precision_map)
+    """Write ``stage_<k>.yaml`` for every stage and print changed formats. Returns the exit code. Raises SnipError."""
+    collapsed = collapse(formats_of(load_map(args.source), str(args.source)))
     if collapsed.changed and not args.collapse:
         first, three = next(iter(collapsed.changed.items()))
         raise SnipError(
@@ -214,8 +218,6 @@ def load_map(path: Path) -> PrecisionMap:
 
 def _layers(collapsed: Collapsed, source: Path) -> int:
     """Return the number of layers of the map. Raises SnipError if it says nothing about one."""
-    if not collapsed.formats:
-        raise SnipError(f"{source}: names no linear")
     named = {linear.layer for linear in collapsed.formats if linear.stack == "decoder"}
     layers = 1 + max(named, default=-1)
     if missing := sorted(set(range(layers)) - named):

@@ -104,9 +104,8 @@ class ScheduleState:
         return {"last_before": before, "last": timeline.last}
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
-        """Return the plan of a policy that needs no statistics if the run has such a policy and no plan yet.
-
-        It begins at ``step``, and what has been spent before counts towards its average.
+        """Return the plan of a policy that needs no statistics, from ``step`` on; None if the run has a plan or no such
+        policy. What has been spent before counts towards its average.
         """
         return None if self._state.plan is not None else self._fixed_from(step)
 
@@ -171,8 +170,8 @@ class ScheduleState:
 
     def average(self, plan: PrecisionPlan, step: int) -> float:
         """Return the average over the whole run if the steps from ``step`` on follow ``plan``."""
-        account = self._ahead(plan, None, step, plan.last)
-        return account.average(timed=self._timeline is not None and self._timeline.timed)
+        timed = self._timeline is not None and self._timeline.timed
+        return self._ahead(plan, None, step, plan.last).average(timed=timed)
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
         """Return what will have been spent at ``until``. Steps from ``step`` follow the plan, or keep ``current``."""

@@ -58,11 +58,10 @@ def needed(
     Args:
         registry: linears of this rank. Their formats tell what training saves of their inputs.
         host: the training loop, which knows its tokens.
-        probe_tokens: the setting ``probe_tokens``.
+        probe_tokens: the setting of this name.
         peak: bytes that training steps took, or None before the first step of this process. Inputs and outputs of the
             linears are then used as an estimate.
-        microbatches: microbatches of the probe on this rank.
-        step_microbatches: microbatches of a training step on this rank.
+        microbatches, step_microbatches: microbatches of the probe, and of a training step, on this rank.
         part: the part of each microbatch that the probe runs.
     """
     assert host.tokens is not None

@@ -32,15 +32,10 @@ _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.p
 class ProbeRunner:
     """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
 
-    Args:
-        host: the training loop.
-        registry: linears of this rank.
-        config: SNIP's configuration.
-        weighs_updates: whether the policy uses weight divergence. The noise passes run only if it does.
+    ``weighs_updates`` says whether the policy uses weight divergence. The noise passes run only if it does.
 
     Attributes:
-        has_trained: whether this process has run a training step. The peak memory of that step predicts what a pass
-            takes.
+        has_trained: whether this process has run a training step. Its peak memory predicts what a pass takes.
     """
 
     def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
@@ -62,16 +57,10 @@ class ProbeRunner:
                 step.update_of(weight)
 
     def fit(self, step: HostStep, most: int | None = None) -> int | Unmeasured:
-        """Return how many sequences of a microbatch the passes of this update run. Collective.
+        """Return how many sequences of a microbatch the passes of this update run, equal on all ranks. Collective.
 
-        They are the most that fit into the memory of all ranks. A CPU's memory is not checked.
-
-        Args:
-            step: the training step.
-            most: sequences of the latest update, which later ones do not exceed, so that a resumed run takes as many.
-
-        Returns:
-            The sequences, or why no rank has the memory for one. The result is equal on all ranks.
+        They are the most that fit into the memory of all ranks, a CPU's not checked, and at most ``most``, those of the
+        latest update, so that a resumed run takes as many. If one rank has no memory for one, the result says so.
         """
         host, most = self._host, step.sequences if most is None else min(most, step.sequences)
         found = memory.device_memory(host.device)
@@ -94,10 +83,8 @@ class ProbeRunner:
     def run(self, step: HostStep, clip: float, sequences: int) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.
 
-        Args:
-            step: the training step.
-            clip: factor by which gradient clipping scaled the gradient of the last step.
-            sequences: sequences of each microbatch that the passes run, from :meth:`fit`.
+        ``clip`` is the factor by which gradient clipping scaled the gradient of the last step, ``sequences`` those of
+        each microbatch that the passes run, from :meth:`fit`.
         """
         config, microbatches = self._config, self._microbatches(step)
         seconds: dict[str, float] = {}
@@ -131,12 +118,8 @@ class ProbeRunner:
             self._collect(late, recorders, stream)
             table.merge(self._reduced(late))
             seconds["reduction"] += time.perf_counter() - started
-        finished = table.to_table(
-            step=step.step,
-            tokens=scale.tokens,
-            tokens_per_step=scale.tokens_per_step,
-            meta={"clip": clip, **seconds},
-        )
+        tokens, meta = scale.tokens, {"clip": clip, **seconds}
+        finished = table.to_table(step=step.step, tokens=tokens, tokens_per_step=scale.tokens_per_step, meta=meta)
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
         return ProbeResult(finished, seconds, scale, passes, sequences)
 

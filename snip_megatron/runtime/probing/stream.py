@@ -24,12 +24,10 @@ class ResidualStream:
     """The boundaries of this rank's model chunks: residual streams before each sub-block, and after the last one.
 
     Args:
-        chunks: model chunks of this rank.
+        chunks, shard, recomputing: those of the :class:`snip_megatron.runtime.host.Host`.
         context: state that the converted linears share.
-        shard: the tokens of this rank.
         sample_tokens: the setting ``probe_tokens``.
         seed: seed of the noise.
-        recomputing: see :class:`snip_megatron.runtime.host.Host`.
 
     Attributes:
         reported: boundaries whose sums go to the table. Each boundary is reported by one pipeline stage.

@@ -21,10 +21,7 @@ _SIGNS = 1  # stream of random numbers derived from --snip-seed
 class UpdateErrors:
     """Evaluates the optimizer with and without gradient errors on this rank's elements of its parameters.
 
-    Args:
-        host: the training loop.
-        linears: number of linears of the model.
-        seed: value of ``--snip-seed``.
+    ``linears`` is the number of linears of the model, ``seed`` the value of ``--snip-seed``.
     """
 
     def __init__(self, host: Host, linears: int, seed: int) -> None:
@@ -41,14 +38,9 @@ class UpdateErrors:
         step: HostStep,
         scale: StepScale,
     ) -> None:
-        """Add this rank's share to ``found``. Collective over all tensor and data parallel groups.
-
-        Args:
-            found: table to add to. The caller reduces it.
-            table: the reduced table of the statistics pass.
-            recorders: recorders of this rank's linears, with reduced column norms.
-            step: the training step, after its statistics pass.
-            scale: scales of the gradient.
+        """Add this rank's share to ``found``, which the caller reduces. Collective over all tensor and data parallel
+        groups. ``table`` is the reduced table of the statistics pass, which ``step`` has run, and the ``recorders`` of
+        this rank's linears have reduced column norms.
         """
         for recorder in recorders:
             self._add_linear(found, table, recorder, step, scale)
@@ -74,17 +66,9 @@ class UpdateErrors:
         if recorder.whole is not None:
             x2, g2, s2, tokens = recorder.whole.tolist()
             g2, s2 = g2 * unit, s2 * unit
+        seed = derive_seed(self._seed, _SIGNS, handle.index)
         result = linear_update_error(
-            recorder,
-            gradient,
-            state,
-            scale,
-            s2=s2,
-            x2=x2,
-            g2=g2,
-            seed=derive_seed(self._seed, _SIGNS, handle.index),
-            tokens=tokens,
-            words=self._words,
+            recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
         )
         found.add(name, "drift2", result.drift2)
         found.add(name, "by_format.wdrift2", result.wdrift2)

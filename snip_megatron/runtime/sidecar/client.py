@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from snip_megatron.runtime.child_signals import blocked_in_children
 from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
@@ -30,8 +31,7 @@ _RANK_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _Ticket:
+class _Ticket(NamedTuple):
     version: int
     payload: bytes
     submitted: float

@@ -149,7 +149,7 @@ def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path:
 @given(st.tuples(*[st.sampled_from(FORMATS)] * 3))
 def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
     name = "decoder.layers.0.mlp.linear_fc1"
-    result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
+    result = collapse({LinearId.parse(name): three})
     taken = result.formats[LinearId.parse(name)]
     assert taken in three
     assert all(FORMATS.index(taken) <= FORMATS.index(f) for f in three)
@@ -159,7 +159,7 @@ def test_collapse_takes_the_widest(three: tuple[Format, ...]) -> None:
 def test_collapse_takes_a_variant_for_its_base() -> None:
     name = "decoder.layers.0.mlp.linear_fc1"
     three = (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)
-    result = collapse(PrecisionMap({option_id(name, g): f for g, f in zip(Gemm, three, strict=True)}))
+    result = collapse({LinearId.parse(name): three})
     assert result.formats == {LinearId.parse(name): Format.NVFP4}
     assert result.changed == {LinearId.parse(name): three}
 
