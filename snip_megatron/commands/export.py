@@ -6,6 +6,8 @@ import argparse
 import importlib
 from pathlib import Path
 
+from snip_megatron.export import te_precision
+
 TARGETS: dict[str, tuple[str, str]] = {
     "megatron": (
         "snip_megatron.export.te_precision",
@@ -16,7 +18,7 @@ TARGETS: dict[str, tuple[str, str]] = {
         "a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe",
     ),
 }
-"""Format → (module with ``add_arguments(group)`` and ``run(args) -> exit code``, description of what it writes)."""
+"""Format → (module with ``run(args) -> exit code``, description of what it writes)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="folder for the output; created if it does not exist"
     )
-    for name, (module, _) in TARGETS.items():
-        importlib.import_module(module).add_arguments(parser.add_argument_group(f"--format {name}"))
+    te_precision.add_arguments(parser.add_argument_group("--format megatron"))
 
 
 def run(args: argparse.Namespace) -> int:

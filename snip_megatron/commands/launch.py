@@ -89,9 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train. Returns torchrun's exit code. Raises SnipError on bad input before anything is started."""
     from snip_megatron.launch import agent
-    from snip_megatron.launch.arguments import megatron_arguments, progress
     from snip_megatron.launch.check import check
-    from snip_megatron.launch.job import Configuration, holds_checkpoint, make_job
+    from snip_megatron.launch.job import Configuration, holds_checkpoint, make_job, megatron_arguments, progress
 
     fields = {f.name for f in dataclasses.fields(Configuration)} | set(inspect.signature(make_job).parameters)
     job = make_job(**{name: value for name, value in vars(args).items() if name in fields})

@@ -54,10 +54,6 @@ def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
-def add_arguments(group: object) -> None:
-    """Add nothing: ``snip export --format te`` has no arguments of its own."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Write the module, and print its path and how Megatron loads it. Returns the exit code.
 

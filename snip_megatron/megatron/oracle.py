@@ -26,8 +26,7 @@ from snip_megatron.megatron.host import MegatronStep
 from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.optimizers.updates import Update
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.protocols import ProbeResult
+from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import Trial, Truth, plan_trials, truth_of
 

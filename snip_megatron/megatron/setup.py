@@ -38,9 +38,8 @@ from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probing.probe import ProbeRunner
-from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise

@@ -43,7 +43,7 @@ _ROWS = 1024
 
 
 class WarmUp:
-    """The kernels of this rank, as :class:`snip_megatron.runtime.protocols.Kernels`.
+    """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
     Args:
         registry: the linears of this rank.

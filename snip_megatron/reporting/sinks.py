@@ -31,7 +31,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Sinks:
-    """The loggers of a run (see :class:`snip_megatron.runtime.protocols.Sink`). A writer of None is none.
+    """The loggers of a run (see :class:`snip_megatron.runtime.host.Sink`). A writer of None is none.
 
     ``wandb`` is the module with an open run, or a run object, ``tensorboard`` a ``SummaryWriter``.
     """

@@ -20,7 +20,7 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.guard import Guard
-from snip_megatron.runtime.protocols import Kernels, ProbeResult, Sink, Unmeasured
+from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
 from snip_megatron.runtime.state import ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
@@ -104,7 +104,8 @@ class Controller:
             self._coordinator.pump(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            self._adopt(step, self._channel.agree(self._coordinator.replayed_map(due) if self._coordinator else None))
+            own = Decision(self._coordinator.replay[due]) if self._coordinator else None
+            self._adopt(step, self._channel.agree(own))
         self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
@@ -181,7 +182,7 @@ class Controller:
         """Prepare the first step of this process: the initial map, a replay's schedule, a restored update."""
         self._started, self._next_step, self._first_step = True, step, step
         if self._config.replay is not None:
-            steps = self._coordinator.replay_steps() if self._coordinator else None
+            steps = sorted(self._coordinator.replay) if self._coordinator else None
             self._replay_steps = [s for s in self._channel.agree(steps) if s > step]
         first = self._coordinator.initial_map(step) if self._coordinator else None
         decision = self._channel.agree(first)

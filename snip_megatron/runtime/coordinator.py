@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ class RankZeroCoordinator:
             prints at Megatron's log interval; None if they are.
         solver: what solves updates; None for the sidecar.
         times: measures the times that ``request`` needs and lacks, before the first update; None if it has them.
+
+    Attributes:
+        replay: the maps of ``--snip-replay`` by the step at which they were adopted.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class RankZeroCoordinator:
         self._news: dict[str, float] | None = None
         self._finished = finished
         # All maps are read now, because a file that is gone later would end training in the middle.
-        self._replay = {} if config.replay is None else replayed_maps(config.replay)
+        self.replay: Mapping[int, PrecisionMap] = {} if config.replay is None else replayed_maps(config.replay)
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
         self._sidecar: SidecarClient | SolverInProcess | None = None
@@ -213,21 +216,13 @@ class RankZeroCoordinator:
         """
         if self._static_map is not None:
             return Decision(self._static_map)
-        if past := [adopted for adopted in self._replay if adopted <= step]:
-            return Decision(self._replay[max(past)])
+        if past := [adopted for adopted in self.replay if adopted <= step]:
+            return Decision(self.replay[max(past)])
         names, request = [row.name for row in self._linears], self._request
         fixed = fixed_map(self._config.policy, names, request.pins, request.formats)
         if self._config.replay is None and fixed is not None:
             return Decision(fixed)
         return Decision()
-
-    def replay_steps(self) -> list[int]:
-        """Return the steps at which the replayed run adopted a map."""
-        return sorted(self._replay)
-
-    def replayed_map(self, step: int) -> Decision:
-        """Return the map that the replayed run adopted at ``step``."""
-        return Decision(self._replay[step])
 
     # -- record ------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:

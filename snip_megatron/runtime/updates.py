@@ -10,7 +10,7 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
+from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState
 from snip_megatron.runtime.state import ControllerState, Pending
 

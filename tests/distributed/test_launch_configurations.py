@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from warm_ranks import WarmRanks
 
-from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.job import make_job
+from snip_megatron.launch.job import make_job, megatron_arguments
 from snip_megatron.records.readers import read_events, read_metrics
 
 STEPS = 10

@@ -16,8 +16,7 @@ from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.wire import bytes_per_element
-from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.protocols import Unmeasured
+from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 

@@ -18,11 +18,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.quantization import derive_seed
-from snip_megatron.runtime.host import Host, HostStep
+from snip_megatron.runtime.host import Host, HostStep, ProbeResult, Unmeasured
 from snip_megatron.runtime.probing import memory
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.runtime.probing.update_errors import UpdateErrors
-from snip_megatron.runtime.protocols import ProbeResult, Unmeasured
 from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.launch.arguments import megatron_arguments
-from snip_megatron.launch.job import CONFIGURATIONS, Job, make_job
+from snip_megatron.launch.job import CONFIGURATIONS, Job, make_job, megatron_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHANGED: dict[str, dict[str, Any]] = {  # what a user may change, too

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
-from snip_megatron.launch.arguments import megatron_arguments, progress
-from snip_megatron.launch.job import last_value, make_job
+from snip_megatron.launch.job import last_value, make_job, megatron_arguments, progress
 
 
 def job(**changes: Any) -> Any:

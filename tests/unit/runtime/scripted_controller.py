@@ -25,7 +25,7 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.controller import Controller
-from snip_megatron.runtime.protocols import ProbeResult
+from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures, StepReport
@@ -91,11 +91,9 @@ class Script:
         past = [adopted for adopted in self.schedule if adopted <= step]
         return Decision(self.schedule[max(past)]) if past else self.first
 
-    def replay_steps(self) -> list[int]:
-        return sorted(self.schedule)
-
-    def replayed_map(self, step: int) -> Decision:
-        return Decision(self.schedule[step])
+    @property
+    def replay(self) -> dict[int, PrecisionMap]:
+        return self.schedule
 
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         self.events.append((step, kind, fields))

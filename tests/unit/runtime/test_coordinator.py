@@ -33,8 +33,7 @@ def test_a_replay_does_not_need_the_recorded_run_while_it_trains(tmp_path: Path)
     config = SnipConfig(enabled=True, replay=str(tmp_path / "recorded"))
     coordinator = RankZeroCoordinator(config, SolveRequest(), (), None, None)
     shutil.rmtree(tmp_path / "recorded")
-    assert coordinator.replay_steps() == [4]
-    assert coordinator.replayed_map(4).precision_map == recorded
+    assert coordinator.replay == {4: recorded}
     # The map in force where the replay begins.
     assert [coordinator.initial_map(step).precision_map for step in (3, 4, 9)] == [None, recorded, recorded]
 

@@ -22,9 +22,8 @@ from snip_megatron.precision import (
     LinearId,
     LinearRow,
 )
-from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
-from snip_megatron.runtime.protocols import Unmeasured
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
