@@ -21,12 +21,7 @@ _SHARED_MEMORY = 2 * 2**30
 
 
 def check_host(directory: Path, port: int) -> Iterator[Check]:
-    """Check the host.
-
-    Args:
-        directory: Folder in which runs will write.
-        port: Rendezvous port of torchrun.
-    """
+    """Check the host, a ``directory`` in which runs will write, and the ``port`` of torchrun's rendezvous."""
     yield _cpus()
     yield attempt(ROOM, "solver", _solver, "reinstall the pinned ortools")
     yield attempt(ROOM, "megatron", _compatibility, "install a supported, unpatched megatron-core")

@@ -12,9 +12,7 @@ from snip_megatron.records.storage import write_atomically
 def check_folder(argument: str, path: Path | None) -> None:
     """Check that an output file can be made, so that a command fails before it computes anything.
 
-    Raises:
-        SnipError: ``path`` is a folder, or its own folder does not exist or cannot be written. The message names
-            ``argument``.
+    Raises SnipError naming ``argument`` if ``path`` is a folder, or its own folder is missing or cannot be written.
     """
     if path is None:
         return
@@ -39,11 +37,7 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def deliver(argument: str, path: Path | None, text: str) -> None:
-    """Write ``text`` to ``path``, or to standard output if ``path`` is None.
-
-    Raises:
-        SnipError: ``path`` cannot be written. The message names ``argument``.
-    """
+    """Write ``text`` to ``path``, or to standard output if that is None. Raises SnipError naming ``argument``."""
     if path is None:
         print(text, end="")
         return

@@ -37,14 +37,8 @@ def _slug(device: str) -> str:
 
 @dataclass(frozen=True)
 class OwnTable:
-    """Where the table of a run's linears is kept, and what it must hold.
-
-    Attributes:
-        device: the GPU's name in torch.
-        backend: the name of the GEMM backend.
-        formats: the quantised formats.
-        workload: the sizes.
-        run: the run directory; None if the run keeps no record.
+    """Where the table of a run's linears is kept, and what it must hold: times of a GPU, given its name in torch, by a
+    GEMM backend, in quantised formats, for the sizes of the workload. ``run`` is the run directory, if there is one.
     """
 
     device: str

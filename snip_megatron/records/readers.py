@@ -101,8 +101,7 @@ def read_scores(
 def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
     """Return step → map of every adoption that a run directory recorded, which ``--snip-replay`` repeats.
 
-    Raises:
-        SnipError: no adoption is recorded, or a map is missing or broken.
+    Raises SnipError if no adoption is recorded, or a map is missing or broken.
     """
     steps = [int(event["step"]) for event in read_events(run) if event["event"] == "adopt"]
     if not steps:

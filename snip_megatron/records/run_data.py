@@ -148,18 +148,11 @@ class RunData:
 
 
 def load_run(path: Path | str) -> RunData:
-    """Read a run directory. Broken step files are listed in ``unreadable``.
-
-    Raises:
-        SnipError: ``path`` is not a run directory.
-    """
-    path = Path(path)
-    body = read_config(path)
-    unreadable: list[str] = []
-    events = read_events(path)
+    """Read a run directory. Broken step files are listed in ``unreadable``. Raises SnipError if it is none."""
+    path, unreadable = Path(path), list[str]()
+    body, events = read_config(path), read_events(path)
     maps = read_maps(path, skipped=unreadable)
     scores = read_scores(path, skipped=unreadable, last=MAX_SCORES)
-    plans = read_plans(path, skipped=unreadable)
     return RunData(
         path=path,
         config=body["config"],
@@ -168,8 +161,8 @@ def load_run(path: Path | str) -> RunData:
         events=events,
         adoptions=_adoptions(events, maps, scores),
         updates=_updates(events),
+        plans=read_plans(path, skipped=unreadable),
         unreadable=unreadable,
-        plans=plans,
     )
 
 

@@ -97,15 +97,11 @@ class Writer:
 
     A write that fails is kept and tried again, after the earlier ones of its file, together with all that are kept.
 
-    Args:
-        run: the run directory.
-        prepare: called before a file of lines is opened, at first and after it was removed or renamed; may raise
-            OSError.
+    ``prepare`` is called before a file of lines is opened, at first and after it was removed or renamed.
 
     Attributes:
         failures: number of failed attempts. The first one is printed.
         lost: number of records that were dropped. The first loss is printed at once, and their number at the end.
-        error: the latest failure.
     """
 
     def __init__(self, run: Path, prepare: Callable[[], None]) -> None:
@@ -233,16 +229,11 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def cut_back(path: Path, step: int) -> int:
-    """Keep the records before training step ``step`` and append the others to ``<path>.1``.
+    """Keep the records before training step ``step``, append the others to ``<path>.1``, and return their number.
 
     The event ``validation`` of ``step`` itself is kept: Megatron validates before it saves, and does not validate again
     after a load. The tail is saved before the file is replaced, so that a crash in between loses nothing.
-
-    Returns:
-        The number of records that were moved.
-
-    Raises:
-        OSError: a file cannot be read or written.
+    Raises OSError if a file cannot be read or written.
     """
     if not path.exists():
         return 0

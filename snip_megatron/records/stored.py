@@ -47,10 +47,9 @@ class Stored:
         """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
         path = self.path("problems")
         try:
-            content = path.read_bytes()
+            return Problem.from_json(path.read_bytes(), where=str(path))
         except OSError as error:
             raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
-        return Problem.from_json(content, where=str(path))
 
     def table(self) -> StatisticsTable:
         """Return the statistics. Raises SnipError if they cannot be read."""
@@ -109,12 +108,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Change:
-    """Differences from the run's own solve request.
-
-    Attributes:
-        fields: new values of SolveRequest's fields, such as policy, estimator, q, formats, pins.
-        cost: the cost model of a ``speedup`` or ``loss`` budget; None for the times that the run used.
-        static: solve one map although the run planned phases.
+    """Differences from the run's own solve request: new values of its fields, the cost model of a ``speedup`` or
+    ``loss`` budget (None for the times that the run used), and whether to solve one map although it planned phases.
     """
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
