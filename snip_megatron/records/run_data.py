@@ -87,6 +87,7 @@ class Update:
     speedup: float | None = None
     loss: float | None = None
     adopted_step: int | None = None
+    changed: float | None = None
     postponed: int = 0
 
     @property
@@ -269,6 +270,7 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
         status=_status(events),
         achieved=number(last("solved", share)),
         adopted_step=next((event["step"] for event in events if event["event"] == "adopt"), None),
+        changed=number(last("adopt", "changed")),
         postponed=sum(event["event"] == "postpone" for event in events),
         **solved,
     )

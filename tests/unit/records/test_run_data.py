@@ -52,6 +52,7 @@ def test_updates_carry_their_times(whole_run):
         assert update.wait_s == pytest.approx(0.9 + 0.7 + 0.12 + 0.002 + 0.0 + 0.004)
         assert update.status == "optimal"
         assert update.lag_s >= 0.0
+    assert updates[0].changed == len(synthetic_run.LINEARS) * 3
 
 
 def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
