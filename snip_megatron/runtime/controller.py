@@ -19,7 +19,7 @@ from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.guard import Guard
+from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
 from snip_megatron.runtime.state import ControllerState, Goal, Pending
@@ -81,9 +81,9 @@ class Controller:
         self._schedule = ScheduleState(self.state, timeline, self._share)
         self._guard: Guard | None = None
         if config.updates:  # maps that the user fixed are never taken back
-            self._guard = Guard(config, self.state.guard)
-            if self.state.guard is None:
-                self._guard.state.good = self.state.precision_map
+            new = GuardState(good=self.state.precision_map)
+            self._guard = Guard(config, self.state.guard or new)
+        self.state.guard = None if self._guard is None else self._guard.state
         self._updates = Updates(
             config, self.state, self._schedule, registry, coordinator, self._event, self._say,
             self._has_kernels, clip_grad,
@@ -146,7 +146,6 @@ class Controller:
         """Return the state for a checkpoint. Every rank must call it, between two steps."""
         self.state.in_flight = self._report.in_flight()
         self._metric(self.state.in_flight)  # record them now: they would be lost if the process were killed
-        self.state.guard = None if self._guard is None else self._guard.saved()
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float], kind: str = "validation", **which: str) -> None:

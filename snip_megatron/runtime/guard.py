@@ -8,9 +8,7 @@ step late and are equal on all ranks, so that the guard needs no communication.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,7 +42,7 @@ class Alarm(JsonFields):
 
 @dataclass
 class GuardState(JsonFields):
-    """What the guard of a run remembers. It is a part of the state in a checkpoint.
+    """What the guard of a run remembers, a part of the state in a checkpoint.
 
     Attributes:
         losses: the last losses that are no spikes, outside probations.
@@ -70,8 +68,7 @@ class Guard:
 
     def __init__(self, config: SnipConfig, state: GuardState | None = None) -> None:
         self._config = config
-        self.state = state = GuardState() if state is None else dataclasses.replace(state)
-        self._losses: deque[float] = deque(state.losses, maxlen=config.guard_window)
+        self.state = state = GuardState() if state is None else state
         if not config.guard_steps:  # the resumed run has switched the guard off
             state.probation, state.strikes, state.bar = None, 0, None
 
@@ -120,10 +117,10 @@ class Guard:
         elif spike and self.state.probation is None:
             self.state.spikes += 1
             if self.state.spikes >= self._config.guard_window:
-                self._losses.clear()
+                self.state.losses = ()
         elif figures.loss is not None and not figures.broken and not spike:
             self.state.spikes = 0
-            self._losses.append(figures.loss)
+            self.state.losses = (*self.state.losses, figures.loss)[-self._config.guard_window :]
         self._end_probation(figures.step, in_force)
         return None
 
@@ -131,17 +128,14 @@ class Guard:
         state = self.state
         if state.probation is not None and not state.strikes and step >= state.probation + self._config.guard_steps - 1:
             state.good, state.probation, state.bar, state.refusals = in_force, None, None, 0
-            self._losses.clear()  # the next map is compared with losses under this one
+            state.losses = ()  # the next map is compared with losses under this one
 
     def _limit(self) -> float | None:
-        if len(self._losses) < LEAST_LOSSES:
+        losses = self.state.losses
+        if len(losses) < LEAST_LOSSES:
             return None
-        mean = statistics.fmean(self._losses)
-        return mean + max(self._config.guard_sigma * statistics.pstdev(self._losses, mean), _LEAST_RISE * abs(mean))
-
-    def saved(self) -> GuardState:
-        """Return the state for a checkpoint."""
-        return dataclasses.replace(self.state, losses=tuple(self._losses))
+        mean = statistics.fmean(losses)
+        return mean + max(self._config.guard_sigma * statistics.pstdev(losses, mean), _LEAST_RISE * abs(mean))
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:

@@ -129,7 +129,7 @@ def test_a_map_under_a_time_budget_is_judged_by_its_loss() -> None:
 
 def stored(guard: Guard) -> GuardState:
     """What the checkpoint of a guard gives back."""
-    found = ControllerState.from_bytes(ControllerState(guard=guard.saved()).to_bytes()).guard
+    found = ControllerState.from_bytes(ControllerState(guard=guard.state).to_bytes()).guard
     assert found is not None
     return found
 
