@@ -107,16 +107,13 @@ class RunDirectory:
             write_atomically(self.path / CONFIG, self._config)
 
     # -- lines -------------------------------------------------------------------------------------------------
-    def event(
-        self, step: int, kind: str, /, *, step_s: float | None = None, wait_s: float | None = None, **fields: Any
-    ) -> None:
-        """Record an event ``kind`` of a training step, with its own fields but ``time``, ``step`` and ``event``.
+    def event(self, step: int, kind: str, /, **fields: Any) -> None:
+        """Record an event ``kind`` of a training step, with its own fields.
 
-        ``step_s`` is the duration of the last step in seconds, by default the attribute, and ``wait_s`` the seconds for
-        which the event blocked the training thread.
+        ``wait_s`` among them is the seconds for which the event blocked the training thread; ``step_s`` is the duration
+        of the last step, by default the attribute.
         """
-        record = _stamp(step) | {"event": kind, "step_s": self.step_s if step_s is None else step_s, "wait_s": wait_s}
-        self.writer.append(self.path / EVENTS, {**record, **fields, **record})
+        self._append(EVENTS, step, {"event": kind, "step_s": self.step_s, "wait_s": None} | fields | {"event": kind})
 
     def metric(
         self, step: int, /, loss: float | None, grad_norm: float | None, fp4_fraction: float | None, **fields: Any
@@ -125,8 +122,11 @@ class RunDirectory:
 
         ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
         """
-        record = _stamp(step) | {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction}
-        self.writer.append(self.path / METRICS, {**record, **fields, **record})
+        self._append(METRICS, step, {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction, **fields})
+
+    def _append(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
+        stamp = {"time": round(time.time(), 3), "step": int(step)}
+        self.writer.append(self.path / name, {**stamp, **fields, **stamp})
 
     # -- whole files -------------------------------------------------------------------------------------------
     def write(self, folder: str, step: int, content: str | bytes) -> None:
@@ -152,10 +152,6 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _stamp(step: int) -> dict[str, Any]:
-    return {"time": round(time.time(), 3), "step": int(step)}
 
 
 # -- restart -------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LIN
 NAMES = dense_names(1)
 CPU = torch.device("cpu")
 LINEAR = LinearId("decoder", 0, "mlp.linear_fc1")
+FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
 def table(step: int, value: float = 1.0) -> StatisticsTable:
