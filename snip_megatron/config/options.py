@@ -20,10 +20,10 @@ LISTS = ("formats",)  # comma separated; the other tuples are arguments that may
 def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
     """Make a dataclass field that is an option with a help text. A bool makes a flag, a tuple a list.
 
-    ``known`` are the valid values if the help shall not list them. ``rest`` are arguments of :func:`setting`, ``type``
-    and ``metavar`` of ``add_argument``, and ``shown``: what the help calls the default.
+    ``known`` are the valid values if the help shall not list them. ``rest`` are arguments of :func:`setting`,
+    ``metavar`` of ``add_argument``, and ``shown``: what the help calls the default.
     """
-    argument = {name: rest.pop(name) for name in ("type", "metavar", "shown") if name in rest}
+    argument = {name: rest.pop(name) for name in ("metavar", "shown") if name in rest}
     field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
     field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
     return field
@@ -100,8 +100,9 @@ def add_options(
         elif isinstance(f.default, tuple) and f.name not in LISTS:
             kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
         else:
-            metavar = argument.get("metavar", "NAME" if choices else "X")
-            kwargs |= {"type": argument.get("type", str), "metavar": metavar}
+            kind = type(f.default) if isinstance(f.default, (int, float)) else str
+            metavar = argument.get("metavar", "NAME" if f.metadata["choices"] else "N" if kind is int else "X")
+            kwargs |= {"type": kind, "metavar": metavar}
         shown = default or argument.get("shown") or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
         if shown not in (None, "") and not isinstance(shown, bool):
             kwargs["help"] += f"; default: {shown}"

@@ -78,46 +78,31 @@ class SnipConfig:
         metavar="FILE",
     )
     granularity: str = option(
-        "gemm",
-        "gemm: one format per GEMM; layer: one format per linear, as in the paper",
-        choices=GRANULARITIES,
+        "gemm", "gemm: one format per GEMM; layer: one format per linear, as in the paper", choices=GRANULARITIES
     )
-    update_interval: int = option(
-        1000, "training steps between two updates of the map; 0: no updates", type=int, metavar="N", least=0
-    )
-    first_update: int = option(
-        100, "training step, counted from 0, before which the first update starts", type=int, metavar="N", least=0
-    )
-    lag: int = option(
-        10, "training steps from the probe of an update to the adoption of its map", type=int, metavar="N", least=1
-    )
+    update_interval: int = option(1000, "training steps between two updates of the map; 0: no updates", least=0)
+    first_update: int = option(100, "training step, counted from 0, before which the first update starts", least=0)
+    lag: int = option(10, "training steps from the probe of an update to the adoption of its map", least=1)
     wait: float = option(
         0.0,
         "seconds that training waits, at most, for a map that is due. With enough, the steps of adoptions are"
         " repeatable; 0: the adoption is postponed by another lag",
-        type=float,
         metavar="SECONDS",
         least=0,
     )
     policy: str = option(
-        "snip",
-        "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)",
-        metavar="NAME",
-        known=POLICIES,
+        "snip", "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)", known=POLICIES
     )
     estimator: str = option(
-        "noise",
-        "with --snip-policy snip: how loss and weight divergence are estimated",
-        choices=ESTIMATORS,
+        "noise", "with --snip-policy snip: how loss and weight divergence are estimated", choices=ESTIMATORS
     )
     q: str = option(
         "split",
         "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, paper)",
-        metavar="NAME",
         known=Q_RULES,
     )
     probe_microbatches: int = option(
-        1, "microbatches that a probe runs on each data parallel rank", type=int, metavar="B", least=1
+        1, "microbatches that a probe runs on each data parallel rank", metavar="B", least=1
     )
     stage_tolerance: str = option(
         "0.02",
@@ -158,19 +143,14 @@ class SnipConfig:
         choices=("map", "bf16", "both"),
     )
     guard_steps: int = option(
-        100,
-        "training steps after an adoption during which the guard watches for loss spikes; 0: no guard",
-        type=int,
-        metavar="N",
-        least=0,
+        100, "training steps after an adoption during which the guard watches for loss spikes; 0: no guard", least=0
     )
     guard_sigma: float = option(
         6.0,
         "a loss is a spike if it is this many standard deviations above the mean before the adoption",
-        type=float,
         positive=True,
     )
-    seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking", type=int, metavar="N")
+    seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking")
     dir: str | None = option(
         None,
         "run directory for events, statistics, maps and the report. Without this argument: the folder snip of --save,"
