@@ -181,8 +181,8 @@ for _model in ("experts", "experts-dropless", "experts-shared"):
         if _model != "experts" or not name.startswith("tp2")
     }
 FAST = (
-    "tp2-sp", "pp2-virtual", "pp3-embedding-and-loss-alone", "dp2-per-token-loss",
-    "dp2-distributed-optimizer-overlap", "dp2-two-distributed-optimizers", "tied-pp2", "recompute-full", "experts-ep2",
+    "tp2-sp", "pp2-virtual", "dp2-distributed-optimizer-overlap", "dp2-two-distributed-optimizers", "tied-pp2",
+    "recompute-full", "experts-ep2",
 )  # fmt: skip
 """What the suite runs of it."""
 

@@ -52,7 +52,6 @@ def test_every_column_is_measured(layouts: LayoutRuns) -> None:
     assert table.non_finite() == []
     assert table.tokens == table.tokens_per_step == 4 * 128
     assert [row.stage for row in layouts.trained("pp2-virtual").table.linears] == ([0] * 4 + [1] * 4) * 2
-    assert {row.stage for row in layouts.trained("pp3-embedding-and-loss-alone").table.linears} == {1}
     for name, array in table.arrays().items():
         # Nothing branches off above the last boundary.
         rows = array[:-1] if name in ("boundary.branch_h2", "boundary.branch_r2") else array

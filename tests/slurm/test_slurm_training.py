@@ -1,4 +1,4 @@
-"""A training under a real SLURM: preempted, signalled, cancelled, from where it was. Real ranks."""
+"""A training under a real SLURM: a node lost, preempted, signalled, cancelled, from where it was. Real ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from job import Training
 from snip_megatron.records.readers import read_events, read_metrics
 
 
-def test_a_training_goes_on_after_a_preemption_and_is_queued_again_on_a_signal(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """Two starts of one job. Far more steps than the test waits for: signals end each start.
+def test_a_training_goes_on_after_a_lost_node_a_preemption_and_a_signal(cluster: Cluster, tmp_path: Path) -> None:
+    """Three starts of one job. Far more steps than the test waits for: each start is ended.
 
-    The nodes' names do not resolve. A data loader has workers, and the preemption comes after a periodic checkpoint,
-    whose writer has left a process behind: SLURM sends SIGTERM to all of them.
+    The first start loses a node before its first checkpoint: the second begins anew, and finds its events in the
+    run directory. The nodes' names do not resolve. A data loader has workers, and the preemption comes after a periodic
+    checkpoint, whose writer has left a process behind: SLURM sends SIGTERM to all of them.
     """
-    job = Training(cluster, tmp_path, "--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1)
-    job.wait_for_step(12)
-    with job.preempted():
+    given = ("--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1, "--save-interval", 80)
+    job = Training(cluster, tmp_path, *given)
+    job.wait_for("an adoption", lambda: '"adopt"' in events_text(job))
+    cluster.lose(NODES[1])
+    try:
         job.wait_for_requeue()
+    finally:
+        cluster.revive(NODES[1])
+    assert job.saved == 0
+    seen = len(job.steps)
+    job.wait_for_step(82, after=seen)
+    assert job.steps[seen] == 1
+    assert read_events(job.save / "snip")[0]["event"] == "resume"
+    with job.preempted():
+        job.wait_for_requeue(2)
     first, seen = job.saved, len(job.steps)
-    assert first > 10
+    assert first > 80
     assert "the job is queued again (it was preempted)" in job.text
     assert "BrokenPipeError" not in job.text
 
@@ -32,36 +42,17 @@ def test_a_training_goes_on_after_a_preemption_and_is_queued_again_on_a_signal(
     assert job.text.count("snip launch: goes on from the checkpoint in") == 2
     before = job.text.count("snip launch: ended on SIGUSR1; the same command goes on from")
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.wait_for_requeue(2)
+    job.wait_for_requeue(3)
     second = job.saved
     assert second >= first + 2
     assert f"snip: training left with exit code 0 at step {second} of 100000; the job is queued again" in job.text
     assert job.text.count("snip launch: ended on SIGUSR1; the same command goes on from") == before + 2
     cluster.run("scancel", job.number)
     record = job.wait_for_end()
-    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "2")
+    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "3")
     run = job.save / "snip"
     assert [figure["step"] for figure in read_metrics(run)][:second] == list(range(second))
     assert any(event["event"] == "adopt" for event in read_events(run))
-
-
-def test_a_training_that_has_lost_a_node_before_its_first_checkpoint_begins_anew(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """Its run directory holds the events of the first start by then."""
-    job = Training(cluster, tmp_path, "--train-iters", 100000, "--eval-iters", 0, "--save-interval", 100000)
-    job.wait_for("an adoption", lambda: '"adopt"' in events_text(job))
-    cluster.lose(NODES[1])
-    try:
-        job.wait_for_requeue()
-    finally:
-        cluster.revive(NODES[1])
-    seen = len(job.steps)
-    job.wait_for_step(7, after=seen)
-    assert job.steps[seen] == 1
-    assert read_events(job.save / "snip")[0]["event"] == "resume"
-    cluster.run("scancel", job.number)
-    job.wait_for_end()
 
 
 def events_text(job: Training) -> str:

@@ -44,7 +44,3 @@ def test_looking_at_a_folder_leaves_nothing_there(tmp_path):
 def test_a_read_only_folder_fails(tmp_path):
     tmp_path.chmod(0o500)
     assert host._disk(tmp_path).status is Status.FAIL
-
-
-def test_the_solver_is_run():
-    assert host._solver().status is Status.OK

@@ -19,8 +19,7 @@ attach(print)("trained")
 """
 
 
-@pytest.mark.parametrize("start", [(), ("-m", "snip_megatron.attach")])
-@pytest.mark.parametrize("snip", [False, True])
+@pytest.mark.parametrize(("start", "snip"), [((), False), (("-m", "snip_megatron.attach"), True)])
 def test_only_snip_refuses_another_release(start: tuple[str, ...], snip: bool, tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
