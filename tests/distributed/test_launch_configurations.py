@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,3 @@ def test_a_shrunk_configuration_trains(
     assert make_job(**again).load == tmp_path / "ckpt"
     train(again, ranks, warm, tmp_path / "again")
     assert [figure["step"] for figure in read_metrics(run)] == list(range(STEPS + 2))
-
-
-def test_a_job_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path, warm: WarmRanks) -> None:
-    """As after the loss of a node: the run directory holds events, and there is no checkpoint."""
-    wishes = {
-        "configuration": "1b", "nodes": 1, "gpus_per_node": 1, "smoke": True, "save": tmp_path / "save",
-        "extra": ("--exit-interval", "4"),
-    }  # fmt: skip
-    run = train(wishes, 1, warm, tmp_path / "first")
-    assert read_events(run)
-    for path in (tmp_path / "save").glob("iter_*"):
-        shutil.rmtree(path)
-    (tmp_path / "save" / "latest_checkpointed_iteration.txt").unlink()
-    train(wishes, 1, warm, tmp_path / "second")
-    assert [figure["step"] for figure in read_metrics(run)] == list(range(4))
-    assert (run / "events.jsonl.1").exists()

@@ -104,28 +104,6 @@ def solve_again(run: Path, tmp: Path, latest: PrecisionMap) -> None:
     assert other.choices != again.choices
 
 
-def test_a_speedup_of_linears_that_gather_quantised_shards(warm: WarmRanks, tmp_path: Path) -> None:
-    """The options' seconds contain the gathers."""
-    wide = shlex.split("--seq-length 256 --max-position-embeddings 256 --tensor-model-parallel-size 2")
-    own = (*wide, "--sequence-parallel", "--bf16", "--snip-communication", "gather")
-    done = warm.run(2, arguments(tmp_path, "speedup=1.25", *own), tmp=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = tmp_path / "run"
-    request = SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json")
-    assert request.times is not None
-    gathers = request.times.exchanges["mlp.linear_fc1"]["fprop"]
-    assert 0.0 < gathers["fp8_tensor"] < gathers["fp8"] < gathers["bf16"]
-    maps = read_maps(run)
-    assert sorted(maps) == [6, 12]
-    table = StatisticsTable.load(run / "stats" / "step_2.npz")
-    predicted = slowest(request, table, None) / slowest(request, table, maps[6])
-    assert maps[6].speedup == pytest.approx(predicted, rel=1e-9)
-    assert 1.0 < maps[6].step_speedup < predicted
-    stored = find_stored(run, 2)
-    assert stored is not None
-    assert rebuild(stored, Change(), None) == stored.problem()
-
-
 def test_the_fastest_map_within_a_loss(warm: WarmRanks, tmp_path: Path) -> None:
     done = warm.run(1, arguments(tmp_path, "loss=2e-5", "--snip-q", "noise"), tmp=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -11,8 +11,12 @@ from job import Training
 
 @pytest.mark.parametrize("partition", ["graceful", "abrupt"])
 def test_a_preempted_job_goes_on(partition: str, cluster: Cluster, tmp_path: Path) -> None:
-    """With GraceTime SLURM signals the ranks alone and the script queues the job; without it SLURM does."""
-    job = Training(cluster, tmp_path, sbatch=f"--partition={partition}", stand_in={})
+    """With GraceTime SLURM signals the ranks alone and the script queues the job; without it SLURM does.
+
+    The script reads the time of the preemption, whatever format the user has chosen for times.
+    """
+    own = {"SLURM_TIME_FORMAT": "%a %H:%M"}
+    job = Training(cluster, tmp_path, sbatch=f"--partition={partition}", environment=own, stand_in={})
     job.wait_for_step(5)
     with job.preempted():
         job.wait_for_requeue()

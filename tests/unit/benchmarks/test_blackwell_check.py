@@ -39,18 +39,3 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capture
     assert blackwell_check.main(["--out", str(tmp_path / "page.md")]) == 2
     assert capsys.readouterr().err == ("blackwell_check.py: needs a CUDA device; --dry-run shows that the check runs\n")
     assert not list(tmp_path.iterdir())
-
-
-def test_speeds_and_what_misses_the_goal() -> None:
-    first = {"bf16": 1, "emulated_nvfp4": 0.7, "emulated_mxfp8": 0.9}
-    speeds = [
-        {"shape": [8192, 4096, 4096], "ms": {"bf16": 1.2}, "speed": first},
-        {"shape": [8192, 8192, 8192], "ms": {"bf16": 4.5}, "speed": {"bf16": 1, "emulated_nvfp4": 0.9}},
-    ]
-    result = {"device": "Some GPU", "date": "2026-01-01", "commit": "abc", "command": "python x.py", "versions": {},
-              "dry_run": False, "rows": [], "refused": {"blackwell": "needs one"}, "speeds": speeds}  # fmt: skip
-    page = blackwell_check.page(result)
-    assert "- `blackwell` does not run here: needs one" in page
-    assert "| T, N, K | bf16, ms | emulated_nvfp4 |" in page
-    assert "| 8192, 4096, 4096 | 1.200 | 0.700 |" in page
-    assert "Emulated formats below 0.80 × bf16 somewhere: emulated_nvfp4." in page

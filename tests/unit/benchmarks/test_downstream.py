@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.quality.downstream import add_paired, models
 from benchmarks.quality.downstream_tasks import (
     CHOICE_LINES,
     CHOICES,
@@ -19,8 +18,6 @@ from benchmarks.quality.downstream_tasks import (
     make_items,
     write_tasks,
 )
-from snip_megatron.errors import SnipError
-from snip_megatron.evaluation.results import Results
 from snip_megatron.megatron.data import prepare_data
 
 
@@ -59,14 +56,6 @@ def test_a_seed_draws_the_same_questions_from_all_texts_alike() -> None:
     assert sum("alpha" in item.context for item in items) == 6
 
 
-def test_choices_fit_in_the_context_of_the_model() -> None:
-    """lm_eval shortens the text before a choice, and asserts that the choice itself fits."""
-    size = max(len(choice.encode()) for item in make_items(TEXTS, 1000, 1, LONGEST) for choice in item.choices)
-    fitting = make_items(TEXTS, 1000, 1, size - 1)
-    assert fitting
-    assert all(len(choice.encode()) < size for item in fitting for choice in item.choices)
-
-
 def test_tasks_hold_questions_and_texts(tmp_path: Path) -> None:
     items = make_items(TEXTS, 5, 1, LONGEST)
     write_tasks(tmp_path, TEXTS, items, characters=10)
@@ -93,29 +82,3 @@ def test_held_out_files_are_read_back_from_their_tokens(tmp_path: Path, tokenize
     held = held_out_texts(tmp_path / "data")
     assert held
     assert set(held) < set(texts.values())
-
-
-def test_differences_are_taken_question_by_question() -> None:
-    rows = [
-        {"kind": "from_warm", "seed": 1, "policy": "bf16", "label": "bf16", "right": {"acc": "1100"}},
-        {"kind": "from_warm", "seed": 1, "policy": "snip", "label": "snip", "right": {"acc": "1010"}},
-        {
-            "kind": "from_warm",
-            "seed": 2,
-            "policy": "snip",
-            "label": "snip",
-            "right": {"acc": "1111"},
-        },  # has no bf16 beside it
-    ]
-    add_paired(rows)
-    assert rows[1]["paired"] == {"acc": {"mean": 0.0, "stderr": pytest.approx((2 / 3) ** 0.5 / 2)}}
-    assert "paired" not in rows[0] | rows[2]
-
-
-def test_a_comparison_without_kept_weights_is_refused(tmp_path: Path) -> None:
-    results = Results(Path("r.json"), {}, {}, runs={"a": {"id": "a", "status": "done"}, "b": {"id": "b", "status": ""}})
-    with pytest.raises(SnipError, match=r'holds no weights of a run of r\.json; give the --work .* "save": true'):
-        models(results, tmp_path, tmp_path, batch=1)
-    for identity in "ab":
-        (tmp_path / "runs" / identity / "checkpoint").mkdir(parents=True)
-    assert [model.run["id"] for model in models(results, tmp_path, tmp_path, batch=1)] == ["a"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,33 +15,6 @@ def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         job.main(["--model", "1b", "--contenders", "fp3"])
     assert "fp3: unknown" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--beside", "0"], "--beside 0: must be at least 1"),
-        (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--gpus", "-1"], "--gpus -1: must be at least 1"),
-        (["--graphs", "local,fast"], "--graphs fast: unknown; choose among local, transformer_engine, full_iteration"),
-    ],
-)
-def test_numbers_without_which_nothing_would_run_are_refused(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        job.parse(["--model", "1b", *given])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"ms": {}}'])
-def test_a_damaged_table_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    out = tmp_path / "job.json"
-    out.write_text(text)
-    with pytest.raises(SystemExit, match=r"job\.py: --out .*job\.json: (cannot be read|is no result)") as refusal:
-        job.main(["--model", "tiny", "--out", str(out), "--contenders", "bf16_graphs"])
-    assert "\n" not in str(refusal.value)
-    assert out.read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from megatron.core.quantization.utils import get_quant_config_or_none, load_quan
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from snip_megatron.cli import main
-from snip_megatron.commands import export as command
 from snip_megatron.errors import SnipError
 from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
 from snip_megatron.precision import (
@@ -234,19 +231,3 @@ def test_sources_that_are_no_map(tmp_path: Path, capsys: pytest.CaptureFixture, 
     assert "says nothing about decoder layer 0" in capsys.readouterr().err
     assert main(["export", "--format", "megatron", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "cannot be read" in capsys.readouterr().err
-
-
-def test_targets_share_one_parser() -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    args = parser.parse_args(["--format", "megatron", "m.json", "--out", "d"])
-    assert (args.format, args.source, args.out, args.pp) == ("megatron", Path("m.json"), Path("d"), 1)
-
-
-def test_a_pipe_is_refused_at_once(tmp_path, capsys):
-    """To read one without a writer would block for ever."""
-    os.mkfifo(tmp_path / "map.json")
-    assert main(["export", str(tmp_path / "map.json"), "--format", "megatron", "--out", str(tmp_path / "out")]) == 2
-    assert (
-        capsys.readouterr().err == f"snip export: {tmp_path / 'map.json'}: is a pipe or a device; give a map's file\n"
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -105,10 +103,6 @@ def uniforms(seed: int, rows: torch.Tensor = IDS, cols: torch.Tensor = IDS) -> t
     return random_bits(seed, rows, cols).double() / 2**32
 
 
-def standardised(draws: torch.Tensor) -> torch.Tensor:
-    return (draws - draws.mean()) / draws.std()
-
-
 SEEDS = (12345, 2**63 + 7)
 
 
@@ -135,50 +129,6 @@ def test_draws_are_uniform_and_neighbours_uncorrelated(seed: int) -> None:
         if name == "transposed":
             mask = ~torch.eye(u.shape[0], dtype=torch.bool)
         assert abs(torch.corrcoef(torch.stack([u[mask], other[mask]]))[0, 1].item()) < limit, name
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "function",
-    [lambda u: u, lambda u: u.square(), lambda u: (u > 0).double(), lambda u: (u > 0.4).double()],
-    ids=["draw", "square", "half", "tenth"],  # the last two: who rounds up at these probabilities
-)
-def test_no_two_rows_and_no_two_columns_are_correlated(seed: int, function: Callable[..., torch.Tensor]) -> None:
-    """All pairs, not only neighbours: correlations over 1,024 draws are spread as those of independent ones."""
-    found = standardised(function(uniforms(seed)))
-    for draws in (found, found.t()):
-        z = (draws @ draws.t()) / draws.shape[1] ** 0.5
-        z = z[torch.ones_like(z, dtype=torch.bool).triu(1)]
-        assert z.std().item() == pytest.approx(1, abs=0.01)
-        assert z.abs().max().item() < 7.5  # 2^19 pairs; 7.5 allows for the tail of rare events
-
-
-@pytest.mark.parametrize("shift", [16, 28])
-def test_the_two_columns_of_a_pair_are_independent(shift: int) -> None:
-    """Their four upper bits, and the lowest four of the upper sixteen, together."""
-    bits = random_bits(31, IDS, IDS)
-    even, odd = ((bits[:, side::2] >> shift) & 15 for side in (0, 1))
-    counts = torch.bincount((16 * even + odd).flatten(), minlength=256).double()
-    mean = counts.mean()
-    assert abs(((counts - mean) ** 2 / mean).sum().item() - 255) < 4 * (2 * 255) ** 0.5
-
-
-def test_products_of_four_corners_have_no_mean() -> None:
-    """A hash linear in rows and columns would have equal second differences."""
-    u = standardised(uniforms(43))
-    for down, right in ((1, 1), (1, 2), (2, 2), (8, 8)):
-        corners = u[down:, right:] * u[:-down, right:] * u[down:, :-right] * u[:-down, :-right]
-        assert abs(corners.mean().item()) < 4 / corners.numel() ** 0.5
-
-
-def test_each_used_bit_is_balanced_and_every_row_has_its_own_draws() -> None:
-    bits = random_bits(77, IDS, IDS)
-    for position in range(9, 32):
-        share = ((bits >> position) & 1).double().mean().item()
-        assert abs(share - 0.5) < 4 * 0.5 / bits.numel() ** 0.5, position
-    per_row = (bits.double() / 2**32).mean(1)
-    assert per_row.std().item() == pytest.approx((1 / 12 / 1024) ** 0.5, rel=0.15)
-    assert len({tuple(row) for row in bits[:, :4].tolist()}) == 1024
 
 
 @given(parts=st.lists(st.integers(-(2**70), 2**70), max_size=5), at=st.integers(0, 4))

@@ -76,47 +76,11 @@ def test_files_outside_of_runs_are_on_their_own(share: Path, tmp_path: Path) -> 
     assert find_stored(tmp_path / "nothing.json", None) is None
 
 
-def test_steps_that_are_not_stored(share: Path, tmp_path: Path) -> None:
-    with pytest.raises(SnipError, match=r"--step 20: .* has an update at 10, 30"):
-        find_stored(share, 20)
-    with pytest.raises(SnipError, match="one step's file"):
-        find_stored(share / "problems" / "step_30.json", 30)
-    with pytest.raises(SnipError, match="not a run directory"):
-        find_stored(tmp_path, None)
-    with RunDirectory(tmp_path / "empty", {}, overwrite=False, resume_step=None):
-        pass
-    with pytest.raises(SnipError, match="the run made no update"):
-        find_stored(tmp_path / "empty", None)
-
-
 # -- making a Problem again ------------------------------------------------------------------------------------
 def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None:
     for run in (share, timed):
         for step in STEPS:
             assert rebuild(stored(run, step), Change(), None) == stored(run, step).problem()
-
-
-def test_another_policy_and_rule(share: Path) -> None:
-    table = stored(share).table()
-    request = stored(share).request()
-    for fields in ({"policy": "fisher"}, {"q": "paper"}, {"estimator": "fisher", "granularity": "layer"}):
-        expected, _ = build_problem(table, dataclasses.replace(request, **fields))
-        assert rebuild(stored(share), Change(fields), None) == expected
-    pins = (("*.mlp.linear_fc2", "fp4"),)
-    problem = rebuild(stored(share), Change({"pins": pins, "stage_tolerance": None}), Budget("fp4", 0.9))
-    assert (problem.budget.value, problem.stage_tolerance) == (0.9, None)
-    assert {len(i.choices) for i in problem.items if "linear_fc2" in i.id} == {1}
-
-
-def test_from_a_share_to_a_speedup_needs_times(share: Path) -> None:
-    budget = Budget("speedup", 1.4)
-    with pytest.raises(SnipError, match="give --cost"):
-        rebuild(stored(share), Change(), budget)
-    change = Change({"formats": ("bf16", "fp8", "fp8_tensor"), "pins": ()}, cost="h200")
-    problem = rebuild(stored(share), change, budget)
-    assert problem.budget == budget
-    shape = LINEAR_SHAPES["self_attention.linear_qkv"]
-    assert problem.items[0].cost == load_cost_model("h200").seconds(shape, Gemm.FPROP, Format.BF16)
 
 
 def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> None:
