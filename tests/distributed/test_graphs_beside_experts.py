@@ -1,0 +1,58 @@
+"""Experts outside of Transformer Engine's graphs, through Megatron's own helper; graphs on a GPU: ``tests/gpu``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from launch import tiny_llama_args
+from warm_ranks import WarmRanks
+
+from snip_megatron.precision import Gemm
+from snip_megatron.records.readers import read_maps, read_metrics
+
+LAYERS = [0, 1, 2, 3]
+EXPERTS = shlex.split(
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-shared-expert-intermediate-size 64"
+    " --moe-layer-freq [0]*1+[1]*3 --bf16 --transformer-impl local --global-batch-size 8"
+)
+SNIP = shlex.split(
+    "--snip --snip-budget fp4=0.5 --snip-first-update 3 --snip-update-interval 6 --snip-lag 2 --snip-wait 120"
+)
+GRAPHS = shlex.split("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess")
+
+
+def test_graphs_hold_all_but_the_experts_and_follow_the_map(warm: WarmRanks, tmp_path: Path) -> None:
+    curves = []
+    for name, extra in (("eager", []), ("graphed", GRAPHS)):
+        args = tiny_llama_args(*EXPERTS, *SNIP, *extra, "--snip-dir", str(tmp_path / name), iters=12)
+        env = {"ALTER": "graphs", "CAPTURES": str(tmp_path / f"{name}.json")}
+        done = warm.run(1, args, module="altered_pretrain", env=env, tmp=tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+        curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name)])
+    eager, graphed = curves
+    assert len(graphed) == 12
+    assert graphed == [pytest.approx(figures, rel=1e-4) for figures in eager]
+
+    calls, replayed = json.loads((tmp_path / "graphed.json").read_text())
+    assert replayed == list(range(3, 12)), "probes run without graphs"
+    attention = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    shared = ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    held = [[f"decoder.layers.{layer}.{path}" for path in (shared * (layer > 0) + attention)] for layer in LAYERS]
+    assert [call["held"] for call in calls] == [[held[layer] for layer in call["layers"]] for call in calls]
+
+    first, second = read_maps(tmp_path / "graphed").values()
+    expected = [LAYERS, LAYERS]  # at first, and for the first map
+    changed = {
+        name
+        for name in first.linears()
+        for gemm in Gemm
+        if first.format_of(str(name), gemm) != second.format_of(str(name), gemm)
+    }
+    again = [layer for layer in LAYERS if {str(name) for name in changed} & set(held[layer])]
+    assert changed, "the second map is another one"
+    expected += [again] if again else []
+    assert [call["layers"] for call in calls] == expected
