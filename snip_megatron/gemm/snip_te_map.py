@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe, MMParams
 
 if not hasattr(te, "HybridQuantizer"):
     raise ImportError("snip_te_map needs Transformer Engine 2.19 or later: this one has no HybridQuantizer")
@@ -61,6 +62,9 @@ def name_linears(model: Any) -> int:
 
     Raises ValueError if a layer is not one of the map, or if a linear is not one of Transformer Engine 2.19 or later.
     """
+    if any(formats[0] == "fp8" for formats in FORMATS.values()):
+        # cuBLAS multiplies tiles in no other way. Grouped linears ask the recipe, which is Megatron's own object.
+        CustomRecipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)
     while hasattr(model, "module"):  # DDP, Float16Module
         model = model.module
     named = set()

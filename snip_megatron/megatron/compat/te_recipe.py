@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.common.recipe import CustomRecipe, MMParams
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from snip_megatron.errors import SnipError
@@ -30,7 +30,10 @@ def recipe_of(formats: Formats) -> Any:
     """Return the recipe of a linear whose fprop, dgrad and wgrad have these formats."""
     names = tuple(fmt.value for fmt in formats)
     quantizer = te_map().quantizer
-    return CustomRecipe(qfactory=lambda role: quantizer(names, "" if role is None else role.tensor_type))
+    recipe = CustomRecipe(qfactory=lambda role: quantizer(names, "" if role is None else role.tensor_type))
+    if formats[0] is Format.FP8:  # cuBLAS multiplies tiles in no other way, and grouped linears ask the recipe
+        recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)
+    return recipe
 
 
 class StockState:
