@@ -156,17 +156,11 @@ def _recomputes_attention(layout: Layout) -> bool:
     return layout.recompute == "selective" and "core_attn" in layout.recompute_modules
 
 
-def scale_bytes(fmt: Format) -> float:
-    """Return the bytes of scales for each element of a quantised operand of X or G."""
-    base = fmt.base
-    if base is Format.FP8_TENSOR:
-        return 0.0
-    return 4.0 / _TILE if base in _TILED else 1.0 / (16 if base is Format.NVFP4 else 32)
-
-
 def packed_bytes(fmt: Format) -> float:
     """Return the bytes in which ranks exchange an element, with its share of the scales."""
-    return 2.0 if fmt is Format.BF16 else fmt.bits / 8 + scale_bytes(fmt)
+    if fmt.base in (Format.BF16, Format.FP8_TENSOR):
+        return fmt.bits / 8
+    return fmt.bits / 8 + (4.0 / _TILE if fmt.base in _TILED else 1.0 / (16 if fmt.base is Format.NVFP4 else 32))
 
 
 def saved_input(layout: Layout, row: LinearRow, formats: Formats) -> float:

@@ -11,7 +11,6 @@ from snip_megatron.errors import SnipError, cut
 from snip_megatron.planner.request import PlanRequest, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import Format, Gemm, fp4_fraction
-from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.sensitivity.problem import phased_items
 from snip_megatron.solver import Phase, Problem, Solution, solve
@@ -37,7 +36,14 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     config = request.config
     if config.phases is None or request.train_iters is None:
         return None
-    phased = _phased_request(config.phases, config.deployed, request.train_iters)
+    steps, rates = request.train_iters, [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
+    phased = PhasedRequest.of_schedule(
+        config.phases,
+        (0, steps),
+        0,
+        carried=lambda begins: carried_weights(0, begins, steps, rates),
+        standing=STANDING_WEIGHTS[config.deployed],
+    )
     formats = [fmt.value for fmt in Format]
     of_fprop = [dict.fromkeys(formats, float(item.id.endswith(f":{Gemm.FPROP.value}"))) for item in static.items]
     items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
@@ -61,32 +67,10 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,
         "bound": solution.bound,
-        "static_loss": _static_loss(problem, fixed),
+        "static_loss": math.fsum(c.loss for i in items for c in i.choices if c.format is fixed.choices[i.id]),
         "phases": rows,
         **_averages(bf16, rows, solution),
     }
-
-
-def _phased_request(schedule: Schedule, deployed: str, steps: int) -> PhasedRequest:
-    rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
-    return PhasedRequest.of_schedule(
-        schedule,
-        (0, steps),
-        0,
-        carried=lambda begins: carried_weights(0, begins, steps, rates),
-        standing=STANDING_WEIGHTS[deployed],
-    )
-
-
-def _static_loss(problem: Problem, fixed: Solution) -> float:
-    """Σ loss over all phases of one map for the whole run."""
-    return math.fsum(
-        loss
-        for item in problem.items
-        for choice in item.choices
-        if choice.format is fixed.choices[item.id]
-        for loss in choice.losses
-    )
 
 
 def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: Solution) -> Body:
