@@ -3,15 +3,15 @@
     python -m benchmarks.quality.shifts EXPERIMENT.json --data D --other D2 --work W --out F.json [--per-gpu 9]
 
 Every policy continues the experiment's warm checkpoint, which is trained if it is missing, and saves after ``--before``
-steps. From there it goes on for ``--after`` steps as it was, with the text of ``--other``, and with a learning rate
-``--rate`` times as high. All runs of a shift see equal batches. The policies are bf16; one map of the first steps that
+steps. From there it goes on for ``--after`` steps as it was, with the text of ``--other``, and with the learning rate
+back at its highest. All runs of a shift see equal batches. The policies are bf16; one map of the first steps that
 stays; and maps that are renewed every ``--interval`` steps. The excess of a loss is that over bf16 in the same step.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import re
 import shutil
 import statistics
 import sys
@@ -33,6 +33,7 @@ SHIFTS = ("none", "text", "rate")
 NEVER = "1000000000"
 WINDOW = 10
 """Steps over which a mean excess is reported, before the shift, after it, and at the end."""
+_RATE = re.compile(r"learning rate: ([0-9.E+-]+)")
 TOLD = {"guard": ("action", "reason"), "adopt": ("changed", "fp4_fraction"), "skipped": ("reason",)}
 
 
@@ -54,14 +55,8 @@ class Shifts:
         directory, saved = self.directory(policy, shift), self._folder / f"{policy}-saved"
         loaded, first = (self._warm.folder, self._start) if shift is None else (saved, self._shift)
         last = self._shift if shift is None else self._shift + self._given.after
-        experiment = self._experiment
-        if shift == "rate":
-            rate = self._given.rate
-            training = experiment.training
-            training = dataclasses.replace(training, lr=rate * training.lr, min_lr=rate * training.min_lr)
-            experiment = dataclasses.replace(experiment, training=training)
         arguments = [
-            *training_arguments(experiment, data, self._given.seed),
+            *training_arguments(self._experiment, data, self._given.seed),
             *("--eval-interval", NEVER, "--eval-iters", "0", "--exit-interval", str(last), "--log-interval", "1"),
             *("--load", str(loaded), "--ckpt-step", str(first), "--ckpt-format", "torch_dist"),
             *("--data-cache-path", f"{directory}/cache", "--snip-dir", str(directory), *self._snip(policy)),
@@ -69,7 +64,7 @@ class Shifts:
         if shift is None:
             arguments += ["--save", str(saved), "--save-interval", str(self._shift)]
         if shift == "rate":
-            arguments.append("--override-opt-param-scheduler")
+            arguments += ["--override-opt-param-scheduler", "--lr-decay-iters", NEVER]
 
         def before() -> None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -78,8 +73,8 @@ class Shifts:
 
         return Job(
             name=directory.name,
-            command=training_command(fill(arguments, {"data": str(data.folder)}), experiment.training.ranks),
-            log=self._folder / "logs" / f"{directory.name}.txt",
+            command=training_command(fill(arguments, {"data": str(data.folder)}), self._experiment.training.ranks),
+            log=self._log(policy, shift),
             before=before,
         )
 
@@ -97,7 +92,8 @@ class Shifts:
     def row(self, shift: str) -> dict[str, Any]:
         """Return losses, excesses over bf16 and events of all policies around a shift."""
         losses = {policy: self._losses(policy, shift) for policy in POLICIES}
-        row: dict[str, Any] = {"bf16": {"losses": losses["bf16"]}}
+        rates = [self._rate("bf16", None, -1), self._rate("bf16", shift, 0)]
+        row: dict[str, Any] = {"learning_rates": rates, "bf16": {"losses": losses["bf16"]}}
         for policy in POLICIES[1:]:
             excess = {step: losses[policy][step] - loss for step, loss in losses["bf16"].items()}
             spans = {
@@ -112,6 +108,13 @@ class Shifts:
                 "losses": losses[policy],
             }
         return row
+
+    def _rate(self, policy: str, shift: str | None, index: int) -> float:
+        """Return the learning rate that a training printed at one of its steps."""
+        return float(_RATE.findall(self._log(policy, shift).read_text(encoding="utf-8"))[index])
+
+    def _log(self, policy: str, shift: str | None) -> Path:
+        return self._folder / "logs" / f"{self.directory(policy, shift).name}.txt"
 
     def _losses(self, policy: str, shift: str) -> dict[int, float]:
         return {m["step"]: m["loss"] for m in read_metrics(self.directory(policy, shift)) if m["loss"] is not None}
@@ -137,7 +140,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--before", type=int, default=40, help="steps from the warm checkpoint to the shift")
     parser.add_argument("--after", type=int, default=60, help="steps after the shift")
     parser.add_argument("--interval", type=int, default=20, help="steps between two updates of the policy updated")
-    parser.add_argument("--rate", type=float, default=3.0, help="factor of the learning rate")
     parser.add_argument("--budget", default="fp4=0.9")
     parser.add_argument("--formats", default="fp8,fp4")
     parser.add_argument("--seed", type=int, default=1)
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pool.run(ended)
     if failed:
         return 1
-    named = ("before", "after", "interval", "rate", "budget", "formats", "seed")
+    named = ("before", "after", "interval", "budget", "formats", "seed")
     settings = {name: getattr(arguments, name) for name in named}
     result = header(arguments.commit) | {"experiment": experiment.name, "data": data.sha256, "other": other.sha256}
     result |= {"warm": warm.sha256, "settings": settings, "shifts": {shift: shifts.row(shift) for shift in SHIFTS}}

@@ -66,12 +66,16 @@ class Oracle:
         host: The training loop.
 
     Raises:
-        SnipError: If the model has experts.
+        SnipError: If experts are parallel, or have grouped GEMMs.
     """
 
     def __init__(self, registry: LinearRegistry, host: Host) -> None:
-        if any(handle.expert is not None for handle in registry):
-            raise SnipError("options are not forced alone in a mixture of experts")
+        experts = [handle for handle in registry if handle.expert is not None]
+        context = registry.context
+        if experts and context.expert_dp_size != context.dp_size:
+            raise SnipError("options of parallel experts are not forced alone; use --expert-model-parallel-size 1")
+        if any(handle.parameter != "weight" for handle in experts):
+            raise SnipError("options of grouped experts are not forced alone; leave out --moe-grouped-gemm")
         self._registry = registry
         self._host = host
         self._tp_rank = host.groups.tp_rank
@@ -101,9 +105,10 @@ class Oracle:
         device = self._host.device
         drift2 = torch.zeros(len(trials), len(names) + len(table.sinks), dtype=torch.float64, device=device)
         loss = torch.zeros(len(trials), dtype=torch.float64, device=device)
-        plain = [_Pass(microbatch, 1) for microbatch in microbatches]
         both = [_Pass(microbatch, sign) for microbatch in microbatches for sign in (1, -1)]
         both += [_Pass(microbatches[0], 0)] * (-len(both) % self._host.pass_group)
+        # As many passes as a trial has, which repeats the routing of experts pass by pass.
+        plain = [replace(each, sign=max(0, each.sign)) for each in both]
         random: dict[tuple[int, int], compat.RandomState] = {}
         with step.undisturbed(), self._forcing_ends():
             for index, trial in enumerate([None, *trials]):
@@ -181,6 +186,7 @@ class _Call:
         self._trial = trial
         self._passes = passes
         self._random = random
+        self._auxiliary = compat.AuxiliaryScale()
         self._chunk = {id(chunk): index for index, chunk in enumerate(call.model)}
         self._forwards = [0] * len(call.model)
         self._current = passes[0]
@@ -212,6 +218,7 @@ class _Call:
 
     def _begin_backward(self, own: _Pass, gradient: torch.Tensor) -> None:
         self._current = own
+        self._auxiliary.multiply(own.sign * self._loss_factor)
 
     def _loss(self, own: _Pass, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
         """Compute the loss times the sign of the pass, and note how the option changes it."""

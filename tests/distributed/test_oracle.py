@@ -46,6 +46,12 @@ LAYOUTS: dict[str, tuple[int, int, str]] = {
 }
 
 
+EXPERTS = (
+    "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-layer-freq [0,1]"
+    " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type alltoall"
+)
+
+
 def check(process: subprocess.CompletedProcess[str]) -> None:
     assert process.returncode == 0, process.stderr[-4000:]
 
@@ -127,3 +133,17 @@ def test_layouts_find_the_same(alone: StatisticsTable, warm: WarmRanks, checkpoi
         limit = FLIP_LIMIT * (np.abs(expected[name]).max() if name == "loss" else np.abs(expected[name]))
         assert (apart[flipped] <= np.broadcast_to(limit, apart.shape)[flipped]).all(), (name, apart[flipped])
         assert flipped.mean() <= TOUCHED_SHARE, (name, flipped)
+
+
+def test_auxiliary_losses_of_experts_and_their_routing_cancel(warm: WarmRanks, tmp_path: Path) -> None:
+    """Without an option nothing is left but the order of sums, and each option of an expert has a harm."""
+    args = [*EXPERTS.split(), *TRUTH, "--snip-dir", str(tmp_path / "run")]
+    check(warm.run(1, tiny_llama_args(*MODEL, *args, iters=9), tmp=tmp_path))
+    table = StatisticsTable.load(tmp_path / "run" / "stats" / f"step_{AT}.npz")
+    assert table.truth is not None
+    drift, floor = table.truth["raw_drift"], table.truth["floor"]
+    assert np.isfinite(drift).all()
+    assert (drift > 0.0).all()
+    assert (floor < 1e-2 * drift).all()
+    fprops = table.truth["loss"][:, list(Gemm).index(Gemm.FPROP)]
+    assert (np.abs(fprops[["experts" in row.name for row in table.linears]]) > 0.0).all()

@@ -35,7 +35,7 @@ from snip_megatron.megatron.compat.optimizer_state import (
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
-from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_kept, routing_repeated
+from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_kept, routing_repeated
 from snip_megatron.megatron.compat.te_graphs import graphs_of
 from snip_megatron.megatron.compat.torch_checkpoints import carry_state
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
@@ -46,6 +46,7 @@ __all__ = [
     "NEEDS_PACKAGE",
     "PACKAGE",
     "SUPPORTED_OPTIMIZERS",
+    "AuxiliaryScale",
     "RandomState",
     "RepeatedRouting",
     "TrainStep",

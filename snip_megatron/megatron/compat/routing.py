@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from snip_megatron.errors import SnipError
 
@@ -75,6 +75,24 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 def _tracked() -> dict[str, torch.Tensor]:
     """Return name → values per layer from Megatron's tracker of auxiliary losses."""
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+
+
+class AuxiliaryScale:
+    """Multiplies the gradients of auxiliary losses and of token prediction by the factor of a pass.
+
+    Megatron adds these gradients in the backward, whatever factor the loss has. Their scale is the same for all
+    microbatches of a call of the schedule.
+    """
+
+    def __init__(self) -> None:
+        self._scales: dict[Any, torch.Tensor] = {}
+
+    def multiply(self, factor: float) -> None:
+        """Let the next backwards multiply them by ``factor``."""
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+            scale = getattr(scaler, _SCALE)
+            if scale is not None:
+                setattr(scaler, _SCALE, self._scales.setdefault(scaler, scale.clone()) * factor)
 
 
 # -- equal routing in all passes -------------------------------------------------------------------------------
