@@ -6,7 +6,7 @@ process group and reads only the names of data files.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
-from snip_megatron.config import add_arguments, parse_snip_arguments
+from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
 
@@ -68,17 +67,14 @@ def _validated(argv: Sequence[str]) -> Layout | str:
     from snip_megatron.megatron.compat.meta_model import CannotBuildError
     from snip_megatron.megatron.conversion import linears_on_meta
     from snip_megatron.megatron.data.datasets import check_data
+    from snip_megatron.megatron.entry import provide_arguments
     from snip_megatron.megatron.evaluation import check_evaluation
     from snip_megatron.megatron.step_costs import layout_of
 
-    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.error = _refuse  # type: ignore[method-assign]
-        compat.set_defaults(parser, startup)
-        return add_arguments(parser)
-
-    args = pretraining.parse_arguments(provide)
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []))
     compat.check(args, startup)
     check_data(args)
+    validate.check_layers_of_experts(args)
     config, _ = configuration(args)
     if config.enabled:
         validate.check(config, args)
@@ -96,7 +92,3 @@ def _validated(argv: Sequence[str]) -> Layout | str:
         validate.check_model(config, args, linears)
     layout = layout_of(args, linears.covered, config)
     return replace(layout, model=replace(layout.model, vocabulary=layout.model.vocabulary or args.vocab_size or 0))
-
-
-def _refuse(message: str) -> NoReturn:
-    raise SnipError(message)

@@ -36,7 +36,7 @@ def run(startup: Startup) -> None:
         SnipError: If the configuration cannot work. It is checked before any collective is called.
     """
     shown: list[str] = []
-    args = pretraining.parse_arguments(functools.partial(_provide_arguments, startup, shown))
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))
     check_data(args)
     check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)
@@ -55,7 +55,7 @@ def run(startup: Startup) -> None:
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
-def _provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add SNIP's arguments and set defaults for this machine. ``shown`` is filled with one line per set of defaults."""
     parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     parser.formatter_class = _Help
