@@ -87,9 +87,7 @@ def convert(
 class PlainSnip:
     """Chooses the formats of a model's linears while it trains. Made by :func:`convert`.
 
-    Attributes:
-        registry: the converted linears.
-        table: the statistics of the latest update, or None.
+    ``registry`` holds the converted linears, ``table`` the statistics of the latest update.
     """
 
     def __init__(
@@ -131,13 +129,9 @@ class PlainSnip:
         Weights, optimizer, gradients, buffers and random states stay as they were. An update is dropped, with a line,
         if a statistic is not finite, if no gradient reaches the linears, or if no map meets the budget.
 
-        Args:
-            loss: returns the mean token loss of the step's first batch. It is called once at the first step, and up to
-                three times in an update, otherwise not at all. It must compute the same each time: read the batch
-                before, not inside.
-
-        Returns:
-            Whether a new map was adopted.
+        ``loss`` returns the mean token loss of the step's first batch. It is called once at the first step, and up to
+        three times in an update, otherwise not at all. It must compute the same each time: read the batch before, not
+        inside. Returns whether a new map was adopted.
 
         Raises:
             SnipError: the model's blocks are not attention and MLP, or the loss does not run them once each.

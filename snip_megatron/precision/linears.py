@@ -121,7 +121,7 @@ class LinearRow:
         return 2.0 * self.n * self.k * self.active
 
     def runs(self, gemm: Gemm | None) -> int:
-        """Return how many of its GEMMs run for a choice: of one GEMM, or of all (None)."""
+        """Return how many of its GEMMs run for a choice of one GEMM, or of all (None)."""
         if gemm is None:
             return len(Gemm) if self.trained else len(Gemm) - 1
         return int(self.trained or gemm is not Gemm.WGRAD)

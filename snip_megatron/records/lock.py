@@ -104,9 +104,7 @@ def check_lock(run: Path) -> None:
 def take_lock(run: Path) -> None:
     """Make this process the one that writes the run directory, until it ends or calls :func:`release_lock`.
 
-    Raises:
-        SnipError: another job writes there.
-        OSError: the lock cannot be written.
+    Raises SnipError if another job writes there, and OSError if the lock cannot be written.
     """
     check_lock(run)
     run.mkdir(parents=True, exist_ok=True)

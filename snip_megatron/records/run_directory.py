@@ -52,15 +52,14 @@ class RunDirectory:
     Args:
         path: the directory, which need not exist.
         config: the configuration of the run, compared on a restart with the one in the directory.
-        facts: values that may differ between restarts (layout, versions, command line). The latest are kept.
+        facts: values that may differ between restarts (layout, versions). The latest are kept.
         overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
             ``config`` and keeps the records before that step.
         resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A job that may be a
             restarted one, and found no checkpoint, passes 0.
 
-    Raises:
-        SnipError: the directory cannot be written, is written by another job, belongs to another configuration, or
-            holds the events of an earlier run although this run does not resume.
+    Raises SnipError if the directory cannot be written, is written by another job, belongs to another configuration, or
+    holds the events of an earlier run although this run does not resume.
     """
 
     def __init__(

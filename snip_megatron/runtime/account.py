@@ -1,7 +1,6 @@
 """The account of a run: how long steps take in bf16 and under each map, what SNIP itself costs, and the time saved.
 
-It takes the records of rank 0 in the order of time, from a running training (``coordinator.py``) or a run directory
-(:mod:`snip_megatron.reporting.summary`). Both therefore give the same figures.
+It takes the records of rank 0 in the order of time, from a training or from a run directory, with equal figures.
 
 Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
 count as costs. The steps right after a start, an update or an adoption do not count as usual steps. By how much those

@@ -1,9 +1,8 @@
 """The guard, which takes a map back if the loss spikes after its adoption (docs/how-it-works.md, rules of a run).
 
-The guard watches a map for some steps after its adoption. It compares the loss of each step with the losses before the
-adoption. Several losses above a limit in a row, or one figure that is not finite, raise an alarm, and the last good map
-is adopted again. The next map must then predict a smaller loss than the one that was taken back. The figures arrive one
-step late and are equal on all ranks, so that the guard needs no communication.
+For some steps after an adoption, losses are compared with those before it. Several above a limit in a row, or a figure
+that is not finite, raise an alarm, and the last good map is adopted again. The next one must then predict a smaller
+loss than the one that was taken back. Figures arrive one step late, equal on all ranks: the guard needs no communication.
 """
 
 from __future__ import annotations

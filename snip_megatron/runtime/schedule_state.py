@@ -30,11 +30,10 @@ class Timeline:
     Attributes:
         last: the step before which training ends.
         schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
-        fixed: returns the plan of a policy that needs no statistics. Its arguments are the first step of the run,
-            ``last``, the first step of the plan, and the Σ of the fp4 shares of the steps before it. None for other
-            policies.
-        carried: returns the weight of the carried loss in every phase (``sensitivity.phased``). Its arguments are
-            the first step of the run, the first steps of its remaining phases, and ``last``.
+        fixed: (first step of the run, ``last``, first step of the plan, Σ of the fp4 shares of the steps before it) →
+            the plan of a policy that needs no statistics; None for other policies.
+        carried: (first step of the run, first steps of its remaining phases, ``last``) → the weight of the carried loss
+            in every phase (``sensitivity.phased``).
         standing: weight of the standing loss in the last phase (``sensitivity.phased.STANDING_WEIGHTS``).
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
@@ -81,9 +80,9 @@ class ScheduleState:
     def begin(self, step: int) -> dict[str, int] | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
-        The count starts anew if the checkpoint has none, or one that counts steps which are still to come. It may
-        count fewer steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``.
-        Returns the fields of the event ``plan_moved``, the end before and now; None if it is the same.
+        The count starts anew if the checkpoint has none, or one of steps which are still to come. It may be of fewer
+        steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``. Returns the
+        fields of the event ``plan_moved``, the end before and now; None if it is the same.
         """
         state, timeline = self._state, self._timeline
         if state.spent is None or state.spent.next_step > step:

@@ -54,10 +54,8 @@ class StepReport:
     On a GPU, a separate stream copies the sum to the host. Reading it one step later does not wait for the training
     stream, so that the launching thread stays ahead of the GPU.
 
-    Args:
-        device: the device of tensors in collectives.
-        arrived: figures restored from a checkpoint. The first call of :meth:`exchange` returns them.
-        news: on rank 0, called at every step for the figures of :attr:`StepFigures.account`; None on other ranks.
+    Figures that have ``arrived`` before a checkpoint are the first that :meth:`exchange` returns. On rank 0, ``news``
+    is called at every step for the figures of :attr:`StepFigures.account`.
     """
 
     def __init__(self, device: torch.device, arrived: StepFigures | None = None, news: News | None = None) -> None:

@@ -40,13 +40,9 @@ class _Ticket(NamedTuple):
 class SidecarClient:
     """Keeps a solver process running, and gives it one job after the other.
 
-    A job fails if its process dies or does not answer in time. Jobs behind it wait for the next process, which starts
-    after a pause. The pause doubles up to a minute and is reset by an answer.
-
-    Args:
-        restart_backoff_s: the first pause in seconds.
-        deadline_s: seconds after ``submit`` until a job without an answer fails and its process is killed.
-        solve: ``module:function`` that the process calls for each job. It returns a :class:`SidecarResult`.
+    A job fails if its process dies, or does not answer within ``deadline_s`` and is killed. Jobs behind it wait for the
+    next process, which starts after a pause of ``restart_backoff_s``, doubled up to a minute until there is an answer.
+    ``solve`` is the ``module:function`` that the process calls for each job.
 
     Attributes:
         restarts: number of processes that were started to replace another.

@@ -23,12 +23,7 @@ _NICENESS = 5
 
 
 def main(parent: str, path: str) -> int:
-    """Serve jobs until the parent closes the pipe.
-
-    Args:
-        parent: the parent's process id.
-        path: ``module:function`` that takes a job and returns its result.
-    """
+    """Serve jobs by a ``module:function`` until the parent, given by its process id, closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; this process ends with the pipe
     if sys.platform == "linux":  # a busy or stopped process ends as well, as soon as the parent's thread has ended
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
