@@ -2,7 +2,7 @@
 
 For some steps after an adoption, losses are compared with those before it. Several above a limit in a row, or a figure
 that is not finite, raise an alarm, and the last good map is adopted again. The next one must then predict a smaller
-loss than the one that was taken back. Figures arrive one step late, equal on all ranks: the guard needs no communication.
+loss than the one that was taken back. Figures arrive one step late, equal on all ranks: no communication is needed.
 """
 
 from __future__ import annotations
