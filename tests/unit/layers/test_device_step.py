@@ -33,7 +33,7 @@ FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF
 class Products(ScaledProducts):
     """Dequantised products in FP32: any device."""
 
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True) -> torch.Tensor:
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> torch.Tensor:
         return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 

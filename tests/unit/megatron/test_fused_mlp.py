@@ -60,7 +60,7 @@ BACKWARD = {
 class Products(ScaledProducts):
     """Dequantised products in FP32: any device."""
 
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True) -> torch.Tensor:
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> torch.Tensor:
         return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
