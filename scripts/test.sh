@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole check of this repository: environment, ruff, mypy, import-linter, every test. Arguments go to pytest:
 #
-#   bash scripts/test.sh                           everything (about 20 minutes on 2 cores)
+#   bash scripts/test.sh                           everything
 #   bash scripts/test.sh tests/unit/solver -k cpsat
 #
 # Exit code: pytest's, or 1 if only ruff, mypy or import-linter failed. pytest's own summary is the last line.

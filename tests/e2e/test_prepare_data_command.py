@@ -54,14 +54,6 @@ def test_standard_library_is_prepared_and_reused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_input_is_one_line(tmp_path: Path) -> None:
-    result = snip(tmp_path / "nowhere", "--output", tmp_path / "data")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr == f"snip prepare-data: {tmp_path}/nowhere: no such file or folder\n"
-    assert not (tmp_path / "data").exists()
-
-
 def test_a_stop_leaves_nothing_behind(tmp_path: Path) -> None:
     number = signal.SIGHUP
     output = tmp_path / "made" / "data"

@@ -15,3 +15,10 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process, started by its first job, in which Triton interprets its kernels."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), choose_interpreter) as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_megatron_is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fused functions: a C++ compiler takes half a minute for them. The entry on a CPU compiles none either."""
+    if "megatron" in request.path.parts:
+        monkeypatch.setattr("torch._dynamo.config.disable", True)

@@ -135,17 +135,6 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert value(megatron_arguments(job(model=str(tmp_path))), "--rotary-base") == "20000"
 
 
-def test_a_smoke_run_keeps_the_flags() -> None:
-    """Same arguments, other values: only what a tiny model needs differs."""
-    for name in ("1b", "3b", "70b"):
-        full, tiny = (
-            [word for word in megatron_arguments(job(configuration=name, smoke=smoke)) if word.startswith("--")]
-            for smoke in (False, True)
-        )
-        added = {"--snip-first-update", "--snip-update-interval", "--snip-lag", "--snip-wait"}
-        assert [word for word in tiny if word not in added] == full
-
-
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
@@ -168,9 +157,3 @@ def test_how_far_a_job_is(extra: tuple[str, ...], expected: tuple[int, int], tmp
 def test_a_size_of_zero_is_refused_and_not_taken_for_the_default(name: str) -> None:
     with pytest.raises(SnipError, match=f"^--{name.replace('_', '-')} 0: must be"):
         job(**{name: 0})
-
-
-def test_data_may_be_named_with_an_equals_sign() -> None:
-    assert job(data=None, extra=["--data-path=/data/text"]).data is None
-    with pytest.raises(SnipError, match="cannot be combined with --data-path"):
-        job(extra=["--data-path=/data/text"])

@@ -14,8 +14,6 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.comparison import MAX_RUNS, differences, render_comparison, run_names, write_comparison
-from snip_megatron.reporting.report import render
-from snip_megatron.reporting.summary import summarise
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
 
@@ -132,22 +130,3 @@ def test_command(pair, tmp_path, capsys):
         assert error.count("\n") == 1
     with pytest.raises(SnipError, match="too many"):
         write_comparison([tmp_path] * (MAX_RUNS + 1))
-
-
-def test_the_cost_of_updates_is_that_of_the_report(tmp_path):
-    """Both pages had a definition of their own, and of one run said 33.7 and 2.1 %."""
-    paths = [
-        synthetic_run.write_run(tmp_path / name, steps=60, updates=1, first=30, seconds=(2.0, 1.0), faults=False)
-        for name in "ab"
-    ]
-    for kind in ("recapture", "compile"):
-        synthetic_run.add_event(paths[0], 40, kind, wait_s=0.5)
-    run = load_run(paths[0])
-    page, report = render_comparison([run, load_run(paths[1])]), render(run)
-    summary = summarise(run)
-    assert summary.cost_share is not None
-    assert sum(update.wait_s or 0.0 for update in run.updates) == pytest.approx(summary.cost_s - 0.5)  # compiling once
-    assert f"<dt>cost of updates</dt><dd>{summary.cost_s:.2f} s, {summary.cost_share:.2%}</dd>" in report
-    assert f", {summary.cost_share:.2%} of the time: " in report
-    assert f"<td>{summary.cost_s:.4g}</td><td>{summary.cost_share:.2%}</td>" in page
-    assert page.count("Worth it: ") == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -73,16 +72,6 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
     assert "is an average over the run: 76.00% if the latest plan is followed." in page
     assert "fprop: 24 fp4 → fp8</td>" in page
     assert "<td>0.125</td>" in page
-
-
-def test_a_budget_of_time_shows_speedups(path: Path) -> None:
-    synthetic_run.add_plan(path, plan_of((15, FAST), (60, SLOW), achieved=1.42))
-    run = load_run(path)
-    timed = [dataclasses.replace(a, asked="speedup=1.4", speedup=2.0, precision_map=FAST) for a in run.adoptions]
-    view = phase_view(RunData(**{**vars(run), "config": {"budget": "speedup=1.4"}, "adoptions": timed}))
-    assert view is not None
-    assert (view.timed, view.target, view.expected) == (True, 1.4, "1.420 ×")
-    assert [trace["y"] for trace in phase_figure(view)["data"]] == [[2.0, 2.0], [1.25, 1.25], [1.4, 1.4]]
 
 
 def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path) -> None:
