@@ -12,6 +12,9 @@ and the medians are over both rounds. ``*_graphs`` is the fastest of the impleme
 by which their steps took longer, and the times in the run's events. SNIP's other contenders keep one map, with the same
 format in every GEMM.
 
+``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
+permutation, Transformer Engine's formats with the padding that they need, CUDA graphs without the experts.
+
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
@@ -51,7 +54,6 @@ from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
 from benchmarks.jobs.updates import accounts
-from snip_megatron.precision import DENSE_LAYER, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
 
 LAG = 2
@@ -101,6 +103,8 @@ class Job:
         found = []
         for name in names:
             tried: Sequence[str | None] = CONTENDERS[name].graphs or (None,)
+            if self._model.graphed and CONTENDERS[name].graphs:
+                tried = ("transformer_engine",)
             if self._arguments.graphs and CONTENDERS[name].graphs:
                 tried = self._arguments.graphs.split(",")
             found += [Turn(name, graphs) for graphs in tried]
@@ -113,10 +117,13 @@ class Job:
         if turn.graphs is not None:
             given += ["--cuda-graph-impl", turn.graphs]
             given += ["--te-rng-tracker"] if has_transformer_engine() else []
-        if not has_transformer_engine():
-            given += ["--transformer-impl", "local"]
+            given += self._model.graphed
+        given += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
+        if self._model.transformer_engine and contender.transformer_engine:
+            given += ["--moe-router-padding-for-quantization"]
         if contender.map is not None:
-            given += ["--snip", "--snip-map", str(self._map(contender.map)), "--snip-dir", str(folder / "run")]
+            given += ["--snip", "--snip-policy", "bf16", "--snip-pin", f"*={contender.map.value}"]
+            given += ["--snip-dir", str(folder / "run")]
         if contender.updates is not None:
             budget = shlex.split(contender.updates)
             given += ["--snip", *budget, *shlex.split(self._updates()), "--snip-dir", str(folder / "run")]
@@ -134,12 +141,6 @@ class Job:
             f"--snip-first-update {first} --snip-update-interval {every} --snip-lag {LAG} --snip-wait 240"
             " --snip-guard-steps 0"
         )
-
-    def _map(self, fmt: Format) -> Path:
-        path = self._folder / f"all_{fmt.value}.json"
-        names = [str(LinearId("decoder", layer, kind)) for layer in range(self._model.layers) for kind in DENSE_LAYER]
-        path.write_text(PrecisionMap.uniform(names, fmt).to_json(), encoding="utf-8")
-        return path
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables of a training. The step before the last is recorded under ``--kernels``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from benchmarks.jobs.multi_gpu_runs import sizes
@@ -10,22 +11,55 @@ from snip_megatron.precision import Format
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model as Megatron's arguments, and its number of layers."""
+    """A model.
 
-    layers: int
+    Attributes:
+        arguments: its sizes as Megatron's arguments.
+        transformer_engine: arguments in addition where Transformer Engine is installed.
+        graphed: arguments in addition with CUDA graphs, which are Transformer Engine's then. Empty: the whole layer is
+            captured.
+    """
+
     arguments: list[str]
+    transformer_engine: tuple[str, ...] = ()
+    graphed: tuple[str, ...] = ()
 
 
 def _model(layers: int, *shape: int, vocab: int = 32000) -> Model:
-    return Model(layers, [*sizes(layers, *shape), "--vocab-size", str(vocab)])
+    return Model([*sizes(layers, *shape), "--vocab-size", str(vocab)])
 
 
+def _experts(layers: int, *shape: int, experts: str, vocab: int = 32000) -> Model:
+    """Return a model with experts: grouped GEMMs, and Megatron's fusions of router and permutation."""
+    balanced = (
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"
+    )
+    return Model(
+        [*_model(layers, *shape, vocab=vocab).arguments, *shlex.split(f"{experts} {balanced}")],
+        ("--moe-grouped-gemm", "--moe-router-fusion", "--moe-permute-fusion"),
+        ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
+    )
+
+
+QWEN3 = "--kv-channels 128 --qk-layernorm --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
+"""Of Qwen3-30B-A3B."""
+DEEPSEEK = """
+--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+--v-head-dim 128 --rope-type rope --no-rope-fusion --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 2048
+--moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid
+"""
+"""Like DeepSeek-V3 with the hidden size of V2-Lite, which fits on one GPU."""
 # Layers; hidden, ffn, heads, groups; sequence, sequences a microbatch and a step.
 MODELS = {
     "1b": _model(22, 2048, 5632, 32, 4, 2048, 8, 16),
     "8b-blocks": _model(4, 4096, 14336, 32, 8, 8192, 1, 4),
     "8b-blocks-4k": _model(4, 4096, 14336, 32, 8, 4096, 1, 8),
+    "qwen3-moe": _experts(4, 2048, 6144, 32, 4, 4096, 2, 4, experts=QWEN3),
+    "deepseek-moe": _experts(4, 2048, 10944, 16, 16, 4096, 1, 4, experts=DEEPSEEK),
     "tiny": _model(2, 64, 192, 4, 2, 64, 2, 4, vocab=255),
+    "tiny-moe": _experts(
+        2, 64, 192, 4, 2, 64, 2, 4, vocab=255, experts="--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+    ),
 }
 
 
