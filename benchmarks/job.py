@@ -114,6 +114,8 @@ class Job:
     def _given(self, turn: Turn, folder: Path) -> list[str]:
         contender, steps = CONTENDERS[turn.contender], self._arguments.steps
         given = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
+        if "--multi-latent-attention" in given:
+            given.remove("--group-query-attention")
         if turn.graphs is not None:
             given += ["--cuda-graph-impl", turn.graphs]
             given += ["--te-rng-tracker"] if has_transformer_engine() else []
