@@ -167,7 +167,7 @@ def solved(problem: Problem, device: str) -> tuple[Map, float]:
     small = Workload(((256, 256, 256),), ((256, 256),), ((256, 256),), (), tuple(sizes.values()))
     measurer = Measurer(problem.context.backend, clock_for(torch.device(device)), CANDIDATES)
     model = CostModel(calibrate(measurer, small, {}))
-    times = OptionTimes.predict(model, {name: _shape(*size) for name, size in sizes.items()}, CANDIDATES).seconds
+    times = OptionTimes.predict(model, {name: _shape(name, *size) for name, size in sizes.items()}, CANDIDATES).seconds
     items = [
         Item(f"{name}:{gemm}", 0, of["bf16"], tuple(_choice(of, fmt) for fmt in (Format.BF16, *CANDIDATES)))
         for name, by_gemm in times.items()
@@ -179,8 +179,9 @@ def solved(problem: Problem, device: str) -> tuple[Map, float]:
     return (fc1, fc2), 1e3 * seconds / MICROBATCHES
 
 
-def _shape(experts: int, rows: int, n: int, k: int) -> LinearShape:
-    return LinearShape(rows // experts, n, k, MICROBATCHES * experts, matrices=experts, grouped=True)
+def _shape(name: str, experts: int, rows: int, n: int, k: int) -> LinearShape:
+    fused = {"fc1": "gradient", "fc2": "input"}[name]
+    return LinearShape(rows // experts, n, k, MICROBATCHES * experts, matrices=experts, grouped=True, fused=fused)
 
 
 def _choice(seconds: Mapping[str, float], fmt: Format) -> Choice:

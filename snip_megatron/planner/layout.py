@@ -9,7 +9,7 @@ from functools import cached_property
 from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.models import Model
-from snip_megatron.precision import LinearRow, Side
+from snip_megatron.precision import LinearRow, Role, Side
 from snip_megatron.timing.shapes import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
@@ -18,6 +18,7 @@ GRAPHS_WITHOUT_PIPELINE = {
     "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
 }
 """Implementation of CUDA graphs → why it cannot run a pipeline."""
+_FUSED = {Role.READS: "gradient", Role.WRITES: "input"}
 _TILE = 128
 _MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
@@ -51,6 +52,7 @@ class Layout:
             missing.
         grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
             Engine.
+        fused_experts: whether SwiGLU between them is fused with quantisation.
     """
 
     model: Model
@@ -76,6 +78,7 @@ class Layout:
     gradient_bytes: int = 4
     gradient_accumulation_fusion: bool = True
     grouped_experts: bool = False
+    fused_experts: bool = False
 
     def checked(self) -> Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
@@ -166,6 +169,7 @@ class Layout:
             own = self.etp or tp
             tokens = max(1, tokens * row.active * self.ep * own // (tp * row.experts))
             tp, sequence_parallel = own, False
+        grouped = row.experts > 1 and self.grouped_experts
         n, k = row.n, row.k
         split = {Side.OUTPUT: n, Side.INPUT: k, Side.NEITHER: 0}[row.sharded]
         if split % tp:
@@ -179,7 +183,8 @@ class Layout:
             forwards=2 if self.recomputed(row) else 1,
             fused_accumulation=self.gradient_accumulation_fusion,
             matrices=self.matrices(row),
-            grouped=row.experts > 1 and self.grouped_experts,
+            grouped=grouped,
+            fused=_FUSED[row.role] if grouped and self.fused_experts else None,
         )
 
     # -- parameters ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.shapes import LinearShape
-from snip_megatron.timing.table import TimingTable, Triple
+from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
 
 STATED_COPY = 4.0e12
 """Assumed bytes a second of a copy, if the table has no measurement."""
@@ -40,6 +40,7 @@ _GROUP_WORK: dict[str, Callable[[Point], float]] = {
     "gradient": lambda group: group[1] * group[2],
     "weights": lambda group: group[0] * group[2] * group[3],
 }
+_GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS}
 """Part of a grouped linear's times → the work of (experts, tokens, n, k)."""
 
 
@@ -80,11 +81,11 @@ class CostModel:
         if fmt is not Format.BF16:
             x, g = self._input(shape, fmt), self._gradient(shape, fmt)
             if gemm is Gemm.FPROP:
-                time += _portion(x, 0, alone=shape.gathered)
+                time += self._portion(shape, fmt, "input", x, 0)
             elif gemm is Gemm.DGRAD:
-                time += _portion(g, 0)
+                time += self._portion(shape, fmt, "gradient", g, 0)
             else:
-                time += _portion(x, 1, alone=shape.gathered) + _portion(g, 1)
+                time += self._portion(shape, fmt, "input", x, 1) + self._portion(shape, fmt, "gradient", g, 1)
             once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
         elif gemm is Gemm.WGRAD:
             time += self._added(shape)
@@ -156,6 +157,25 @@ class CostModel:
         alone = known is not fmt and VARIANTS[fmt].own_weight
         return both if alone else both / 2
 
+    def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
+        """Return the seconds of a quantisation that one of its two GEMMs is charged.
+
+        Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
+
+        Args:
+            shape, fmt, operand: what is quantised.
+            times: seconds for the first GEMM only, for wgrad only, and for both in one call.
+            side: 0 for the first GEMM, 1 for wgrad.
+        """
+        own, other, both = times[side], times[1 - side], times[2]
+        if self._is_grouped(shape) and shape.fused == operand:
+            known = self._known(fmt)
+            fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[known])
+            return max(own, both - fused) if side else fused
+        if operand == "input" and shape.gathered:  # the two GEMMs quantise it separately
+            return own
+        return min(both, max(0.0, (own + both - other) / 2))
+
     def _known(self, fmt: Format) -> Format:
         """Return ``fmt`` if the table has it, otherwise the base that it is a variant of."""
         if fmt not in self.formats:
@@ -197,15 +217,3 @@ def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
         copy_rate: bytes a second of a copy; None if not measured.
     """
     return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))
-
-
-def _portion(times: Triple, side: int, *, alone: bool = False) -> float:
-    """Return the seconds of a quantisation that one of its two GEMMs is charged.
-
-    Args:
-        times: seconds for the first GEMM only, for wgrad only, and for both in one call.
-        side: 0 for the first GEMM, 1 for wgrad.
-        alone: whether the two GEMMs quantise separately.
-    """
-    own, other, both = times[side], times[1 - side], times[2]
-    return own if alone else min(both, max(0.0, (own + both - other) / 2))

@@ -29,6 +29,8 @@ class LinearShape(JsonFields):
             in its GEMM. Otherwise it writes ∇W in bf16 and adds it in another kernel.
         matrices: W of so many experts. Each is quantised once a step.
         grouped: whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts.
+        fused: the operand that is quantised with SwiGLU, in a grouped linear whose wgrad is in bf16: ``input`` if
+            SwiGLU makes X, ``gradient`` if its gradient makes G; None for neither.
     """
 
     tokens: int
@@ -40,6 +42,7 @@ class LinearShape(JsonFields):
     fused_accumulation: bool = True
     matrices: int = 1
     grouped: bool = False
+    fused: str | None = None
 
     @property
     def group(self) -> tuple[int, int, int, int]:

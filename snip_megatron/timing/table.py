@@ -19,7 +19,8 @@ MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
 MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
-GROUPED = ("gemms", *OPERANDS, "weights")
+_ONE_TIME = ("fused_input", "fused_gradient", "weights")
+GROUPED = ("gemms", *OPERANDS, *_ONE_TIME)
 _KEYS = {
     "gemms": ("tokens", "n", "k"),
     "activations": ("tokens", "features"),
@@ -46,7 +47,8 @@ class TimingTable:
             rounded stochastically in 4 bits.
         weights: (n, k) → format → seconds of quantising for fprop and dgrad in one call.
         grouped: (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``,
-            ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear.
+            ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear; ``fused_input``,
+            ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.
@@ -148,8 +150,8 @@ def _table(body: dict[str, Any]) -> TimingTable:
 
     def grouped(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
         found: dict[str, dict[Format, Any]] = {"gemms": _by_format(row, "gemms", formats, _triple, prefix)}
-        weights = _by_format(row, "weights", quantised, _seconds, prefix)
-        return found | activation(row, prefix) | {"weights": weights}
+        ones = {part: _by_format(row, part, quantised, _seconds, prefix) for part in _ONE_TIME}
+        return found | activation(row, prefix) | ones
 
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")

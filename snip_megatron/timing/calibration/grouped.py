@@ -18,6 +18,8 @@ from snip_megatron.timing.calibration.clock import Clock
 from snip_megatron.timing.calibration.workload import Size
 from snip_megatron.timing.table import OPERANDS, Triple
 
+_PAIRS = 256  # SwiGLU's kernels take whole tiles of gates and of ups
+_LEAST = 1e-9  # seconds: two times that differ by less are equal
 _UNEVEN = (0.7, 1.3)  # rows of an expert, of the mean
 _READ: dict[Gemm, tuple[str, int]] = {Gemm.FPROP: ("input", 0), Gemm.DGRAD: ("gradient", 1)}
 """Product → the operand that it reads beside the weights, and the side of the weights."""
@@ -64,7 +66,31 @@ class GroupedLinear:
         for operand in OPERANDS:
             sides = [(True, False), (False, True), (True, True)]
             found[operand] = _triples([self._times(partial(self._side, operand, *s), self._quantised) for s in sides])
+            found[f"fused_{operand}"] = self._fused(operand, found[operand])
         return found
+
+    def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
+        """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16.
+
+        Formats that are not fused have the times of a quantisation ``apart``.
+        """
+        rows, fuses = self._rows[operand], self._products.fuses_swiglu
+        width = rows.shape[1] * (2 if operand == "input" else 1)
+        formats = [fmt for fmt in self._formats if fuses((fmt, Format.BF16)) and width % _PAIRS == 0]
+        found = {fmt: times[0] for fmt, times in apart.items()}
+        if len(formats) < 2:
+            return found
+        y = self._normal(len(rows), width) if operand == "input" else rows
+        d, probs = y[:, : y.shape[1] // 2].contiguous(), torch.ones(len(rows), device=rows.device)
+
+        def call(fmt: Format) -> Callable[[], object]:
+            if operand == "input":
+                return partial(self._products.swiglu, y, probs, self._splits, OperandSpec(fmt, Format.BF16))
+            spec = OperandSpec(fmt, Format.BF16, keys=self._keys)
+            return partial(self._products.swiglu_gradient, d, y, probs, self._splits, spec)
+
+        times = self._times(call, formats)
+        return found | {fmt: max(s - times[Format.BF16], _LEAST) for fmt, s in times.items() if fmt in found}
 
     def _times(self, call: Callable[[Format], Callable[[], object]], formats: Sequence[Format]) -> dict[Format, float]:
         calls = {fmt: call(fmt) for fmt in formats}

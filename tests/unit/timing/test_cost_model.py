@@ -13,7 +13,7 @@ from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 
-from .timing_tables import FORMATS, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
+from .timing_tables import FORMATS, FUSED, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
 
 MODEL = CostModel(formula_table())
 BF16, FP8, TENSOR, FP4 = FORMATS
@@ -62,6 +62,18 @@ def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
     assert without.extrapolated(grouped)
     apart = replace(grouped, grouped=False)
     assert without.seconds(grouped, Gemm.FPROP, FP8) == MODEL.seconds(apart, Gemm.FPROP, FP8)
+
+
+def test_an_operand_fused_with_swiglu_is_charged_what_it_adds() -> None:
+    """And wgrad, which would end the fusion, the rest of a quantisation for both."""
+    shape = LinearShape(1024, 4096, 512, matrices=4, grouped=True)
+    x = 4096 * 512 / QUANTISED / 4
+    for fused, first, times in (("input", Gemm.FPROP, 1), ("gradient", Gemm.DGRAD, 16)):
+        one = replace(shape, fused=fused)
+        added = MODEL.seconds(one, first, FP8) - MODEL.seconds(shape, first, FP8)
+        assert added == pytest.approx(FUSED / 4 - 0.8 * times * x, rel=0.05)
+        both = sum(MODEL.seconds(one, g, FP8) - MODEL.seconds(shape, g, FP8) for g in Gemm)
+        assert both == pytest.approx(0, abs=1e-3 * times * x)
 
 
 def test_extrapolation_is_said() -> None:

@@ -12,6 +12,7 @@ FORMATS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.FP4)
 SPEED = {Format.BF16: 1.0, Format.FP8: 1.5, Format.FP8_TENSOR: 1.9, Format.FP4: 1.4, Format.NVFP4: 2.5}
 GEMM_SHARE = (1.0, 1.1, 1.3)  # fprop, dgrad, wgrad
 RATE = 3e14  # tokens·n·k a second in bf16
+FUSED = 1e-6  # what quantising adds to SwiGLU, for experts
 QUANTISED = 1e12  # elements a second, one side
 
 
@@ -43,7 +44,9 @@ def formula_table(
     grouped = {}
     for e, m, n, k in itertools.product((4, 64), tokens, features, features):  # GEMMs as fast as one of all tokens
         times = {"gemms": gemms[m, n, k], "weights": {fmt: e * each for fmt, each in weights[n, k].items()}}
-        grouped[e, m, n, k] = times | {"input": activations[m, k]["input"], "gradient": activations[m, n]["gradient"]}
+        times |= {"input": activations[m, k]["input"], "gradient": activations[m, n]["gradient"]}
+        fused = {f"fused_{of}": dict.fromkeys(quantised, FUSED) for of in ("input", "gradient")}
+        grouped[e, m, n, k] = times | fused
     return TimingTable(
         device="Formula 1",
         backend="none",

@@ -16,7 +16,7 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed
+from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import Call, HostClock
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
     attention=((32, 2, 16),),
     grouped=((3, 128, 128, 256),),
 )
-BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm), groups=emulated_grouped)]
+BACKENDS = [REFERENCE, HopperBackend(packed, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
