@@ -6,7 +6,8 @@ communicated here: the token dispatcher exchanges tokens, and sums what the tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys, nothing, passed_on, unreduced_gradient
 from snip_megatron.layers.context import LinearHandle, signs_of
+from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
@@ -58,7 +60,11 @@ def grouped_product(
     if any(count % products.row_multiple for count in splits):
         rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)
         x, splits = rows.pad(x), rows
-    call = GroupedCall(LinearCall(first, has_backward=torch.is_grad_enabled()), handles, tuple(splits), products)
+    override = first.context.override
+    linear = LinearCall(
+        first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
+    )
+    call = GroupedCall(linear, handles, tuple(splits), products)
     y: Tensor = GroupedLinear.apply(x, call, *weights)  # type: ignore[no-untyped-call]
     return y if rows is None else rows.unpad(y)
 
@@ -95,6 +101,12 @@ class GroupedLinear(torch.autograd.Function):
             rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
         w, _ = _weight_operands(call, weights, fprop, dgrad)
         y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        override = call.linear.override
+        if override is not None:
+            y = _by_expert(call, lambda a, b, own: perturbed(override, Gemm.FPROP, a, b.t(), own), x, weights, y)
+            if override.compare is not None:
+                error = partial(output_error, override, handle, handle.context.backend)
+                ctx.error = _by_expert(call, error, x, weights, y)
         if call.linear.has_backward:
             tensors, ctx.rest = flatten(columnwise)
             ctx.save_for_backward(*tensors, *([x] if probed else []))
@@ -120,6 +132,10 @@ class GroupedLinear(torch.autograd.Function):
             )
         _, w = _weight_operands(call, weights, fprop, dgrad)
         d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
+        override = call.linear.override
+        if override is not None:
+            d = _by_expert(call, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
+            report_error(override, g, getattr(ctx, "error", None))
         main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         out = [each for each in main_grads if each is not None]
         x_columnwise = assemble((tuple(saved), ctx.rest))
@@ -130,6 +146,14 @@ class GroupedLinear(torch.autograd.Function):
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
         return d, None, *map(passed_on, weights, found, main_grads)
+
+
+def _by_expert(
+    call: GroupedCall, function: Callable[..., Tensor | None], rows: Tensor, weights: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """Return ``function(rows, weight, out)`` of every expert, which an Override asks for, as one tensor."""
+    of_rows, of_out = (torch.split(each, list(call.splits)) for each in (rows, out))
+    return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])  # type: ignore[misc]
 
 
 def _weight_operands(call: GroupedCall, weights: Sequence[Tensor], fprop: Format, dgrad: Format) -> OperandPair:

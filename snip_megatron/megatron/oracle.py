@@ -66,16 +66,13 @@ class Oracle:
         host: The training loop.
 
     Raises:
-        SnipError: If experts are parallel, or have grouped GEMMs.
+        SnipError: If experts are parallel.
     """
 
     def __init__(self, registry: LinearRegistry, host: Host) -> None:
-        experts = [handle for handle in registry if handle.expert is not None]
-        context = registry.context
+        context, experts = registry.context, any(handle.expert is not None for handle in registry)
         if experts and context.expert_dp_size != context.dp_size:
             raise SnipError("options of parallel experts are not forced alone; use --expert-model-parallel-size 1")
-        if any(handle.parameter != "weight" for handle in experts):
-            raise SnipError("options of grouped experts are not forced alone; leave out --moe-grouped-gemm")
         self._registry = registry
         self._host = host
         self._tp_rank = host.groups.tp_rank

@@ -17,7 +17,7 @@ from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, StepContext
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import grouped_product
 from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
@@ -270,3 +270,28 @@ def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
         assert experts.handles[0].is_stock is not runs_grouped
         experts.context.recipes = True
         assert experts.handles[0].is_stock
+
+
+def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_the_error() -> None:
+    splits = (130, 0, 7)
+    x, g = operands(splits)
+
+    def passed(override: Override | None, formats: Formats = (BF16, BF16, BF16)) -> tuple[Tensor, Tensor, list[Tensor]]:
+        experts = Experts(3, formats)
+        experts.context.override = None if override is None else lambda _: override
+        y = experts(x, splits)
+        (d,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        return y.detach(), d, [weight.detach() for weight in experts.parameters()]
+
+    plain_y, plain_d, _ = passed(Override())
+    forced_y, forced_d, _ = passed(Override((FP4, BF16, BF16)))
+    assert torch.equal(forced_y, passed(None, (FP4, BF16, BF16))[0])
+    assert torch.equal(forced_d, plain_d)
+    for gemm, of_y in ((Gemm.FPROP, True), (Gemm.DGRAD, False)):
+        y, d, _ = passed(Override(perturb=gemm))
+        assert torch.equal(y, plain_y) is not of_y
+        assert torch.equal(d, plain_d) is of_y
+    told: list[Tensor] = []
+    passed(Override(compare=FP4, report=told.append))
+    expected = (g.float() * (forced_y.float() - plain_y.float())).double().sum()
+    assert torch.stack(told).sum() == pytest.approx(float(expected), rel=1e-2)
