@@ -36,14 +36,14 @@ class WeightCache:
 
     def get(
         self,
-        backend: GemmBackend,
+        backend: object,
         weights: Sequence[Tensor],
         formats: tuple[Format, Format],
         quantize: Callable[[], OperandPair],
     ) -> OperandPair:
         """Return the local shards of ``weights`` [N, K] as the operands of fprop and of dgrad in ``formats``.
 
-        ``quantize`` makes them. It may be a collective of the ranks that share the weights.
+        ``quantize`` makes them, for ``backend``. It may be a collective of the ranks that share the weights.
         """
         key = (backend, formats, *((weight.data_ptr(), weight._version) for weight in weights))
         alive = len(self._weights) == len(weights) and all(

@@ -38,8 +38,8 @@ class _GroupedForward(StockState):
         if self.snip_experts[0].is_stock:
             return super().forward(x, m_splits)  # type: ignore[misc,no-any-return]
         if self.snip_experts[0].runs_recipe:
-            formats = self.snip_experts[0].formats
-            return forward_under(self, formats, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
+            weights = [handle.weight for handle in self.snip_experts]
+            return forward_under(self, self.snip_experts[0], weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
         order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
         handles = self.snip_experts[order]

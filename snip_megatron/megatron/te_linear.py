@@ -55,7 +55,7 @@ class _QuantizedForward(StockState):
         if self.snip.is_stock:
             return super().forward(x)  # type: ignore[misc,no-any-return]
         if self.snip.runs_recipe:
-            return forward_under(self, self.snip.formats, super().forward, x)  # type: ignore[misc,no-any-return]
+            return forward_under(self, self.snip, [self.weight], super().forward, x)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
         returned = self.bias if self.te_return_bias else None
         bias = self.bias if self.apply_bias else None

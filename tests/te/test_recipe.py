@@ -77,6 +77,12 @@ def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:
     module(x)
     assert module.quantizers["scaling_fwd"] is before
     assert module._fp8_workspaces
+    registry.end_step()  # the optimizer changes weights
+    module(x)
+    assert not module._fp8_workspaces
+    assert module.quantizers["scaling_fwd"] is before
+
+    module._fp8_workspaces["weight"] = torch.zeros(1)
     registry.adopt(PrecisionMap.uniform(registry.names, Format.NVFP4))
     module(x)
     assert {type(each) for pair in quantizers(module).values() for each in pair} == {te.NVFP4Quantizer}

@@ -1,23 +1,26 @@
 """Runs Transformer Engine's own linears in the formats of the precision map.
 
 Each combination of three formats has one recipe. Transformer Engine makes new quantizers for a module whose recipe is
-another object than before, but keeps the quantised weight of the earlier one.
+another object than before.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from torch import Tensor
 from transformer_engine.common.recipe import CustomRecipe, MMParams
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.transformer_engine import te_map
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format
+from snip_megatron.quantization.operands import OperandPair
 
 Formats = tuple[Format, Format, Format]
 
@@ -39,17 +42,27 @@ def recipe_of(formats: Formats) -> Any:
 class StockState:
     """Keeps recipes of maps out of checkpoints, so that any model of Megatron loads them."""
 
-    def get_extra_state(self: Any) -> torch.Tensor | None:
+    def get_extra_state(self: Any) -> Tensor | None:
         """Return what a linear without a recipe has, if its recipe is one of a map: these keep nothing."""
         if isinstance(self.fp8_meta.get("recipe"), CustomRecipe):
             return torch.empty(0, dtype=torch.uint8)
         return super().get_extra_state()  # type: ignore[misc,no-any-return]
 
 
-def forward_under(module: Any, formats: Formats, forward: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``forward(*arguments)`` of a stock linear, in these formats. Its backward has them too."""
-    recipe = recipe_of(formats)
-    if module.fp8_meta.get("recipe") is not recipe:
+def forward_under(
+    module: Any, handle: LinearHandle, weights: Sequence[Tensor], forward: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Return ``forward(*arguments)`` of a stock linear in the formats of ``handle``. Its backward has them too.
+
+    Megatron tells linears of a new optimizer step only where it quantises itself. So the quantised weight is forgotten
+    here as soon as the cache of ``handle`` would be made anew.
+    """
+    recipe = recipe_of(handle.formats)
+
+    def forget() -> OperandPair:
         module._fp8_workspaces.clear()
+        return None, None
+
+    handle.state.weights.get(recipe, weights, handle.formats[:2], forget)
     with te.autocast(enabled=True, recipe=recipe):
         return forward(*arguments)
