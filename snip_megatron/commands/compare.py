@@ -27,7 +27,7 @@ from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import rows
 from snip_megatron.evaluation.tables import markdown
-from snip_megatron.records.output_file import deliver
+from snip_megatron.records.storage import deliver
 from snip_megatron.reporting.experiments import comparison_page
 from snip_megatron.reporting.page import write_page
 

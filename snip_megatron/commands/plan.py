@@ -15,7 +15,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.planner.layout import RECOMPUTE, Layout
-from snip_megatron.records.output_file import check_folder, deliver
+from snip_megatron.records.storage import check_folder, deliver
 
 _SHARED = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.options import add_options, given_options
-from snip_megatron.config.values import parse_pins, parse_tolerance
+from snip_megatron.config.options import add_options, given_options, parse_pins, parse_tolerance
 from snip_megatron.errors import SnipError, plain_arguments
-from snip_megatron.records.output_file import check_folder, deliver
+from snip_megatron.records.storage import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.records.stored import Change, Stored

@@ -22,8 +22,7 @@ from snip_megatron.evaluation.machine import describe
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
 from snip_megatron.evaluation.recording import record_truth
 from snip_megatron.evaluation.runner import Pool
-from snip_megatron.records.output_file import deliver
-from snip_megatron.records.storage import dump_json
+from snip_megatron.records.storage import deliver, dump_json
 from snip_megatron.reporting.experiments import proxy_page
 from snip_megatron.reporting.page import write_page
 from snip_megatron.sensitivity.request import SolveRequest

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from snip_megatron.config.conflicts import LATE
 from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.defaults import defaults
-from snip_megatron.config.options import check_option, given_options, option, setting
-from snip_megatron.config.values import LEAST_LOSSES, load_schedule, parse_pins, parse_tolerance
+from snip_megatron.config.options import (
+    LEAST_LOSSES,
+    check_option,
+    given_options,
+    load_schedule,
+    option,
+    parse_pins,
+    parse_tolerance,
+    setting,
+)
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.precision import GRANULARITIES, Format

@@ -17,8 +17,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
-from snip_megatron.records.output_file import is_special
-from snip_megatron.records.storage import write_atomically
+from snip_megatron.records.storage import is_special, write_atomically
 
 RECIPES: Mapping[Format, str] = {
     Format.BF16: "bf16",

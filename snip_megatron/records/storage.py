@@ -1,4 +1,6 @@
-"""File writes that never stop training. A failed write is kept in memory and tried again.
+"""File writes: those of a run never stop training, and those of a command end in one line.
+
+A failed write of a run is kept in memory and tried again.
 
 A JSON line is written by one ``write()`` call of one complete line to a file opened with O_APPEND, and not synced. A
 whole file is written under a temporary name, synced and renamed. All values are converted to valid JSON first: NaN and
@@ -21,6 +23,8 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from snip_megatron.errors import SnipError
 
 MAX_KEPT_BYTES = 64 * 2**20
 """Size limit of the failed writes that are kept. Beyond it, the oldest ones are dropped and counted."""
@@ -250,3 +254,47 @@ def cut_back(path: Path, step: int) -> int:
             kept.writelines(tail)
         write_atomically(path, b"".join(head))
     return len(tail)
+
+
+# -- output files of commands ------------------------------------------------------------------------------------
+def check_folder(argument: str, path: Path | None) -> None:
+    """Check that an output file can be made, so that a command fails before it computes anything.
+
+    Raises SnipError naming ``argument`` if ``path`` is a folder, or its own folder is missing or cannot be written.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if os.path.isdir(path):  # False for a name that is too long, where Path.is_dir raises
+        raise SnipError(f"{argument} {path}: is a folder; name a file in it")
+    if not os.path.isdir(folder):
+        raise SnipError(f"{argument} {path}: there is no folder {folder}")
+    if not is_special(path) and not os.access(folder, os.W_OK):
+        raise SnipError(f"{argument} {path}: the folder {folder} cannot be written")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write ``data`` by :func:`write_atomically`, or straight into ``path`` if it is a pipe or a device.
+
+    A rename would put a file in the place of ``/dev/null``. Raises OSError if ``path`` cannot be written.
+    """
+    if is_special(path):
+        path.write_bytes(data)
+    else:
+        write_atomically(path, data)
+
+
+def deliver(argument: str, path: Path | None, text: str) -> None:
+    """Write ``text`` to ``path``, or to standard output if that is None. Raises SnipError naming ``argument``."""
+    if path is None:
+        print(text, end="")
+        return
+    try:
+        write_output(path, text.encode())
+    except OSError as error:
+        raise SnipError(f"{argument} {path}: cannot be written: {error.strerror}") from None
+
+
+def is_special(path: Path) -> bool:
+    """Return whether ``path`` is a pipe or a device."""
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.errors import SnipError, needs_extra
-from snip_megatron.records.output_file import write_output
+from snip_megatron.records.storage import write_output
 
 with needs_extra("report", "a report"):
     from plotly.offline import get_plotlyjs

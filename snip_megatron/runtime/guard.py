@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.values import LEAST_LOSSES
+from snip_megatron.config.options import LEAST_LOSSES
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.fields import JsonFields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.records.output_file import check_folder, deliver
+from snip_megatron.records.storage import check_folder, deliver
 
 
 def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
