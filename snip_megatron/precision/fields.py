@@ -9,7 +9,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.strict import MOST, array, check_keys, finite, mapping, one_of
 
@@ -38,7 +38,7 @@ class JsonFields:
         try:
             return cls(**found)
         except ValueError as error:
-            raise SnipError(f"{where}.{error}") from None
+            raise SnipError(f"{where}.{cut(error)}") from None
 
 
 def _encoded(value: Any) -> Any:
