@@ -8,5 +8,5 @@ EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""
 
 LIBRARIES = ("auto", "cublas", "deepgemm")
-"""Values of ``gemm_library``: the library that runs fp8 and fp4 products on Hopper. ``auto`` uses DeepGEMM only
-where its results are bitwise those of cuBLASLt."""
+"""Values of ``gemm_library``: the library that runs fp8 and fp4 products on Hopper. DeepGEMM runs fprop
+and dgrad, where its results are bitwise those of cuBLASLt; ``deepgemm`` demands it."""

@@ -2,8 +2,7 @@
 
 ``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use and keeps it in a
 cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a
-training. Its wgrad sums in another order, with a relative difference of 1e-7. Only ``gemm_library="deepgemm"``
-uses that.
+training. Wgrad runs by cuBLASLt.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ DISTRIBUTION, VERSION = "sgl-deep-gemm", "0.1.4"
 TORCH = (2, 11)
 """The release of torch that ``VERSION`` was built for. Later releases of the library misread tensors of this torch."""
 
-_BY_BLOCKS, _BY_TILES = (1, 128, 128), (1, 1, 128)
+_BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
-_WGRAD_TOLERANCE = 1e-6
 _GROUPED = (
     "m_grouped_fp8_fp4_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
@@ -52,11 +50,9 @@ class DeepGemm:
 
     Attributes:
         gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
-        accumulates: whether wgrad runs by DeepGEMM as well.
     """
 
     gemm: Gemm
-    accumulates: bool = False
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
         """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
@@ -84,30 +80,13 @@ class DeepGemm:
             return weight
         return weight._replace(unpadded=_row_major(_blocks(weight)))
 
-    def accumulate(self, a: Operand, b: Operand, out: Tensor) -> bool:
-        """Compute out += a·bᵀ for ``a`` and ``b`` in tiles.
-
-        Returns False, and does nothing, if DeepGEMM does not run wgrad or has no kernel for the operands.
-
-        Args:
-            out: FP32 [a.rows, b.rows], row-major.
-        """
-        if not self.accumulates or a.scaling != "tile" or b.scaling != "tile" or not _fits(a, b) or b.rows % 4:
-            return False
-        run_opaque(self._add, (a.values, a.scale), (b.values, b.scale), out)
-        return True
-
-    def _add(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> None:
-        self.gemm(a, b, out, c=out, recipe=_BY_TILES, disable_ue8m0_cast=True)
-
 
 def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | None, str]:
     """Load DeepGEMM and compare a small product with cuBLASLt's bit by bit.
 
     Args:
         library: cuBLASLt.
-        required: whether ``gemm_library="deepgemm"`` is set. Wgrad then runs by DeepGEMM as well, and it is an
-            error if DeepGEMM cannot be used.
+        required: whether ``gemm_library="deepgemm"`` is set. It is an error then if DeepGEMM cannot be used.
 
     Returns:
         DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
@@ -119,13 +98,13 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
     found: DeepGemm | None = None
     if missing is None and library is not None:
         try:
-            found = DeepGemm(_load(), accumulates=required)
+            found = DeepGemm(_load())
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"
         else:
             missing = difference(found, library, torch.device("cuda", torch.cuda.current_device()))
     if missing is None:
-        return found, f"DeepGEMM {VERSION} for fprop and dgrad" + (" and wgrad" if required else "")
+        return found, f"DeepGEMM {VERSION} for fprop and dgrad"
     if required:
         raise SnipError(
             f"--snip-settings gemm_library=deepgemm: {missing}; use --snip-settings gemm_library=auto or cublas"
@@ -179,22 +158,17 @@ def _load() -> Gemm:
 def difference(found: DeepGemm, library: Any, device: torch.device) -> str | None:
     """Compare small products of DeepGEMM and cuBLASLt. Returns what is wrong, or None if nothing is.
 
-    Fprop must be bitwise equal. Wgrad, if it runs by DeepGEMM, may differ by a relative 1e-6.
+    Fprop must be bitwise equal.
     """
     draws = torch.Generator().manual_seed(0)
     x, w = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(2))
-    row, col = quantize_operands(x, OperandSpec(Format.FP8, Format.FP8))
+    row, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
     block, _ = quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
     # A library that was built for another torch or driver may raise any exception.
     try:
         ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (found, library))
         if ours is None or truth is None or not torch.equal(ours, truth):
             return f"{VERSION} does not give cuBLASLt's bits on this device"
-        if found.accumulates:
-            ours, truth = (torch.ones(_SMALL, _SMALL, device=device) for _ in range(2))
-            ran = found.accumulate(col, col, ours) and library.accumulate(col, col, truth)
-            if not ran or not (ours - truth).norm() <= _WGRAD_TOLERANCE * truth.norm():
-                return f"{VERSION} gives a wrong wgrad on this device"
     except Exception as error:
         return f"{VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
     return None

@@ -109,8 +109,6 @@ class ScaledProducts:
         if out is None:
             return self.multiply(a, b, torch.float32, fast=False)
         fits = a.rows % _ROWS_OF_A == 0 and _runs(b) and _is_gradient(out)
-        if self._faster is not None and fits and out.dtype is torch.float32 and self._faster.accumulate(a, b, out):
-            return out
         if not (self._library is not None and fits and self._library.accumulate(a, b, out)):
             out.add_(self.multiply(a, b, torch.float32, fast=False))
         return out
