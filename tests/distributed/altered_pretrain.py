@@ -171,7 +171,6 @@ def graphs() -> None:
     from megatron.core import tensor_parallel
     from megatron.core.transformer import cuda_graphs as core
     from megatron.core.transformer import transformer_layer
-    from megatron.training import get_args
 
     from snip_megatron.megatron import validate
 
@@ -194,7 +193,7 @@ def graphs() -> None:
         def __call__(self, *args: Any, is_first_microbatch: bool, **kwargs: Any) -> Any:
             assert self.live
             assert all(linear.formats == formats for linear, formats in self.held.items())
-            replayed.add(get_args().curr_iteration)
+            replayed.update(linear.context.step for linear in self.held)
             self.layer.cuda_graphs, graphs = [], self.layer.cuda_graphs
             core._set_capture_start()
             try:

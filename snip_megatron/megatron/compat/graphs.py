@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import megatron.training.training as training
 import torch
 from megatron.core import full_cuda_graph as full
 from megatron.core.distributed import DistributedDataParallel
@@ -30,8 +29,8 @@ IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 """Values of ``--cuda-graph-impl`` that capture graphs."""
 
 _RECORD: Any = getattr(core, "_CudagraphGlobalRecord", None)
+_HOOKS = ("disable_forward_pre_hook", "enable_forward_pre_hook")
 _CREATION = ("cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
-_HOOKS = ("disable_forward_pre_hook", "enable_forward_pre_hook", "should_disable_forward_pre_hook")
 _EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (core, "cuda_graphs", ("delete_cuda_graphs", "CudaGraphManager", "TECudaGraphHelper")),
     (_RECORD, "_CudagraphGlobalRecord", _CREATION),
@@ -41,11 +40,10 @@ _EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (TransformerLayer, "TransformerLayer", ("get_layer_static_inputs",)),
     (core, "cuda_graphs", ("_apply_cudagraph_buffer_metadata", "CudagraphBufferMetadata")),
     (core, "cuda_graphs", ("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count")),
-    (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state",)),
+    (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state", *_HOOKS)),
     (full, "full_cuda_graph", ("_shared_graph_pool",)),
     (FullCudaGraphWrapper, "FullCudaGraphWrapper", ("cuda_graph", "curr_iteration", "reset_cuda_graph")),
     (GraphableMegatronModule, "GraphableMegatronModule", ("_get_submodules_under_cudagraphs",)),
-    (training, "training", _HOOKS),
 )  # fmt: skip
 _ATTRIBUTES = (
     "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",

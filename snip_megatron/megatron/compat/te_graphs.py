@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import megatron.training.training as training
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import cuda_graphs as core
@@ -120,12 +119,12 @@ class TransformerEngineGraphs(Graphs):
     ) -> None:
         """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
         helper, started, before = self._helper, time.perf_counter(), self.seconds
-        hooks = training.should_disable_forward_pre_hook(args)
+        gathering = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
         self._replaced = 0 if layers is None else self._replaced + len(layers)
         with contextlib.nullcontext() if layers is None else _only(helper, layers):
-            if hooks:
-                training.disable_forward_pre_hook(model, param_sync=False)
+            for chunk in gathering:  # when their layers run
+                chunk.disable_forward_pre_hook(param_sync=False)
             helper.delete_cuda_graphs()
             helper._capture_finished = False
             helper.config.cuda_graph_warmup_steps = _WARM
@@ -134,8 +133,9 @@ class TransformerEngineGraphs(Graphs):
             finally:
                 helper.config.cuda_graph_warmup_steps = warmup
         set_rng_state(states)
-        if hooks:
-            training.enable_forward_pre_hook(model)
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
+        if gathering:
             helper.cuda_graph_set_manual_hooks()
         self.seconds = before + time.perf_counter() - started
 
