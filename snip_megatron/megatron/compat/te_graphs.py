@@ -119,7 +119,7 @@ class TransformerEngineGraphs(Graphs):
     ) -> None:
         """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
         helper, started, before = self._helper, time.perf_counter(), self.seconds
-        gathering = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+        gathering: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
         self._replaced = 0 if layers is None else self._replaced + len(layers)
         with contextlib.nullcontext() if layers is None else _only(helper, layers):
