@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import Enum
 from types import UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision.budget import Budget
@@ -18,6 +18,11 @@ class JsonFields:
     """A dataclass of numbers, texts, tuples, mappings, budgets, and objects with ``as_dict`` or ``to_bytes``."""
 
     __slots__ = ()
+    _kinds: ClassVar[Mapping[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._kinds = get_type_hints(cls)  # once: it evaluates annotations, and a parser of data evaluates nothing
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -29,12 +34,12 @@ class JsonFields:
 
         Raises SnipError naming ``where`` and the field that is missing, unknown or invalid.
         """
-        fields, hints = dataclasses.fields(cls), get_type_hints(cls)  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         check_keys(mapping(body, where), [f.name for f in fields], f"{where}: ")
         for f in fields:
             if f.name not in body and f.default is f.default_factory is dataclasses.MISSING:
                 raise SnipError(f"{where}.{f.name}: missing")
-        found = {name: _decoded(hints[name], value, f"{where}.{name}") for name, value in body.items()}
+        found = {name: _decoded(cls._kinds[name], value, f"{where}.{name}") for name, value in body.items()}
         try:
             return cls(**found)
         except ValueError as error:
