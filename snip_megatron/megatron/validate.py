@@ -120,10 +120,10 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
     here = f"--cuda-graph-impl {implementation} cannot be combined with"
     if not torch.cuda.is_available():
         raise SnipError(f"--cuda-graph-impl {implementation} needs a CUDA device, and there is none; leave it out")
-    if getattr(args, "num_experts", None) and compat.graphs_hold_experts(args):
+    if getattr(args, "num_experts", None) and not compat.graphs_leave_experts_out(args):
         raise SnipError(
-            f"{here} --num-experts {args.num_experts} under --snip where graphs hold the experts, whose rows the host"
-            " counts; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+            f"{here} --num-experts {args.num_experts} under --snip: the host counts the rows of experts, which no graph"
+            " may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
         )
     if config.gemm == "transformer_engine":
         raise SnipError(f"{here} --snip-gemm transformer_engine: a new map needs new graphs; use --snip-gemm auto")

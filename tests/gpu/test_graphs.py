@@ -69,14 +69,12 @@ LATENT = shlex.split("""
 --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64
 --rope-type rope --no-rope-fusion --mtp-num-layers 1
 """)
-PARTS = shlex.split("--cuda-graph-modules attn moe_router moe_preprocess")
 BESIDE_EXPERTS = {
-    "experts": ("transformer_engine", *PARTS),
-    "router": ("transformer_engine", "--cuda-graph-modules", "moe_router"),
-    "latent": ("transformer_engine", *PARTS),
-    "local": ("local", *PARTS),
+    "experts": ("attn", "moe_router", "moe_preprocess"),
+    "router": ("moe_router",),
+    "latent": ("attn", "moe_router", "moe_preprocess"),
 }
-"""Name → the implementation of graphs beside experts, and the parts of layers that graphs hold."""
+"""Name → the parts of layers that Transformer Engine's graphs hold beside experts."""
 TWO_GPUS = [
     (layout, graphs)
     for layout in ("tensor", "pipeline", "data")
@@ -193,9 +191,10 @@ def on_one(trainings: Trainings) -> Trainings:
 
 def beside_experts(trainings: Trainings, name: str, kind: str, *, graphs: bool = True) -> Future[dict[str, Any]]:
     """Begin a training with experts, with the graphs of a name or without."""
-    implementation, *parts = BESIDE_EXPERTS[name]
     model = [*EXPERTS, *(LATENT if name == "latent" else [])]
-    return trainings.begin(kind, implementation if graphs else None, *model, *(parts if graphs else []))
+    if not graphs:
+        return trainings.begin(kind, None, *model)
+    return trainings.begin(kind, "transformer_engine", *model, "--cuda-graph-modules", *BESIDE_EXPERTS[name])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from snip_megatron.megatron.compat.gradient_reduction import (
 from snip_megatron.megatron.compat.graphs import (
     graph_implementation,
     graphs_bypassed,
-    graphs_hold_experts,
+    graphs_leave_experts_out,
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.groups import embedding_group, optimizer_instance, process_groups
@@ -62,7 +62,7 @@ __all__ = [
     "embedding_group",
     "graph_implementation",
     "graphs_bypassed",
-    "graphs_hold_experts",
+    "graphs_leave_experts_out",
     "graphs_of",
     "has_package",
     "held_state",

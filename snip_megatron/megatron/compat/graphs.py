@@ -69,10 +69,11 @@ def graph_implementation(args: Any) -> str | None:
     return None if found in (None, "none") else str(found)
 
 
-def graphs_hold_experts(args: Any) -> bool:
-    """Return whether the graphs that the arguments select hold whole layers, or all of a layer's experts."""
-    modules = getattr(args, "cuda_graph_modules", None)
-    return graph_implementation(args) == "full_iteration" or not modules or CudaGraphModule.moe in modules
+def graphs_leave_experts_out(args: Any) -> bool:
+    """Return whether the graphs that the arguments select hold parts of layers alone, and no routed expert."""
+    modules = getattr(args, "cuda_graph_modules", None) or []
+    parts = modules and CudaGraphModule.moe not in modules
+    return bool(parts) and graph_implementation(args) == "transformer_engine"
 
 
 @contextlib.contextmanager

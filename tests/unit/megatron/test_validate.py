@@ -36,8 +36,8 @@ def test_a_plain_run_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("given", "snip", "message"),
     [
-        (EXPERTS | {"cuda_graph_impl": "full_iteration"}, {}, "--num-experts 4 under --snip where graphs hold"),
-        (EXPERTS, {}, "--num-experts 4 under --snip where graphs hold"),
+        (EXPERTS | {"cuda_graph_impl": "full_iteration"}, {}, "--num-experts 4 under --snip: the host counts"),
+        (EXPERTS, {}, "--num-experts 4 under --snip: the host counts"),
         (EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe]}, {}, "--cuda-graph-modules attn moe_router"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
         ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
@@ -72,8 +72,9 @@ def test_what_cuda_graphs_do_not_work_with(
 def test_cuda_graphs_beside_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
     modules = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
-    for implementation in ("transformer_engine", "local"):
-        check(config(), arguments(**EXPERTS, cuda_graph_impl=implementation, cuda_graph_modules=modules))
+    check(config(), arguments(**EXPERTS, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules))
+    local = arguments(**EXPERTS, cuda_graph_impl="local", cuda_graph_modules=modules)
+    assert "use --cuda-graph-impl transformer_engine" in refused(config(), local)
 
 
 def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
