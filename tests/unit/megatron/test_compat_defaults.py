@@ -86,6 +86,6 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tokenizer_is_that_of_megatron_s_own_script() -> None:
     """Megatron's parser has none, and its pretrain_gpt.py a default."""
-    parser = entry._provide_arguments(ON_CPU, [], megatron_parser())
+    parser = entry.provide_arguments(ON_CPU, [], megatron_parser())
     assert parser.parse_args([]).tokenizer_type == "GPT2BPETokenizer"
     assert parser.parse_args(["--tokenizer-type", "NullTokenizer"]).tokenizer_type == "NullTokenizer"
