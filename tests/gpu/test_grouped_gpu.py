@@ -37,8 +37,9 @@ EXPERTS = {
 def _usable() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU (sm_90)")
-    if (missing := why_not()) is not None:
-        pytest.skip(f"DeepGEMM {missing}")
+
+
+needs_deepgemm = pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}")
 
 
 def products(n: int, k: int) -> GroupLoop:
@@ -65,6 +66,7 @@ def run(made: GroupLoop, n: int, k: int, splits: list[int], formats: Any, gradie
     return [y, d, torch.stack(gradients)]
 
 
+@needs_deepgemm
 @pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (256, 128)])
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16), (BF16, FP8, FP8), (FP4, TENSOR, BF16)])
@@ -76,11 +78,27 @@ def test_products_are_those_of_every_expert_alone(shape: tuple[int, int], expert
     expected = run(REFERENCE.grouped(n, k, torch.bfloat16), n, k, splits, formats, list(start.clone().unbind(0)))
     apart = [each.clone() for each in start]  # not one after the other in memory
     for gradients in (list(start.clone().unbind(0)), apart):
-        found = run(products(n, k), n, k, splits, formats, gradients)
-        for actual, exact in zip(found, expected, strict=True):
-            assert actual.shape == exact.shape
-            error = (actual.double() - exact.double()).norm()
-            assert error <= 5e-3 * exact.double().norm() + 1e-6
+        close(run(products(n, k), n, k, splits, formats, gradients), expected)
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for actual, exact in zip(found, expected, strict=True):
+        assert actual.shape == exact.shape
+        error = (actual.double() - exact.double()).norm()
+        assert error <= 5e-3 * exact.double().norm() + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (512, 256), (320, 192)])
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP4, BF16, FP8)])
+def test_experts_have_any_number_of_rows(shape: tuple[int, int], formats: Any) -> None:
+    """Expert by expert, as where DeepGEMM is missing or a dimension is no multiple of 128."""
+    (n, k), splits, backend = shape, [0, 1, 2, 3, 5, 37, 127, 128, 129, 260], select_backend("hopper").backend
+    start = draws(len(splits), n, k, seed=3).float()
+    found, expected = (
+        run(GroupLoop(each.quantize, each.multiply), n, k, splits, formats, list(start.clone().unbind(0)))
+        for each in (backend, REFERENCE)
+    )
+    close(found, expected)
 
 
 def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
