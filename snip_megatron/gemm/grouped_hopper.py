@@ -1,17 +1,19 @@
 """Grouped products of all experts on a Hopper GPU: one launch of a library for each product.
 
 DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds a wgrad of bf16 in FP32 to the gradients of all
-experts, which follow each other in Megatron's buffers. torch multiplies bf16, and makes a wgrad in bf16, which is then
-added. Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of
-DeepGEMM 0.1.4 gave other sums in every run on an H100 where some experts had no or few rows
-(tests/gpu/test_grouped_gpu.py). It overwrites the one tensor map of a multiprocessor at the next expert while loads of
-the expert before may still read it (deepseek-ai/DeepGEMM, issue 365 and pull request 343).
+experts, which follow each other in Megatron's buffers. It was faster than torch in every bf16 product of four models on
+an H100 (``experts_h100_2026-11-26.json``, ``experts-30b_h100_2026-11-26.json``). Without it torch multiplies bf16, and
+makes a wgrad in bf16, which is then added.
+
+Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM
+0.1.4 gave other sums in every run on an H100 where some experts had no or few rows (tests/gpu/test_grouped_gpu.py). It
+overwrites the one tensor map of a multiprocessor at the next expert while loads of the expert before may still read it
+(deepseek-ai/DeepGEMM, issue 365 and pull request 343).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,28 +25,6 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
-
-TORCH_IS_FASTER = {
-    (4, 4096, 7168): False,
-    (4, 7168, 2048): False,
-    (8, 3072, 4096): False,
-    (8, 4096, 1536): False,
-    (16, 1536, 2048): True,
-    (16, 2048, 768): True,
-    (128, 1536, 2048): True,
-    (128, 2048, 768): True,
-}
-"""Experts, N, K → whether torch's bf16 was faster than DeepGEMM's on an H100 (``experts_h100_2026-11-26.json``)."""
-
-
-@functools.cache
-def torch_is_faster(experts: int, n: int, k: int) -> bool:
-    """Return whether torch's bf16 was the faster one at the nearest measured size. No run measures it itself: its bits
-    would depend on that.
-    """
-    asked = (experts, n, k)
-    near = min(TORCH_IS_FASTER, key=lambda size: sum(math.log(a / b) ** 2 for a, b in zip(size, asked, strict=True)))
-    return TORCH_IS_FASTER[near]
 
 
 class GroupRows(NamedTuple):
@@ -174,7 +154,7 @@ class HopperGroups(GroupLoop):
         out = left.new_empty(left.shape[0], right.shape[1 if gemm is Gemm.FPROP else 2])
         if not len(left):
             return out
-        if self._takes_torch(right.shape):
+        if self._library is None:
             return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.ends)
         if gemm is Gemm.FPROP:
             self._library.m_grouped_bf16_gemm_nt_contiguous(left, right, out, rows.experts)
@@ -194,16 +174,13 @@ class HopperGroups(GroupLoop):
                 part.copy_(made)
         return out
 
-    def _takes_torch(self, size: Sequence[int]) -> bool:
-        return self._library is None or torch_is_faster(*size)
-
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """See the base class."""
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
         rows, whole = g.rows, None if out is None else stacked(out)
         size = len(rows.splits), _plain(g).shape[1], _plain(x).shape[1]
-        if self._takes_torch(size) and len(_plain(g)):
+        if self._library is None and len(_plain(g)):
             found = grouped_mm(_plain(g).t(), _plain(x), offs=rows.ends)
         elif out is not None and whole is not None and whole.dtype is torch.float32:
             self._add(g, x, whole)

@@ -291,7 +291,9 @@ def _loss_cost(run: RunData) -> LossCost | None:
     slope = _slope(run)
     steps = None if slope is None else nats / slope
     plans = [plan for step, plan in run.plans.items() if step <= last.step and plan.version == last.version]
-    at_end = plans[-1].objective if plans and backward else None
+    at_end = None
+    if plans and backward:  # what a plan minimises under loss= is time; the objective of each of its maps is loss
+        at_end = math.fsum(phase.precision_map.objective or 0.0 for phase in plans[-1].phases)
     budget = run.budget
     bound = budget.value if budget is not None and budget.kind == "loss" else None
     return LossCost(last.version, nats, low, high, backward, _validated(run, last.step), steps, at_end, bound)

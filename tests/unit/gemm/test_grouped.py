@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm import grouped_hopper
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.grouped_hopper import HopperGroups, stacked, torch_is_faster
+from snip_megatron.gemm.grouped_hopper import HopperGroups, stacked
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.scaled import ScaledProducts
@@ -49,10 +48,7 @@ def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Te
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP8, BF16), (BF16, BF16, FP8), (TENSOR, FP8, BF16)])
 @pytest.mark.parametrize("library", [emulated_grouped, None], ids=["deepgemm", "torch"])
-def test_every_expert_gets_the_products_of_the_reference(
-    splits: tuple[int, ...], formats: Any, library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grouped_hopper, "torch_is_faster", lambda *size: library is None)
+def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...], formats: Any, library: Any) -> None:
     gradients = torch.randn(len(splits), N, K).bfloat16().float()
     for out in (None, list(gradients.clone().unbind(0)), [each.bfloat16() for each in gradients]):
         products = backend(library).grouped(N, K, torch.bfloat16)
@@ -93,9 +89,3 @@ def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
     assert torch.equal(found, whole)
     for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
         assert stacked(others) is None
-
-
-def test_bf16_takes_the_library_that_was_faster_at_the_nearest_size() -> None:
-    assert not torch_is_faster(4, 4096, 7168)
-    assert torch_is_faster(128, 1536, 2048)
-    assert (torch_is_faster(5, 4096, 8192), torch_is_faster(64, 1536, 2048)) == (False, True)
