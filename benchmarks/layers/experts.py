@@ -68,6 +68,15 @@ Map = tuple[Formats, Formats]
 UNIFORM: dict[str, Map] = {f"snip_{fmt.value}": ((fmt,) * 3, (fmt,) * 3) for fmt in CANDIDATES}
 
 
+def as_in_training(weight: torch.nn.Parameter, gradient: Tensor) -> torch.nn.Parameter:
+    """Give a weight what Megatron's DDP gives it: FP32 ``main_grad``, and a hook that forgets what autograd gets in its
+    place. Otherwise autograd adds up these gradients without meaning, microbatch after microbatch.
+    """
+    weight.main_grad, weight.grad_added_to_main_grad = gradient, False  # type: ignore[attr-defined]
+    weight.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None))
+    return weight
+
+
 class Experts(torch.nn.Module):
     """One linear of all experts, with weights and gradients that follow each other in memory."""
 
@@ -76,9 +85,7 @@ class Experts(torch.nn.Module):
         self.memory = torch.randn(count, n, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
         self.gradients = torch.zeros(count, n, k, device=device)
         for e, (weight, gradient) in enumerate(zip(self.memory, self.gradients, strict=True)):
-            parameter = torch.nn.Parameter(weight)
-            parameter.main_grad, parameter.grad_added_to_main_grad = gradient, False  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{e}", parameter)
+            self.register_parameter(f"weight{e}", as_in_training(torch.nn.Parameter(weight), gradient))
         self.handles = [
             LinearHandle(
                 id=LinearId("decoder", 0, "mlp.experts.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0,
@@ -295,8 +302,8 @@ def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
         )
         for e, handle in enumerate(own.handles):
             weight = getattr(module, f"weight{e}")
-            weight.data = handle.weight.data
-            weight.main_grad, weight.overwrite_main_grad = handle.weight.main_grad, False
+            weight.data, weight.overwrite_main_grad = handle.weight.data, False
+            as_in_training(weight, handle.weight.main_grad)
         modules.append(module)
 
     def step(chosen: Any) -> Tensor:
