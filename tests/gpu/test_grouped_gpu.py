@@ -101,6 +101,25 @@ def test_experts_have_any_number_of_rows(shape: tuple[int, int], formats: Any) -
     close(found, expected)
 
 
+@pytest.mark.parametrize("shape", [(512, 512), (512, 256)])
+@pytest.mark.parametrize("depth", [128, 256, 384, 640])
+def test_wgrad_reads_nothing_beside_its_operands(shape: tuple[int, int], depth: int) -> None:
+    (n, k), backend = shape, select_backend("hopper").backend
+    made = (backend.quantize(draws(depth, width, seed=width), OperandSpec(None, FP8))[1] for width in (n, k))
+    g, x = (side._replace(values=amid_nan(side.values), scale=amid_nan(side.scale)) for side in made)
+    found = backend.multiply(Gemm.WGRAD, g, x, torch.float32, torch.zeros(n, k, device="cuda"))
+    exact = g.dequantize().double() @ x.dequantize().double().t()
+    assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
+
+
+def amid_nan(tensor: Tensor) -> Tensor:
+    """Return a copy with NaN before and after its memory, whatever the number format: all bits are set."""
+    size, space = tensor.numel() * tensor.element_size(), 1 << 16
+    memory = torch.full((size + 2 * space,), 255, dtype=torch.uint8, device=tensor.device)
+    inner = memory[space : space + size].view(tensor.dtype)
+    return inner.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
 def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
     w = draws(4, 256, 384, seed=5)
     for formats in ((FP8, FP4), (None, FP8), (FP4, None)):
