@@ -131,8 +131,9 @@ def test_options_forced_alone_leave_no_trace(runs: Runs) -> None:
     _, _, directory = runs.run(layout, *MEASUREMENT)
     probes = [event for event in read_events(directory) if event["event"] == "probe"]
     assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "truth"]
-    # Of each layer, fprop and dgrad: a perturbation and four linears; all wgrads at once; with the option and without.
-    assert probes[-1]["passes"] == 2 * (2 * (8 * 5 + 1) + 1)
+    # Of each layer, fprop and dgrad: a perturbation and four linears; all wgrads at once; no option. Of each microbatch
+    # a pass with the option and one without.
+    assert probes[-1]["passes"] == 2 * 2 * (8 * 5 + 1 + 1)
 
 
 # -- the same as was planned ---------------------------------------------------------------------------------
