@@ -343,20 +343,30 @@ def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
     return total
 
 
-def passed_on(weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def passed_on(
+    weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None, placeholder: Tensor | None = None
+) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
     Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
-    ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a dummy tensor,
+    ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a placeholder,
     because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None.
+
+    Args:
+        placeholder: memory for the placeholder, in the weight's shape and dtype; None: new memory.
     """
     if main_grad is None:
         return grad_weight.to(weight.dtype)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight)
+    # A tensor of its own: autograd keeps a gradient that nothing else refers to, and copies any other.
+    return placeholder_of(weight) if placeholder is None else placeholder.detach()
+
+
+def placeholder_of(weight: Tensor) -> Tensor:
+    """Return the placeholder of a gradient that has been added to ``main_grad``."""
+    return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
 def _start_reduction(d: Tensor, call: LinearCall, dgrad: Format) -> Exchange[Tensor]:

@@ -16,7 +16,14 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import assemble, flatten
-from snip_megatron.layers.autograd import LinearCall, gradient_keys, nothing, passed_on, unreduced_gradient
+from snip_megatron.layers.autograd import (
+    LinearCall,
+    gradient_keys,
+    nothing,
+    passed_on,
+    placeholder_of,
+    unreduced_gradient,
+)
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import PaddedSplits
@@ -145,7 +152,10 @@ class GroupedLinear(torch.autograd.Function):
             handle.state.delayed.append(nothing)
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
-        return d, None, *map(passed_on, weights, found, main_grads)
+        shared = None  # by all experts: placeholders of their own would take the memory of all weights
+        if len(out) == len(weights) and hasattr(weights[0], "grad_added_to_main_grad"):
+            shared = placeholder_of(weights[0])
+        return d, None, *(passed_on(*each, shared) for each in zip(weights, found, main_grads, strict=True))
 
 
 def _by_expert(

@@ -295,3 +295,17 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
     passed(Override(compare=FP4, report=told.append))
     expected = (g.float() * (forced_y.float() - plain_y.float())).double().sum()
     assert torch.stack(told).sum() == pytest.approx(float(expected), rel=1e-2)
+
+
+def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
+    """They would take as much as all experts' weights. Autograd keeps them as they are, without a copy each."""
+    experts, seen = Experts(4, (FP8, FP8, FP8)), []
+    for weight in experts.parameters():
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        weight.register_post_accumulate_grad_hook(lambda given: seen.append(given.grad))
+    x, g = operands(UNEVEN)
+    experts(x, UNEVEN).backward(g)
+    assert len({gradient.untyped_storage().data_ptr() for gradient in seen}) == 1
+    assert [gradient.shape for gradient in seen] == [(N, K)] * 4
+    assert all(weight.grad_added_to_main_grad for weight in experts.parameters())  # type: ignore[attr-defined]
+    assert len({id(gradient) for gradient in seen}) == 4
