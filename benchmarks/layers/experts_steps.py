@@ -1,0 +1,230 @@
+"""One MLP of experts, and a step of it by each contender of ``benchmarks.layers.experts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.gemm.deepgemm import grouped_library, why_not
+from snip_megatron.gemm.grouped_hopper import group_rows, grouped_mm
+from snip_megatron.gemm.selection import select_backend
+from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
+from snip_megatron.precision import Format, LinearId
+from snip_megatron.timing.calibration.grouped import uneven_splits
+
+MICROBATCHES = 4
+Formats = tuple[Format, Format, Format]
+Map = tuple[Formats, Formats]
+"""The formats of fc1 and of fc2."""
+
+
+def as_in_training(weight: torch.nn.Parameter, gradient: Tensor) -> torch.nn.Parameter:
+    """Give a weight what Megatron's DDP gives it: FP32 ``main_grad``, and a hook that forgets what autograd gets in its
+    place. Otherwise autograd adds up these gradients without meaning, microbatch after microbatch.
+    """
+    weight.main_grad, weight.grad_added_to_main_grad = gradient, False  # type: ignore[attr-defined]
+    weight.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None))
+    return weight
+
+
+class Experts(torch.nn.Module):
+    """One linear of all experts, with weights and gradients that follow each other in memory."""
+
+    def __init__(self, count: int, n: int, k: int, context: StepContext, device: str) -> None:
+        super().__init__()
+        self.memory = torch.randn(count, n, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
+        self.gradients = torch.zeros(count, n, k, device=device)
+        for e, (weight, gradient) in enumerate(zip(self.memory, self.gradients, strict=True)):
+            self.register_parameter(f"weight{e}", as_in_training(torch.nn.Parameter(weight), gradient))
+        self.handles = [
+            LinearHandle(
+                id=LinearId("decoder", 0, "mlp.experts.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0,
+                tp_size=1, out_features=torch.arange(n), in_features=torch.arange(k), context=context, module=self,
+                expert=e, parameter=f"weight{e}", state=LinearState(),
+            )
+            for e in range(count)
+        ]  # fmt: skip
+
+    def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
+        return grouped_product(self.handles, list(self.parameters()), x, splits)
+
+
+def swiglu(y: Tensor, probs: Tensor) -> Tensor:
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    found: Tensor = weighted_bias_swiglu_impl(y, None, probs)
+    return found
+
+
+class Problem:
+    """Rows of experts, weights and the gradient of the result, the same memory for all contenders.
+
+    Args:
+        shape: hidden size, size of an expert, experts, rows before padding.
+        ragged: whether the MLP pads rows, and not the dispatcher.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], device: str, *, ragged: bool) -> None:
+        hidden, ffn, experts, rows = shape
+        self.rows, self.splits = rows, uneven_splits(experts, rows, 1 if ragged else 128)
+        backend = select_backend("hopper" if device == "cuda" else "reference").backend
+        context, count = StepContext(seed=1, backend=backend), sum(self.splits)
+        self.fc1 = Experts(experts, 2 * ffn, hidden, context, device)
+        self.fc2 = Experts(experts, hidden, ffn, context, device)
+        self.context = context
+        self.x = torch.randn(count, hidden, device=device).bfloat16().requires_grad_()
+        self.g = torch.randn(count, hidden, device=device).bfloat16()
+        self.probs = torch.rand(count, 1, device=device)
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        assert self.x.grad is not None
+        return {"dx": self.x.grad, "dw1": self.fc1.gradients, "dw2": self.fc2.gradients}
+
+    def weight(self, name: str) -> tuple[int, int]:
+        """Return N and K of a linear."""
+        _, n, k = getattr(self, name).memory.shape
+        return n, k
+
+    def clear(self) -> None:
+        self.x.grad = None
+        self.fc1.gradients.zero_()
+        self.fc2.gradients.zero_()
+
+
+def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
+    """Return a step of one contender of this project. It returns the last result."""
+    fc1, fc2, splits = problem.fc1, problem.fc2, problem.splits
+
+    def step() -> Tensor:
+        problem.context.quantizes = True
+        for linear, chosen in zip((fc1, fc2), formats, strict=True):
+            linear.handles[0].state.formats = chosen
+            linear.handles[0].state.weights.clear()
+        for _ in range(MICROBATCHES):
+            problem.x.grad = None
+            rows: Sequence[int] = splits
+            hidden, probs = problem.x, problem.probs
+            if any(count % 128 for count in splits):
+                rows = PaddedSplits(splits, 128, backwards=False, device=hidden.device)
+                hidden, probs = rows.pad(hidden), rows.pad(probs)
+            y = fc1(hidden, rows)
+            if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
+                x = weighted_swiglu(y, probs, rows, fc1.handles[0], fc2.handles[0])
+            else:
+                x = swiglu(y, probs)
+            y = fc2(x, rows)
+            y = rows.unpad(y) if isinstance(rows, PaddedSplits) else y
+            y.backward(problem.g)
+        return y
+
+    return step
+
+
+class TorchLibrary:
+    """bf16 products of all experts by torch. Its wgrad is bf16, and then added."""
+
+    def __init__(self, splits: Sequence[int], device: str) -> None:
+        self.rows = group_rows(tuple(splits), torch.device(device))
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(x, w.transpose(1, 2), offs=self.rows.ends)
+
+    def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
+        return grouped_mm(g, w, offs=self.rows.ends)
+
+    def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        out.add_(grouped_mm(g.t(), x, offs=self.rows.ends))
+
+
+class DeepGemmLibrary(TorchLibrary):
+    """The same by DeepGEMM, whose wgrad is added in FP32."""
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        out = x.new_empty(len(x), w.shape[1])
+        grouped_library().m_grouped_bf16_gemm_nt_contiguous(x, w, out, self.rows.experts)
+        return out
+
+    def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
+        out = g.new_empty(len(g), w.shape[2])
+        grouped_library().m_grouped_bf16_gemm_nn_contiguous(g, w, out, self.rows.experts)
+        return out
+
+    def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
+        counts = list(self.rows.splits), self.rows.counts
+        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, *counts, out)
+
+
+class _Groups(torch.autograd.Function):
+    """Products of all experts in bf16 by one library."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: Experts, library: TorchLibrary) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.linear, ctx.library = linear, library
+        return library.fprop(x, linear.memory)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (x,), linear, g = ctx.saved_tensors, ctx.linear, grad_outputs[0].contiguous()
+        ctx.library.wgrad(g, x, linear.gradients)
+        return ctx.library.dgrad(g, linear.memory), None, None
+
+
+def libraries(problem: Problem, device: str) -> dict[str, TorchLibrary]:
+    """Return the libraries of this machine by name."""
+    found = {"torch": TorchLibrary(problem.splits, device)}
+    has_deepgemm = device == "cuda" and why_not() is None
+    return found | ({"deepgemm": DeepGemmLibrary(problem.splits, device)} if has_deepgemm else {})
+
+
+def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor]:
+    """Return the step of a library in bf16."""
+
+    def step() -> Tensor:
+        for _ in range(MICROBATCHES):
+            problem.x.grad = None
+            y = _Groups.apply(problem.x, problem.fc1, library)  # type: ignore[no-untyped-call]
+            y = _Groups.apply(swiglu(y, problem.probs), problem.fc2, library)  # type: ignore[no-untyped-call]
+            y.backward(problem.g)
+        return y  # type: ignore[no-any-return]
+
+    return step
+
+
+def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+    """Return Transformer Engine's steps by name; none if it is not installed."""
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+    except ImportError:
+        return {}
+    modules = []
+    for own in (problem.fc1, problem.fc2):
+        n, k = own.handles[0].weight.shape
+        module = te.GroupedLinear(
+            len(own.handles), k, n, bias=False, params_dtype=torch.bfloat16, device="cuda", fuse_wgrad_accumulation=True
+        )
+        for e, handle in enumerate(own.handles):
+            weight = getattr(module, f"weight{e}")
+            weight.data, weight.overwrite_main_grad = handle.weight.data, False
+            as_in_training(weight, handle.weight.main_grad)
+        modules.append(module)
+
+    def step(chosen: Any) -> Tensor:
+        for microbatch in range(MICROBATCHES):
+            problem.x.grad = None
+            with te.autocast(enabled=chosen is not None, recipe=chosen):
+                y = modules[0](problem.x, problem.splits, is_first_microbatch=microbatch == 0)
+                y = modules[1](swiglu(y, problem.probs), problem.splits, is_first_microbatch=microbatch == 0)
+            y.backward(problem.g)
+        return y  # type: ignore[no-any-return]
+
+    recipes = {"te_bf16": None, "te_current": recipe.Float8CurrentScaling(), "te_block": recipe.Float8BlockScaling()}
+    return {name: lambda chosen=chosen: step(chosen) for name, chosen in recipes.items()}  # type: ignore[misc]
