@@ -102,14 +102,25 @@ def test_experts_have_any_number_of_rows(shape: tuple[int, int], formats: Any) -
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (512, 256)])
-@pytest.mark.parametrize("depth", [128, 256, 384, 640])
-def test_wgrad_reads_nothing_beside_its_operands(shape: tuple[int, int], depth: int) -> None:
+@pytest.mark.parametrize("rows", [1, 37, 128, 260, 640])
+@pytest.mark.parametrize("where", ["new memory", "values", "scale"])
+def test_wgrad_reads_nothing_beside_its_operands(shape: tuple[int, int], rows: int, where: str) -> None:
+    """NaN stands in memory that is allocated, or beside the values or the scales of both operands."""
     (n, k), backend = shape, select_backend("hopper").backend
-    made = (backend.quantize(draws(depth, width, seed=width), OperandSpec(None, FP8))[1] for width in (n, k))
-    g, x = (side._replace(values=amid_nan(side.values), scale=amid_nan(side.scale)) for side in made)
-    found = backend.multiply(Gemm.WGRAD, g, x, torch.float32, torch.zeros(n, k, device="cuda"))
-    exact = g.dequantize().double() @ x.dequantize().double().t()
-    assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
+    matrices, out = [draws(rows, width, seed=width) for width in (n, k)], torch.zeros(n, k, device="cuda")
+    for _ in range(3):  # Python launches, is recorded, and is replayed
+        if where == "new memory":
+            for size in (1 << 20, 64 << 20):  # the allocator's small and large blocks
+                torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        g, x = (backend.quantize(matrix, OperandSpec(None, FP8))[1] for matrix in matrices)
+        for side in (g, x):
+            assert not side.values[:, rows:].float().any()
+            assert side.scale.isfinite().all()
+        if where != "new memory":
+            g, x = (side._replace(**{where: amid_nan(getattr(side, where))}) for side in (g, x))
+        found = backend.multiply(Gemm.WGRAD, g, x, torch.float32, out.zero_())
+        exact = g.dequantize().double() @ x.dequantize().double().t()
+        assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
 
 
 def amid_nan(tensor: Tensor) -> Tensor:
