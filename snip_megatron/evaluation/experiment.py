@@ -6,130 +6,112 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError, quoted
-from snip_megatron.evaluation.fields import (
-    entry,
-    flag,
-    made_of,
-    number,
-    one_of,
-    parse,
-    several,
-    text,
-    text_without,
-    whole,
-)
 from snip_megatron.evaluation.models import model
-from snip_megatron.precision import GRANULARITIES, Format, strict
+from snip_megatron.precision import Format, strict
+from snip_megatron.precision.fields import JsonFields
 from snip_megatron.sensitivity.fixed import FIXED
-from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES
+from snip_megatron.sensitivity.policies import POLICIES
 
 SCHEMA = "snip.experiment/1"
 PHASES = ("from_warm", "from_scratch")
 VALIDATIONS = ("map", "bf16")
 """Formats in which a run is validated."""
-SETTINGS = frozenset(field.name for field in dataclasses.fields(SnipConfig))
-
-_texts = several(text)
-_budgets = several(number(most=1.0))
-
-
-def _settings(value: Any, where: str) -> dict[str, Any]:
-    """Read new values of SNIP's configuration, by the name of the field. The training checks the values."""
-    if unknown := sorted(set(strict.mapping(value, where)) - SETTINGS):
-        raise SnipError(f"{where}: {quoted(unknown[0])} is no field of the configuration (docs/arguments.md)")
-    return dict(value)
+TOKENIZERS = ("bytes", "bpe")
+_MOST_BYTES = 200  # of a name or a label
+_LEAST = dict.fromkeys(("sequence", "global_batch", "micro_batch", "ranks", "steps", "seed", "lag"), 1) | {
+    "validation_tokens": 1,
+    "interval": 2,
+}
+_MOST = {"beta2": 1, "budgets": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(JsonFields):
     """The training settings of all runs: AdamW with linear warm-up and cosine decay over all steps.
 
     Each run has ``ranks`` ranks, on as many GPUs; ``arguments``, further ones for Megatron, have their layout.
     """
 
-    sequence: int = entry(whole(1))
-    global_batch: int = entry(whole(1))
-    micro_batch: int = entry(whole(1))
-    lr: float = entry(number())
-    min_lr: float = entry(number(), 0.0)
-    warmup_steps: int = entry(whole(), 0)
-    weight_decay: float = entry(number(), 0.1)
-    beta2: float = entry(number(most=1.0), 0.95)
-    clip_grad: float = entry(number(), 1.0)
-    arguments: tuple[str, ...] = entry(_texts, ())
-    ranks: int = entry(whole(1), 1)
+    sequence: int
+    global_batch: int
+    micro_batch: int
+    lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    clip_grad: float = 1.0
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
-class Warm:
+class Warm(JsonFields):
     """The bf16 run from whose checkpoint all branches start; at the steps ``save`` it keeps earlier checkpoints."""
 
-    steps: int = entry(whole(1))
-    seed: int = entry(whole(1), 1234)
-    save: tuple[int, ...] = entry(several(whole(), distinct=True), ())
+    steps: int
+    seed: int = 1234
+    save: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Updates:
+class Updates(JsonFields):
     """The update schedule of a run in steps, of which ``first`` counts from the run's start.
 
     For ``wait`` seconds training waits for the solver, so that schedules are repeatable.
     """
 
-    first: int = entry(whole(), 1)
-    interval: int = entry(whole(2), 1_000_000)
-    lag: int = entry(whole(1), 1)
-    wait: float = entry(number(), 600.0)
-
-
-_UPDATES = Updates()
+    first: int = 1
+    interval: int = 1_000_000
+    lag: int = 1
+    wait: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(JsonFields):
     """A policy and its settings. ``label`` names it in tables. A setting of None is the phase's or SNIP's default."""
 
-    policy: str = entry(one_of(POLICIES))
-    label: str = entry(text_without("|"), "")
-    estimator: str | None = entry(one_of(ESTIMATORS), None)
-    q: str | None = entry(one_of(Q_RULES), None)
-    granularity: str | None = entry(one_of(GRANULARITIES), None)
-    budgets: tuple[float, ...] | None = entry(_budgets, None)
-    arguments: tuple[str, ...] = entry(_texts, ())
-    settings: Mapping[str, Any] | None = entry(_settings, None)
+    policy: str
+    label: str
+    estimator: str | None = None
+    q: str | None = None
+    granularity: str | None = None
+    budgets: tuple[float, ...] | None = None
+    arguments: tuple[str, ...] = ()
+    settings: Mapping[str, Any] | None = None
 
     @property
     def fixed(self) -> bool:
         """Whether the policy is a fixed map, which ignores the budget."""
         return self.policy in FIXED
 
-
-def _candidate(body: Any, where: str) -> Candidate:
-    found = parse(Candidate, {"policy": body} if isinstance(body, str) else body, where)
-    return dataclasses.replace(found, label=found.label or found.policy)
+    @classmethod
+    def from_dict(cls, body: Any, where: str) -> Self:
+        """Read an object, or the name of a policy, which is also the default of its label."""
+        given = {"policy": body} if isinstance(body, str) else strict.mapping(body, where)
+        return super().from_dict({"label": given.get("policy"), **given}, where)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(JsonFields):
     """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each.
 
     ``settings`` are SNIP's for all policies. ``save`` keeps the final weights of every run, without optimizer state.
     """
 
     kind: str
-    steps: int = entry(whole(1))
-    seeds: tuple[int, ...] = entry(several(whole(), distinct=True))
-    granularity: str = entry(one_of(GRANULARITIES), "gemm")
-    budgets: tuple[float, ...] = entry(_budgets, ())
-    formats: tuple[str, ...] = entry(several(one_of([fmt.value for fmt in Format])), ("fp8", "fp4"))
-    updates: Updates = entry(made_of(Updates), _UPDATES)  # noqa: RUF009 - it makes a dataclass field
-    settings: Mapping[str, Any] | None = entry(_settings, None)
-    candidates: tuple[Candidate, ...] = entry(several(_candidate, indexed=True), name="policies")
-    save: bool = entry(flag, False)
+    steps: int
+    seeds: tuple[int, ...]
+    granularity: str = "gemm"
+    budgets: tuple[float, ...] = ()
+    formats: tuple[str, ...] = ("fp8", "fp4")
+    updates: Updates = Updates()
+    settings: Mapping[str, Any] | None = None
+    candidates: tuple[Candidate, ...] = ()
+    save: bool = False
 
     def budgets_of(self, candidate: Candidate) -> tuple[float, ...]:
         """Return the budgets at which ``candidate`` runs: its own, or else those of the phase."""
@@ -137,34 +119,34 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(JsonFields):
     """A comparison of a label with others that the experiment file announces before its runs are made.
 
     A policy with a fixed map is compared at every budget. ``kind`` is by default the first that the experiment has.
     """
 
-    kind: str = entry(text, "")
-    ours: str = entry(text)
-    theirs: tuple[str, ...] = entry(_texts)
-    budgets: tuple[float, ...] = entry(_budgets)
-    validation: str = entry(one_of(VALIDATIONS), "map")
+    kind: str
+    ours: str
+    theirs: tuple[str, ...]
+    budgets: tuple[float, ...]
+    validation: str = "map"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(JsonFields):
     """An experiment file. Holm's correction covers the ``planned`` comparisons, and no others.
 
     ``validation_tokens`` is the minimum number of tokens of a final validation.
     """
 
-    name: str = entry(text_without("/"))
-    model: str = entry(text)
-    tokenizer: str = entry(one_of(("bytes", "bpe")), "bytes")
-    training: Training = entry(made_of(Training))  # noqa: RUF009
-    validation_tokens: int = entry(whole(1), 262_144)
-    warm: Warm | None = entry(made_of(Warm), None)  # noqa: RUF009
-    planned: tuple[Planned, ...] = entry(several(made_of(Planned), indexed=True), ())
-    phases: tuple[Phase, ...]
+    name: str
+    model: str
+    tokenizer: str = "bytes"
+    training: Training
+    validation_tokens: int = 262_144
+    warm: Warm | None = None
+    planned: tuple[Planned, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
     def schedule(self, kind: str) -> int:
         """Return the steps of a phase's learning rate schedule. The warm run and its branches share one schedule."""
@@ -187,51 +169,79 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
     """Parse an experiment. ``name`` is its default name. Raises SnipError naming ``where``, the field and the fault."""
     if not isinstance(body, Mapping) or body.get("schema") != SCHEMA:
         raise SnipError(f'{where}: "schema" must be "{SCHEMA}"')
-    phases = tuple(
-        parse(Phase, body[kind], f"{where}: {kind}", kind=kind) for kind in PHASES if body.get(kind) is not None
-    )
+    phases = tuple(_phase(body[kind], f"{where}: {kind}", kind) for kind in PHASES if body.get(kind) is not None)
+    if not phases or "phases" in body:
+        raise SnipError(f"{where}: the runs to train stand under from_warm, from_scratch or both")
     rest = {key: value for key, value in body.items() if key not in ("schema", "comment", *PHASES)}
-    if not phases:
-        raise SnipError(f"{where}: has neither from_warm nor from_scratch: nothing to train")
-    found = parse(Experiment, {**rest, "name": rest.get("name") or name}, where, phases=phases)
-    planned = tuple(dataclasses.replace(each, kind=each.kind or phases[0].kind) for each in found.planned)
-    experiment = dataclasses.replace(found, planned=planned)
+    planned = [{"kind": phases[0].kind, **each} if isinstance(each, dict) else each for each in rest.get("planned", ())]
+    found = Experiment.from_dict({"name": name, **rest, "planned": planned}, f"{where}: experiment")
+    experiment = dataclasses.replace(found, phases=phases)
     model(experiment.model)
     for fault in _faults(experiment):
         raise SnipError(f"{where}: {fault}")
     return experiment
 
 
+def _phase(body: Any, where: str, kind: str) -> Phase:
+    rest = dict(strict.mapping(body, where))
+    given = strict.array(rest.pop("policies", []), f"{where}.policies")
+    candidates = tuple(Candidate.from_dict(each, f"{where}.policies[{i}]") for i, each in enumerate(given))
+    return dataclasses.replace(Phase.from_dict({**rest, "kind": kind}, where), candidates=candidates)
+
+
 def _faults(experiment: Experiment) -> Iterator[str]:
-    """Yield fields that do not fit together."""
+    """Yield fields that are out of range, or do not fit together."""
     training, warm = experiment.training, experiment.warm
+    yield from _out_of_range(dataclasses.replace(experiment, phases=()), "")
+    labels = [candidate.label for phase in experiment.phases for candidate in phase.candidates]
+    for text, refused in ((experiment.name, "/"), *((label, "|") for label in labels)):
+        if not text or not text.isprintable() or refused in text or len(text.encode()) > _MOST_BYTES:
+            yield f"{quoted(text)}: must be 1 to {_MOST_BYTES} printable characters, without {refused}"
+    if experiment.tokenizer not in TOKENIZERS:
+        yield f"tokenizer: {quoted(experiment.tokenizer)} is unknown; choose one of {', '.join(TOKENIZERS)}"
     if training.min_lr > training.lr:
-        yield f"training: min_lr: {training.min_lr:g} is above lr {training.lr:g}"
+        yield f"training.min_lr: {training.min_lr:g} is above lr {training.lr:g}"
     if training.global_batch % training.micro_batch:
-        yield f"training: global_batch: {training.global_batch} is no multiple of micro_batch {training.micro_batch}"
+        yield f"training.global_batch: {training.global_batch} is no multiple of micro_batch {training.micro_batch}"
     if warm is None and any(phase.kind == "from_warm" for phase in experiment.phases):
         yield "from_warm needs warm: the checkpoint to start from"
-    if warm is not None and any(not 0 < step < warm.steps for step in warm.save):
-        yield f"warm: save: steps must lie between 0 and {warm.steps}"
+    if warm is not None and not all(0 < step < warm.steps for step in warm.save):
+        yield f"warm.save: steps must lie between 0 and {warm.steps}"
     for phase in experiment.phases:
-        yield from (f"{phase.kind}: {fault}" for fault in _phase_faults(phase))
+        yield from (f"{phase.kind}.{fault}" for fault in _phase_faults(phase))
         if training.warmup_steps >= (steps := experiment.schedule(phase.kind)):  # Megatron asserts this
             yield f"training.warmup_steps: {training.warmup_steps} must be less than the {steps} steps of {phase.kind}"
     for i, planned in enumerate(experiment.planned):
         yield from (f"planned[{i}]: {fault}" for fault in _planned_faults(planned, experiment.phases))
 
 
+def _out_of_range(part: JsonFields, path: str) -> Iterator[str]:
+    """Yield numbers out of their range, by the names of their fields."""
+    for name, value in vars(part).items():
+        least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, JsonFields):
+                yield from _out_of_range(each, f"{path}{name}.")
+            elif isinstance(each, (int, float)) and not least <= each <= most:
+                yield f"{path}{name}: {each:g} is not from {least} to {most:g}"
+
+
 def _phase_faults(phase: Phase) -> Iterator[str]:
+    yield from _out_of_range(phase, "")
     labels = [candidate.label for candidate in phase.candidates]
     if not labels:
         yield "policies: expected a list of policies"
     if twice := [label for label in labels if labels.count(label) > 1]:
         yield f"policies: {quoted(twice[0])} stands there twice; give one of them a label of its own"
-    if not phase.seeds or 0 in phase.seeds:
-        yield "seeds: give at least one, all positive (Megatron takes no 0)"
+    if not phase.seeds or 0 in phase.seeds or len(set(phase.seeds)) < len(phase.seeds):
+        yield "seeds: give at least one, all positive (Megatron takes no 0), and none twice"
+    if unknown := sorted(set(phase.formats) - set(Format)):
+        yield f"formats: {quoted(unknown[0])} is unknown; choose among {', '.join(Format)}"
     if phase.updates.first == 0 and phase.kind == "from_scratch":
         yield "updates: first must be at least 1 from scratch: AdamW has no moments before"
-    for candidate in phase.candidates:
+    for i, candidate in enumerate(phase.candidates):
+        if candidate.policy not in POLICIES:
+            yield f"policies[{i}].policy: {quoted(candidate.policy)} is unknown; choose one of {', '.join(POLICIES)}"
         if not candidate.fixed and not phase.budgets_of(candidate):
             yield f"budgets: {quoted(candidate.label)} needs at least one"
 
@@ -242,6 +252,8 @@ def _planned_faults(planned: Planned, phases: tuple[Phase, ...]) -> Iterator[str
     if phase is None:
         yield f"kind: {quoted(planned.kind)}: expected one of {', '.join(phase.kind for phase in phases)}"
         return
+    if planned.validation not in VALIDATIONS:
+        yield f"validation: {quoted(planned.validation)}: expected one of {', '.join(VALIDATIONS)}"
     made = {each.label: each for each in phase.candidates}
     for label in (planned.ours, *planned.theirs):
         if label not in made or (label == planned.ours and made[label].fixed):

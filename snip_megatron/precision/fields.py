@@ -62,6 +62,8 @@ def _encoded(value: Any) -> Any:
 
 def _decoded(kind: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
     if origin is UnionType:
         return None if value is None else _decoded(inner[0], value, where)
     if origin is tuple:
