@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
+from snip_megatron.precision.fields import JsonFields
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(JsonFields):
     """One format that an item may run in.
 
     Attributes:
@@ -31,7 +32,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Item(JsonFields):
     """What gets one format in each phase: a GEMM (granularity ``gemm``) or a whole linear (``layer``).
 
     Attributes:
@@ -52,7 +53,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(JsonFields):
     """One phase of what remains of a run.
 
     ``target`` is the share that this phase itself must reach, or under a ``speedup`` budget its speedup. None: only the
@@ -64,7 +65,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(JsonFields):
     """The part of a run that is over, and its mean share; under a ``speedup`` budget its speedup, the harmonic mean."""
 
     steps: int

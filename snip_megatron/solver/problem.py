@@ -1,7 +1,6 @@
 """The problem that the solver takes: a choice of format for every item, and a budget.
 
-Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phases of a run), which
-:mod:`snip_megatron.solver.parse` reads (docs/file-formats.md).
+Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phases of a run; docs/file-formats.md).
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision.budget import BUDGETS, MAX_LOSS, MAX_SPEEDUP, Budget
 from snip_megatron.precision.phases import MOST_PHASES
-from snip_megatron.solver.items import Item, Phase, Spent
-from snip_megatron.solver.parse import PHASED_SCHEMA, PROBLEM_SCHEMA, parse_problem
+from snip_megatron.precision.strict import array, check_schema, field, finite, mapping, number, read_object
+from snip_megatron.solver.items import Choice, Item, Phase, Spent
 
+PROBLEM_SCHEMA, PHASED_SCHEMA = "snip.problem/1", "snip.problem/2"
+_KINDS = {"target": "fp4", "speedup": "speedup", "loss": "loss"}  # field of a file → kind of the Budget
 _MAX_COST = 1e18
 _MAX_STAGE = 2**20
 _MAX_STEPS = 10**12
@@ -73,9 +74,19 @@ class Problem:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
         """Parse the text of a problem file of either schema; ``where`` names the file in errors. Raises SnipError."""
-        parts = parse_problem(text, where)
         try:
-            return cls(**parts)
+            body = read_object(text)
+            field(body, "schema")
+            phased = check_schema(body, PROBLEM_SCHEMA, PHASED_SCHEMA) == PHASED_SCHEMA
+            parts = _budget(mapping(field(body, "budget"), "budget"))
+            if phased:
+                phases = array(field(body, "phases"), "phases")
+                if not phases:
+                    raise SnipError(f"phases: must hold 1 to {MOST_PHASES} phases, got 0")
+                parts["phases"] = tuple(Phase.from_dict(raw, f"phases[{p}]") for p, raw in enumerate(phases))
+                parts["spent"] = None if body.get("spent") is None else Spent.from_dict(body["spent"], "spent")
+            items = array(field(body, "items"), "items", " of objects")
+            return cls(items=tuple(_item(raw, f"items[{i}]", phased) for i, raw in enumerate(items)), **parts)
         except SnipError as error:
             raise SnipError(f"{where}: {error}") from None
 
@@ -86,12 +97,56 @@ class Problem:
             "budget": _budget_body(self),
         }
         if self.phases:
-            targets = [{} if phase.target is None else {"target": phase.target} for phase in self.phases]
-            body["phases"] = [{"steps": p.steps, **target} for p, target in zip(self.phases, targets, strict=True)]
+            body["phases"] = [_used(phase.as_dict()) for phase in self.phases]
         if self.spent is not None:
-            body["spent"] = {"steps": self.spent.steps, "achieved": self.spent.achieved}
+            body["spent"] = self.spent.as_dict()
         body["items"] = [_item_body(item, phased=bool(self.phases)) for item in self.items]
         return json.dumps(body, allow_nan=False) + "\n"
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+def _budget(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a problem that its object ``budget`` holds."""
+    known = (*_KINDS, "stage_tolerance", "fixed_cost")
+    for key in raw:
+        if key not in known:
+            raise SnipError(f"budget.{cut(key)}: unknown field (known: {', '.join(known)})")
+    given = [key for key in _KINDS if key in raw]
+    if not given:
+        raise SnipError("budget.target: missing")
+    if len(given) > 1:
+        raise SnipError(f"budget: must have exactly one of {', '.join(_KINDS)}, has {' and '.join(given)}")
+    (key,) = given
+    value = number(raw[key], f"budget.{key}")
+    try:
+        budget = Budget(_KINDS[key], value)
+    except SnipError as error:
+        raise SnipError(f"budget.{key}: {error}, got {value}") from None
+    tolerance = field(raw, "stage_tolerance", "budget.") if key == "target" else raw.get("stage_tolerance")
+    fixed = mapping(raw.get("fixed_cost", {}), "budget.fixed_cost", " of <stage>: cost")
+    for stage in fixed:
+        if not (stage.isascii() and stage.isdigit() and len(stage) < 8):
+            raise SnipError(f"budget.fixed_cost: {quoted(stage)} is not a stage number")
+    return {
+        "budget": budget,
+        "stage_tolerance": None if tolerance is None else number(tolerance, "budget.stage_tolerance"),
+        "fixed_cost": tuple((int(k), number(cost, f"budget.fixed_cost.{k}")) for k, cost in fixed.items()),
+    }
+
+
+def _item(raw: Any, path: str, phased: bool) -> Item:
+    body = mapping(raw, path)
+    given = array(field(body, "choices", f"{path}."), f"{path}.choices", " of objects")
+    choices = tuple(_choice(each, f"{path}.choices[{j}]", phased) for j, each in enumerate(given))
+    return replace(Item.from_dict({**body, "choices": []}, path), choices=choices)
+
+
+def _choice(raw: Any, path: str, phased: bool) -> Choice:
+    body = dict(mapping(raw, path))
+    if not phased:
+        body["losses"] = [finite(field(body, "loss", f"{path}."), f"{path}.loss")]
+        del body["loss"]
+    return Choice.from_dict(body, path)
 
 
 def _budget_body(problem: Problem) -> dict[str, Any]:
@@ -105,20 +160,17 @@ def _budget_body(problem: Problem) -> dict[str, Any]:
 
 
 def _item_body(item: Item, *, phased: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {"id": item.id, "stage": item.stage, "cost": item.cost}
-    if phased:
-        body["choices"] = [
-            {"format": c.format.value, "saving": c.saving, "losses": list(c.losses)} for c in item.choices
-        ]
-    else:
-        body["choices"] = [{"format": c.format.value, "loss": c.losses[0], "saving": c.saving} for c in item.choices]
-    if item.pin is not None:
-        body["pin"] = item.pin.value
-    if item.keeps:
-        body["keeps"] = list(item.keeps)
+    body = _used(item.as_dict())
+    for choice in [] if phased else body["choices"]:
+        (choice["loss"],) = choice.pop("losses")
     return body
 
 
+def _used(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value not in (None, [])}
+
+
+# -- checks ----------------------------------------------------------------------------------------------------
 def _faults(problem: Problem) -> _Faults:
     """Yield each fault of a problem."""
     phases, spent = problem.phases, problem.spent

@@ -218,4 +218,4 @@ def test_phases_out_of_reach_and_misused(tmp_path: Path) -> None:
     for points in (0, 3):
         assert "has phases" in one_line(snip("solve", path, "--sweep", points), 2)
     path.write_text(json.dumps(phased(phases=[{"steps": 0}])))
-    assert "phases[0].steps: must be an integer, 1 or more" in one_line(snip("solve", path), 2)
+    assert "phases[0].steps: must be a number of steps from 1" in one_line(snip("solve", path), 2)

@@ -111,7 +111,7 @@ def at(*place: str | int, value: Any) -> str:
     ("text", "message"),
     [
         (at("phases", value=[]), "phases: must hold 1 to 64 phases, got 0"),
-        (at("phases", 1, "steps", value=0), "phases[1].steps: must be an integer, 1 or more"),
+        (at("phases", 1, "steps", value=0), "phases[1].steps: must be a number of steps from 1"),
         (at("phases", 1, "target", value=1.5), "phases[1].target: must be a share from 0 to 1, got 1.5"),
         (at("budget", value={"loss": 1.5}), "phases[1].target: has no meaning beside loss"),
         (at("budget", value={"speedup": 1.5}), "phases[1].target: must be a factor from 1 to 1e+06, got 0.7"),
@@ -121,7 +121,7 @@ def at(*place: str | int, value: Any) -> str:
         (at("items", 0, "choices", 1, "losses", 0, value=1e101), "items[0].choices[1].losses[0]: must be a finite"),
         (
             at("items", 0, "choices", 1, value={"format": "fp4", "loss": 1.0, "saving": 0.0}),
-            "items[0].choices[1].losses: missing",
+            "items[0].choices[1]: unknown key 'loss'",
         ),
     ],
 )
