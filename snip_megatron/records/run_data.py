@@ -172,12 +172,13 @@ def fields_of(event: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in _OWN_FIELDS}
 
 
-# -- joins ---------------------------------------------------------------------------------------------------------
-def _version(event: Mapping[str, Any]) -> int | None:
+def version_of(event: Mapping[str, Any]) -> int | None:
+    """Return the version of the map or plan that an event is about; None if it names none."""
     version = event.get("version")
     return version if type(version) is int else None
 
 
+# -- joins ---------------------------------------------------------------------------------------------------------
 def _adoptions(
     events: Sequence[Mapping[str, Any]], maps: Mapping[int, PrecisionMap], scores: Mapping[int, Mapping[str, Any]]
 ) -> list[Adoption]:
@@ -185,8 +186,8 @@ def _adoptions(
     adopted = [event for event in events if event["event"] == "adopt"]
     if not adopted:
         adopted = [{"step": step, "version": precision_map.version} for step, precision_map in maps.items()]
-    by_version = {_version(body): body["scores"] for body in scores.values()}
-    return [_adoption(event, _map_of(event["step"], _version(event), maps), by_version) for event in adopted]
+    by_version = {version_of(body): body["scores"] for body in scores.values()}
+    return [_adoption(event, _map_of(event["step"], version_of(event), maps), by_version) for event in adopted]
 
 
 def _adoption(
@@ -195,7 +196,7 @@ def _adoption(
     def known(name: str) -> Any:  # the event says it, or else the map
         return event.get(name, getattr(precision_map, name, None))
 
-    version = _version(event)
+    version = version_of(event)
     asked = event.get("budget", precision_map.prediction().get("budget") if precision_map is not None else None)
     timed = isinstance(asked, str)  # then ``achieved`` is a share of time
     share = event.get("fp4_fraction", known("fp4_share")) if timed else known("achieved")
@@ -227,7 +228,7 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     latest: int | str | None = None  # whose map is in force
     for event in events:
-        step, version = event["step"], _version(event)
+        step, version = event["step"], version_of(event)
         if event["event"] in ("collect", "probe", "dropped"):
             pending[step].append(event)
         elif event["event"] == "submit":
@@ -260,7 +261,7 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
     share = "achieved" if last("solved", "budget") is None else "fp4_share"
     return Update(
         step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
-        version=next((_version(event) for event in events if event["event"] == "submit"), None),
+        version=next((version_of(event) for event in events if event["event"] == "submit"), None),
         collect_s=total("seconds", ("collect",)),
         probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
         solve_s=number(last("solved", "solve_seconds")),

@@ -214,7 +214,7 @@ def _row(
     losses, validations, last = _losses(run), run.validations(), _last_map(run)
     validation = list(validations.get("map", validations.get("bf16", {})).values())
     shares = [value for value in run.series("fp4_fraction")[1] if value is not None]
-    now = next((m for m in reversed(summary.maps) if m.stretch.step_s), None)
+    now = next((m for m in reversed(summary.maps) if m.step_s), None)
     return {
         "name": name,
         "machine": machine_line(run),
@@ -227,10 +227,10 @@ def _row(
         "fp4_share": shares[-1] if shares else None,
         "agreement": None if base is None or last is None else _agreement(base, last),
         "tokens_s": summary.tokens_s,
-        "median_s": None if now is None else now.stretch.step_s,
+        "median_s": None if now is None else now.step_s,
         "mean_s": None if now is None else now.mean_s,
         "predicted": run.adoptions[-1].speedup if run.adoptions else None,
-        "measured": None if summary.judged is None else summary.judged.stretch.speedup,
+        "measured": None if summary.judged is None else summary.judged.speedup,
         "per_update": summary.update_s if summary.updates else None,
         "cost": summary.cost_s,
         "cost_share": summary.cost_share,

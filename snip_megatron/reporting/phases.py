@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.records.run_data import RunData, number
+from snip_megatron.records.run_data import RunData, number, version_of
 from snip_megatron.reporting.figures import DASHED, FAULT, LINE, Figure
 
 MAX_ROWS = 200
@@ -62,18 +61,16 @@ def phases_of(run: RunData) -> list[RunPhase]:
     found: list[RunPhase] = []
     segments = _segments(run)
     ends = [*(step for step, _ in segments[1:]), None]
-    for (start, plan), end in zip(segments, ends, strict=False):
-        for phase, steps in [] if plan is None else zip(plan.phases, plan.steps, strict=True):
-            first, last = max(phase.begin, start), phase.begin + steps
-            last = last if end is None else min(last, end)
-            if last <= first or plan is None:
-                continue
+    for (start, phases), end in zip(segments, ends, strict=False):
+        for phase in phases:
+            first, last = max(phase.begin, start), phase.end if end is None else min(phase.end, end)
             before = found[-1] if found else None
+            if last <= first:
+                continue
             if before is not None and before.end == first and before.precision_map is phase.precision_map:
                 found[-1] = replace(before, end=last)
             else:
-                share = _share(run.events, plan, phase.precision_map)
-                found.append(RunPhase(first, last, phase.precision_map, share, plan.version))
+                found.append(replace(phase, begin=first, end=last))
     return found
 
 
@@ -146,55 +143,36 @@ def _next_step(run: RunData) -> int:
     return int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
 
 
-def _first_step(run: RunData) -> int:
-    """Return the first step of the run under SNIP, from which the average over the run counts."""
-    begins = [int(run.metrics[0]["step"])] if run.metrics else []
-    return min([*begins, *(min(phase.begin for phase in plan.phases) for plan in run.plans.values())], default=0)
-
-
-def _segments(run: RunData) -> list[tuple[int, PrecisionPlan | None]]:
-    """Return (first step, plan in force from there on) in the order of time. None: no plan, because it was dropped."""
-    changes: list[tuple[int, int, Mapping[str, Any] | PrecisionPlan]] = [
-        (event["step"], int(event["event"] == "plan_moved"), event)
-        for event in run.events
-        if event["event"] == "plan_moved" or (event["event"] == "guard" and event.get("action") == "taken_back")
-    ]
-    changes += [(step, 2, plan) for step, plan in run.plans.items()]
-    found: list[tuple[int, PrecisionPlan | None]] = []
-    for step, _, change in sorted(changes, key=lambda each: each[:2]):
-        plan = found[-1][1] if found else None
-        if isinstance(change, PrecisionPlan):
-            found.append((step, change))
-        elif plan is not None:
-            found.append((step, None if change["event"] == "guard" else _moved(plan, _first_step(run), change, step)))
+def _segments(run: RunData) -> list[tuple[int, list[RunPhase]]]:
+    """Return (step, the phases planned from there on) in the order of time; no phases where a plan was dropped."""
+    plans = {plan.version: plan for plan in run.plans.values()}
+    found: list[tuple[int, list[RunPhase]]] = []
+    for event in run.events:
+        plan = plans.get(version_of(event) or 0)
+        if event["event"] == "guard" and event.get("action") == "taken_back":
+            found.append((event["step"], []))
+        elif event["event"] == "plan" and plan is not None:
+            found.append((event["step"], _planned(event, plan)))
     return found
 
 
-def _moved(plan: PrecisionPlan, origin: int, event: Mapping[str, Any], step: int) -> PrecisionPlan:
-    last = number(event.get("last"))
-    try:
-        return plan if last is None or last <= step else plan.moved(origin, int(last), step)
-    except (SnipError, ZeroDivisionError):  # a record of another run, or of another version
-        return plan
-
-
-def _share(events: Sequence[Mapping[str, Any]], plan: PrecisionPlan, precision_map: PrecisionMap) -> float | None:
-    """Return the share that the plan's event names, which counts all linears, else the map's own."""
-    index = next(i for i, phase in enumerate(plan.phases) if phase.precision_map is precision_map)
-    for event in reversed(events):
-        named = event.get("phases") if event["event"] in ("plan", "phase") else None
-        if event.get("version") == plan.version and isinstance(named, list) and len(named) == len(plan.phases):
-            share = number(named[index].get("fp4_fraction")) if isinstance(named[index], Mapping) else None
-            if share is not None:
-                return share
-    return precision_map.achieved if precision_map.budget is None else precision_map.fp4_share
+def _planned(event: Mapping[str, Any], plan: PrecisionPlan) -> list[RunPhase]:
+    """Return the phases of a plan's event, with the plan's last maps: where it was moved, the first may be left out."""
+    named = event.get("phases")
+    bodies = [body for body in named if isinstance(body, Mapping)] if isinstance(named, list) else []
+    found = []
+    for body, phase in zip(reversed(bodies), reversed(plan.phases), strict=False):
+        begin, steps = number(body.get("from_step")), number(body.get("steps"))
+        if begin is not None and steps is not None:
+            share = number(body.get("fp4_fraction"))
+            found.append(RunPhase(int(begin), int(begin + steps), phase.precision_map, share, plan.version))
+    return found[::-1]
 
 
 def _expected(run: RunData, timed: bool) -> str | None:
     """Return the average over the run that the latest plan reaches, as text; None if the plan was dropped."""
-    plan = _segments(run)[-1][1]
-    achieved = None if plan is None else plan.achieved
-    if achieved is None:
+    achieved = [plan.achieved for plan in run.plans.values()][-1]
+    if achieved is None or not _segments(run)[-1][1]:
         return None
     return f"{achieved:.3f} ×" if timed else f"{achieved:.2%}"
 

@@ -126,7 +126,7 @@ def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
     times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
     last = max((at for at in times if at is not None), default=0.0)
     age, lock = time.time() - last, read_lock(run.path)
-    usual = max((each.stretch.step_s or 0.0 for each in summary.maps), default=0.0)
+    usual = max((each.step_s or 0.0 for each in summary.maps), default=0.0)
     total, over = summary.total_steps, summary.total_steps is not None and summary.steps >= summary.total_steps
     fault = True
     if lock is None or lock.gone:
@@ -157,7 +157,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     predicted = None if now is None or now.predicted is None else f"{now.predicted:.3f}"
     linears = " of the linears" if now is not None and now.predicted_of == "linears" else ""
     cost = f"{summary.cost_s:.2f} s" + ("" if summary.cost_share is None else f", {summary.cost_share:.2%}")
-    measured = None if summary.judged is None else summary.judged.stretch.speedup
+    measured = None if summary.judged is None else summary.judged.speedup
     found: list[tuple[str, str | None]] = [
         ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
         (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),

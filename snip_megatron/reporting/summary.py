@@ -6,7 +6,6 @@ Only :func:`summarise` computes these figures. The end of a run, the report, the
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import math
 from collections import deque
@@ -30,17 +29,7 @@ TRUE_OVER_PREDICTED = (0.95, 1.45)
 """True change of the loss over the predicted one, for all fprops of small models (docs/results.md)."""
 _SLOPE_LOSSES = 200  # a slope is fitted to no fewer losses
 _CERTAIN = 4.0  # standard errors that make a fall of the loss one
-_OF_STRETCH = ("begin", "end", "version", "quantised", "step_s", "bf16_s", "speedup")
-
-
-@dataclass(frozen=True)
-class MapTime:
-    """A stretch of steps, its mean step, and the speedup predicted for it: of the whole ``step`` or the ``linears``."""
-
-    stretch: Stretch
-    mean_s: float | None = None
-    predicted: float | None = None
-    predicted_of: str = ""
+_OF_STRETCH = ("begin", "end", "version", "quantised", "step_s", "bf16_s", "speedup", "mean_s", "predicted")
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class RunSummary:
     total_steps: int | None
     bf16_s: float | None
     bf16_steps: int
-    maps: tuple[MapTime, ...]
+    maps: tuple[Stretch, ...]
     saved_s: float | None
     saved_run_s: float | None
     updates: int
@@ -131,11 +120,11 @@ class RunSummary:
 
         Steps under a map that was too short for a median count with the mean of the others.
         """
-        timed = [(m.stretch.steps, m.stretch.steps * m.stretch.step_s) for m in self.maps if m.stretch.step_s]
+        timed = [(m.steps, m.steps * m.step_s) for m in self.maps if m.step_s]
         if not timed:
             return None
         steps, seconds = map(sum, zip(*timed, strict=True))
-        trained = seconds / steps * sum(each.stretch.steps for each in self.maps)
+        trained = seconds / steps * sum(each.steps for each in self.maps)
         return self.cost_s / (trained + self.cost_s)
 
     @property
@@ -144,16 +133,15 @@ class RunSummary:
         return (self.cost_s - self.costs.get("compile", 0.0)) / self.updates if self.updates else 0.0
 
     @property
-    def judged(self) -> MapTime | None:
+    def judged(self) -> Stretch | None:
         """The latest map whose speed is known."""
-        known = [each for each in self.maps if each.stretch.quantised and each.stretch.speedup is not None]
+        known = [each for each in self.maps if each.quantised and each.speedup is not None]
         return known[-1] if known else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of a ``snip.worth/1`` file."""
         maps = [
-            {name: getattr(each.stretch, name) for name in _OF_STRETCH}
-            | {"mean_s": each.mean_s, "predicted": each.predicted, "predicted_of": each.predicted_of or None}
+            {name: getattr(each, name) for name in _OF_STRETCH} | {"predicted_of": each.predicted_of or None}
             for each in self.maps
         ]
         return {"schema": SCHEMA, **asdict(self), "maps": maps, "cost_s": self.cost_s}
@@ -167,12 +155,9 @@ def summarise(run: RunData) -> RunSummary:
     with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
         prediction = Prediction.stored(run)
     by_step = {adoption.step: adoption for adoption in run.adoptions}
-    times = [(row["step"], s) for row in run.metrics if (s := number(row.get("step_s"))) is not None]
-    maps = []
-    for stretch in account.stretches():
-        begin, end = (bisect.bisect_left(times, (step, -math.inf)) for step in (stretch.begin, stretch.end))
-        mean = float(np.mean([seconds for _, seconds in times[begin:end]])) if end > begin else None
-        maps.append(MapTime(stretch, mean, *_predicted(prediction, stretch, by_step.get(stretch.begin))))
+    maps = account.stretches()
+    for stretch in maps:
+        stretch.predicted, stretch.predicted_of = _predicted(prediction, stretch, by_step.get(stretch.begin))
     steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
     wanted = number(run.facts.get("train_iters"))
     found = RunSummary(
@@ -196,7 +181,7 @@ def summarise(run: RunData) -> RunSummary:
     if prediction is not None and last is not None and (over := prediction.over_fp8(last)) is not None:
         found = replace(found, fp8=over[0].value, over_fp8=over[1])
     if found.why:  # speeds without a meaning must not be read as some
-        bare = tuple(replace(each, stretch=replace(each.stretch, bf16=deque())) for each in found.maps)
+        bare = tuple(replace(each, bf16=deque()) for each in found.maps)
         found = replace(found, maps=bare, saved_s=None)
     else:
         saved_run_s, assumes = _saved_over_run(found, run, prediction)
@@ -216,7 +201,7 @@ def _why_not(run: RunData) -> str:
 
 def _saved_over_run(found: RunSummary, run: RunData, prediction: Prediction | None) -> tuple[float | None, str]:
     """Return the time saved when training ends, if updates cost what they did so far, and what else that assumes."""
-    now = found.maps[-1].stretch if found.maps else None
+    now = found.maps[-1] if found.maps else None
     if found.saved_s is None or found.total_steps is None or now is None or now.speedup is None:
         return None, ""
     left = found.total_steps - found.steps
@@ -232,7 +217,7 @@ def _saved_over_run(found: RunSummary, run: RunData, prediction: Prediction | No
     return found.saved_s + saved - _updates_to_come(left, run.config) * found.update_s, assumes
 
 
-def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], prediction: Prediction | None) -> float | None:
+def _saved_by_plan(now: Stretch, each: float, ahead: Sequence[RunPhase], prediction: Prediction | None) -> float | None:
     """Return the seconds that the phases to come save: what a step saves now, times the ratio that is predicted.
 
     None if a prediction is missing, or if nothing is saved now, so that there is nothing to scale.
@@ -244,9 +229,9 @@ def _saved_by_plan(now: MapTime, each: float, ahead: Sequence[RunPhase], predict
     return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, speedups, strict=True))
 
 
-def _tokens_per_second(run: RunData, maps: Sequence[MapTime]) -> float | None:
+def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
     batch, length = number(run.facts.get("global_batch_size")), number(run.config.get("seq_length"))
-    step = next((m.stretch.step_s for m in reversed(maps) if m.stretch.step_s), None)
+    step = next((m.step_s for m in reversed(maps) if m.step_s), None)
     return None if batch is None or length is None or step is None else batch * length / step
 
 
@@ -336,7 +321,7 @@ def _memory(run: RunData) -> Memory | None:
 
 # -- verdict -------------------------------------------------------------------------------------------------------
 def _with_verdict(found: RunSummary) -> RunSummary:
-    if not any(each.stretch.quantised for each in found.maps):
+    if not any(each.quantised for each in found.maps):
         return replace(found, verdict="no map", why=found.why or "every step so far was in bf16")
     if found.why:
         return replace(found, verdict="not judged")
@@ -352,18 +337,18 @@ def _with_verdict(found: RunSummary) -> RunSummary:
     return replace(found, verdict="yes" if no is None else "no", warnings=tuple(w for w in (no, hint) if w))
 
 
-def _fault(found: RunSummary, judged: MapTime) -> str | None:
+def _fault(found: RunSummary, judged: Stretch) -> str | None:
     """Return why it was not worth it, with a remedy; None if it was."""
-    speedup = judged.stretch.speedup or 0.0
+    speedup = judged.speedup or 0.0
     total = found.saved_s if found.saved_run_s is None else found.saved_run_s
     if speedup < TOLERANCE:
         return (
-            f"steps under map {judged.stretch.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
+            f"steps under map {judged.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
             " for its host, larger microbatches or fewer tensor parallel ranks help; else ask for what pays:"
             " --snip without a budget, snip plan"
         )
     if total is not None and total <= 0:
-        each = (judged.stretch.bf16_s or 0.0) - (judged.stretch.step_s or 0.0)
+        each = (judged.bf16_s or 0.0) - (judged.step_s or 0.0)
         return (
             f"updates cost more than the maps save: one pays for itself after {math.ceil(found.update_s / each):,}"
             " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
@@ -377,9 +362,9 @@ def _fault(found: RunSummary, judged: MapTime) -> str | None:
     return None
 
 
-def _hint(judged: MapTime) -> str | None:
+def _hint(judged: Stretch) -> str | None:
     """Return what could be better, although it was worth it."""
-    speedup = judged.stretch.speedup or 0.0
+    speedup = judged.speedup or 0.0
     predicted = judged.predicted if judged.predicted_of == "step" else None
     if predicted is None or predicted <= TOLERANCE or speedup - 1.0 >= 0.5 * (predicted - 1.0):
         return None

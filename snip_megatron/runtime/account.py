@@ -39,6 +39,8 @@ class Stretch:
         quantised: whether any GEMM of the map is not in bf16.
         bf16: seconds of the last usual steps in bf16 on this machine, which its stretches share.
         usual, settling: seconds of the last usual steps, and of all steps right after an update or an adoption.
+        timed, timed_s: all steps whose duration is known, and their seconds.
+        predicted, predicted_of: the speedup that was predicted, of the whole ``step`` or of the ``linears``.
     """
 
     begin: int
@@ -48,6 +50,10 @@ class Stretch:
     end: int = 0
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     settling: list[float] = field(default_factory=list)
+    timed: int = 0
+    timed_s: float = 0.0
+    predicted: float | None = None
+    predicted_of: str = ""
 
     @property
     def steps(self) -> int:
@@ -60,8 +66,13 @@ class Stretch:
         return _median(self.usual)
 
     @property
+    def mean_s(self) -> float | None:
+        """Mean seconds of a step, those right after a start, an update or an adoption included."""
+        return self.timed_s / self.timed if self.timed else None
+
+    @property
     def bf16_s(self) -> float | None:
-        """The same in bf16, on the same machine."""
+        """Median seconds of a usual step in bf16, on the same machine."""
         return _median(self.bf16)
 
     @property
@@ -124,6 +135,7 @@ class Account:
         now.end = step + 1
         if seconds is None:
             return
+        now.timed, now.timed_s = now.timed + 1, now.timed_s + seconds
         if self._settling:
             self._settling -= 1
             if self._changed:

@@ -166,7 +166,7 @@ def add_plan(path: Path, plan: PrecisionPlan, shares: Sequence[float] = ()) -> N
     (path / "plans" / f"step_{step}.json").write_text(plan.to_json())
     phases = [
         {"from_step": phase.begin, "steps": steps, "fp4_fraction": share}
-        for phase, steps, share in zip(plan.phases, plan.steps, shares, strict=False)
+        for phase, steps, share in zip(plan.phases, plan.steps, shares or [None] * len(plan.steps), strict=True)
     ]
     add_event(path, step, "plan", version=plan.version, status=plan.status, phase=0, phases=phases)
 

@@ -91,7 +91,9 @@ def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path)
 
 def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
     synthetic_run.add_plan(path, plan_of((15, EARLY), (60, LATE)), (1.0, 0.5))
-    synthetic_run.add_event(path, 40, "plan_moved", last_before=120, last=240, begins_before=[0], begins=[0])
+    synthetic_run.add_event(path, 40, "plan_moved", last_before=120, last=240)
+    moved = [{"from_step": 30, "steps": 90, "fp4_fraction": 1.0}, {"from_step": 120, "steps": 120, "fp4_fraction": 0.5}]
+    synthetic_run.add_event(path, 40, "plan", version=1, phases=moved)
     run = load_run(path)
     assert spans(run) == [(15, 120, 1), (120, 240, 1)]
     assert [phase.share for phase in phases_of(run)] == [1.0, 0.5]

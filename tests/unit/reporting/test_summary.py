@@ -46,7 +46,7 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
     # 880 steps are left, and 44 updates, each of which costs what the only one did
     assert worth.saved_run_s == pytest.approx(85 - cost + 880 - 44 * cost)
     before, under = worth.maps
-    assert (before.stretch.quantised, under.stretch.version, under.stretch.speedup) == (False, 1, 2.0)
+    assert (before.quantised, under.version, under.speedup) == (False, 1, 2.0)
     text = "\n".join(lines(worth))
     assert headline(worth).startswith("Worth it: yes. Saved 83.")
     assert "so far, saved " in headline(worth)
@@ -246,5 +246,5 @@ def test_the_mean_step_stands_beside_the_median(tmp_path: Path) -> None:
     rows[60]["step_s"] = 86.0
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = summarise(load_run(tmp_path / "run"))
-    assert (summary.maps[-1].stretch.step_s, summary.maps[-1].mean_s) == (1.0, 2.0)
+    assert (summary.maps[-1].step_s, summary.maps[-1].mean_s) == (1.0, 2.0)
     assert "1.0 s under map 1 (85 steps, mean 2.0 s)" in "\n".join(lines(summary))
