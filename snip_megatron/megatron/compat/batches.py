@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_signature
 
-if list(inspect.signature(RerunDataIterator.__init__).parameters) != ["self", "iterable"]:
-    raise SnipError("Megatron's RerunDataIterator no longer wraps one iterable: probes cannot look at batches")
+check_signature(RerunDataIterator.__init__, "self", "iterable")
 
 _RAMPS = ("--step-batch-size-schedule", "--rampup-batch-size")
 

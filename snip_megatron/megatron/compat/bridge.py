@@ -11,29 +11,18 @@ import megatron.bridge.training.mixed_precision as mixed_precision
 import megatron.bridge.training.setup as setup
 import megatron.bridge.training.train as train
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import patches
 from snip_megatron.megatron.compat.own_precision import switch_off
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.versions import check_names, check_signature
 from snip_megatron.megatron.startup import Startup, is_rank_zero
 
-_STEP_PARAMETERS = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "optimizer",
-    "scheduler",
-    "global_state",
-    "pg_collection",
-    "forward_backward_func",
-)
+_STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state", "pg_collection")
 
 
 def check_interface() -> None:
     """Raise SnipError unless Bridge's training loop is that of version 0.6."""
-    check_signature(train.train_step, _STEP_PARAMETERS, "megatron.bridge's train_step")
-    if "train_step" not in train.train.__code__.co_names:
-        raise SnipError("megatron.bridge's train() no longer looks train_step up by its global name: use 0.6")
+    check_signature(train.train_step, *_STEP, "forward_backward_func")
+    check_names(train.train, "train_step")
 
 
 def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

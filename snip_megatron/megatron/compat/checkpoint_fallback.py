@@ -9,27 +9,23 @@ newest complete checkpoint before it is loaded instead.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 
 import megatron.training.checkpointing as checkpointing
-import torch
 import torch.distributed as dist
 from megatron.training import get_args
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.versions import check_names, check_signature
+from snip_megatron.records.storage import write_atomically
 
-check_signature(checkpointing.read_metadata, ("tracker_filename",), "read_metadata")
-if "read_metadata" not in checkpointing._load_base_checkpoint.__code__.co_names:
-    raise SnipError("Megatron's loader no longer looks read_metadata up: incomplete checkpoints cannot be passed over")
+check_signature(checkpointing.read_metadata, "tracker_filename")
+check_names(checkpointing._load_base_checkpoint, "read_metadata")
 
-_RELEASE, _NONE, _SILENT = -1, -2, -3  # a rank's contribution to the agreement when it is no iteration
-_ITERATION = re.compile(r"iter_(\d{7,18})\Z")
-_chosen: dict[Path, int] = {}
-_genuine = checkpointing.read_metadata
+RELEASE = -1
+"""Stands for the checkpoint of a release, which has no iteration."""
 
 
 def install() -> str:
@@ -38,90 +34,63 @@ def install() -> str:
     return "a checkpoint that was not written to its end is passed over for the newest one that was"
 
 
-def chosen_iteration(folder: str | None) -> int | None:
-    """Return the iteration that this process loads instead of the one that the tracker names.
-
-    Returns None if the tracker's iteration is loaded.
-    """
-    return None if folder is None else _chosen.get(Path(folder).absolute())
-
-
 def read_tracker(tracker_filename: str) -> tuple[int, bool]:
-    """Return (iteration to load, whether it is a release), equal on all ranks.
+    """Return (iteration to load, whether it is a release), as rank 0 finds it.
 
     Collective over all ranks if torch.distributed is initialised.
 
     Raises:
         SnipError: If neither the checkpoint that the tracker names nor an earlier one is complete.
     """
-    tracker = Path(tracker_filename).absolute()
-    _chosen.pop(tracker.parent, None)  # of an earlier start in this process
-    together = dist.is_initialized()
-    decides = not together or dist.get_rank() == 0
-    choice = _choose(tracker) if decides else _SILENT
+    tracker, together = Path(tracker_filename).absolute(), dist.is_initialized()
+    found: list[int | None] = [None]
+    if not together or dist.get_rank() == 0:
+        found[0], fault = complete_iteration(tracker)
+        if found[0] is not None and fault:
+            print(
+                f"compat: checkpoint-fallback: {tracker.parent}: {fault}: loading iteration {found[0]}",
+                flush=True,
+            )
+            if together:  # in a training
+                _repair(tracker, found[0])
     if together:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        agreed = torch.tensor([choice], dtype=torch.long, device=device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        choice = int(agreed)
-    if choice == _NONE:
+        dist.broadcast_object_list(found)
+    if found[0] is None:
         raise SnipError(
             f"{tracker}: neither the checkpoint it names nor one before it is complete; name one by --ckpt-step, or"
             " start without --load"
         )
-    if choice == _RELEASE:
-        return 0, True
-    if choice != _named(tracker):
-        _chosen[tracker.parent] = choice
-        if together:
-            dist.barrier()  # other ranks may still be reading the tracker
-            if decides:
-                _repair(tracker, choice)
-    return choice, False
+    return max(found[0], 0), found[0] == RELEASE
 
 
-def _choose(tracker: Path) -> int:
-    named = _named(tracker)
-    if named == _RELEASE:
-        return _RELEASE
-    fault = "the tracker file is empty or no number" if named is None else what_is_missing(tracker.parent, named)
-    if fault is None and named is not None:
-        return named
-    for iteration in sorted(_iterations(tracker.parent), reverse=True):
-        if (named is None or iteration < named) and what_is_missing(tracker.parent, iteration) is None:
-            what = "latest" if named is None else f"iteration {named}"
-            print(
-                f"compat: checkpoint-fallback: {tracker.parent}: {what} is incomplete ({fault}): loading iteration"
-                f" {iteration}",
-                flush=True,
-            )
-            return iteration
-    return _NONE
+def complete_iteration(tracker: Path) -> tuple[int | None, str]:
+    """Return the iteration that is loaded, and if the tracker file does not name it, what is wrong with that one.
 
-
-def _named(tracker: Path) -> int | None:
-    """Return the iteration in the tracker file, _RELEASE, or None if it holds neither."""
-    try:
+    The iteration is :data:`RELEASE` for a release, and None if no checkpoint is complete.
+    """
+    text = ""
+    with contextlib.suppress(OSError, ValueError):
         text = tracker.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
     if text == "release":
-        return _RELEASE
-    return int(text) if re.fullmatch(r"\d{1,18}", text) else None
-
-
-def _iterations(folder: Path) -> list[int]:
-    return [int(match[1]) for entry in folder.iterdir() if (match := _ITERATION.match(entry.name)) and entry.is_dir()]
+        return RELEASE, ""
+    named = int(text) if re.fullmatch(r"\d{1,18}", text) else None
+    if named is None:
+        fault = "latest is incomplete (the tracker file is empty or no number)"
+    elif (missing := what_is_missing(tracker.parent, named)) is None:
+        return named, ""
+    else:
+        fault = f"iteration {named} is incomplete ({missing})"
+    found = (int(folder.name[5:]) for folder in tracker.parent.glob("iter_*") if folder.name[5:].isdecimal())
+    earlier = sorted((iteration for iteration in found if named is None or iteration < named), reverse=True)
+    return next((each for each in earlier if what_is_missing(tracker.parent, each) is None), None), fault
 
 
 def _repair(tracker: Path, iteration: int) -> None:
     """Rewrite the tracker if this job saves into its folder: Megatron reads it again (``--save-retain-interval``)."""
     save = getattr(get_args(), "save", None)
     if save and Path(save).absolute() == tracker.parent:
-        partial = tracker.with_name(tracker.name + ".part")
         with contextlib.suppress(OSError):  # the next save reports the same error
-            partial.write_text(str(iteration), encoding="ascii")
-            os.replace(partial, tracker)
+            write_atomically(tracker, str(iteration).encode())
 
 
 # -- whether a checkpoint is complete --------------------------------------------------------------------------

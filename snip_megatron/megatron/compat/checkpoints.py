@@ -9,13 +9,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing
 
-from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.checkpoint_fallback import chosen_iteration
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.checkpoint_fallback import RELEASE, complete_iteration
+from snip_megatron.megatron.compat.versions import check_names, check_signature
 
-check_signature(checkpointing.get_checkpoint_name, ("checkpoints_path", "iteration", "release"), "get_checkpoint_name")
-if not hasattr(checkpointing, "_NON_PERSISTENT_CKPT_SUBDIR"):
-    raise SnipError("Megatron's checkpointing no longer has _NON_PERSISTENT_CKPT_SUBDIR: SNIP's state would be missed")
+check_signature(checkpointing.get_checkpoint_name, "checkpoints_path", "iteration", "release")
+check_names(checkpointing, "_NON_PERSISTENT_CKPT_SUBDIR")
 
 
 def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
@@ -52,12 +50,7 @@ def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
 
 
 def _tracked(folder: str) -> tuple[int | None, bool]:
-    """Return (iteration that the tracker file names, or None, whether it is a release)."""
-    chosen = chosen_iteration(folder)
-    if chosen is not None:
-        return chosen, False
-    try:
-        text = Path(checkpointing.get_checkpoint_tracker_filename(folder)).read_text(encoding="ascii").strip()
-        return (0, True) if text == "release" else (int(text), False)
-    except (OSError, ValueError):
-        return None, False
+    """Return (iteration that is loaded by the tracker file, or None, whether it is a release)."""
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(folder))
+    iteration = complete_iteration(tracker)[0] if tracker.is_file() else None
+    return (0, True) if iteration == RELEASE else (iteration, False)

@@ -20,13 +20,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from snip_megatron.megatron.compat.versions import check_signature
 
-check_signature(DistributedOptimizer.state_dict, ("self",), "DistributedOptimizer.state_dict")
-check_signature(DistributedOptimizer.load_state_dict, ("self", "state_dict"), "DistributedOptimizer.load_state_dict")
-check_signature(
-    DistributedOptimizer._set_main_param_and_optimizer_states,
-    ("self", "model_param", "tensors"),
-    "DistributedOptimizer._set_main_param_and_optimizer_states",
-)
+check_signature(DistributedOptimizer.state_dict, "self")
+check_signature(DistributedOptimizer.load_state_dict, "self", "state_dict")
+check_signature(DistributedOptimizer._set_main_param_and_optimizer_states, "self", "model_param", "tensors")
 _state_dict = DistributedOptimizer.state_dict
 _load_state_dict = DistributedOptimizer.load_state_dict
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -20,7 +20,6 @@ from snip_megatron.megatron.compat.versions import check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
-_PARAMETERS = ("output_tensor", "input_tensor", "op", "group", "async_op")
 
 
 def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None:
@@ -81,7 +80,7 @@ def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
         A function that ends it.
     """
     genuine = {name: getattr(buffers, name) for name in (_FUNCTION, _CHOSEN)}
-    check_signature(genuine[_FUNCTION], _PARAMETERS, f"Megatron's {_FUNCTION}")
+    check_signature(genuine[_FUNCTION], "output_tensor", "input_tensor", "op", "group", "async_op")
     given = getattr(args, _ARGUMENT)
     setattr(args, _ARGUMENT, True)
     setattr(buffers, _FUNCTION, _reduce_scatter)

@@ -20,52 +20,37 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer import cuda_graphs as core
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_names
 
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 """Values of ``--cuda-graph-impl`` that capture graphs."""
 
-_RECORD: Any = getattr(core, "_CudagraphGlobalRecord", None)
-_HOOKS = ("disable_forward_pre_hook", "enable_forward_pre_hook")
-_CREATION = ("cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
-_EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (core, "cuda_graphs", ("delete_cuda_graphs", "CudaGraphManager", "TECudaGraphHelper")),
-    (_RECORD, "_CudagraphGlobalRecord", _CREATION),
-    (core.CudaGraphManager, "CudaGraphManager", ("global_mempool",)),
-    (core.TECudaGraphHelper, "TECudaGraphHelper", ("create_cudagraphs", "delete_cuda_graphs", "graphs_created")),
-    (core.TECudaGraphHelper, "TECudaGraphHelper", ("cuda_graph_set_manual_hooks",)),
-    (TransformerLayer, "TransformerLayer", ("get_layer_static_inputs",)),
-    (core, "cuda_graphs", ("_apply_cudagraph_buffer_metadata", "CudagraphBufferMetadata")),
-    (core, "cuda_graphs", ("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count")),
-    (DistributedDataParallel, "DistributedDataParallel", ("reset_param_sync_dispatch_state", *_HOOKS)),
-    (full, "full_cuda_graph", ("_shared_graph_pool",)),
-    (FullCudaGraphWrapper, "FullCudaGraphWrapper", ("cuda_graph", "curr_iteration", "reset_cuda_graph")),
-    (GraphableMegatronModule, "GraphableMegatronModule", ("_get_submodules_under_cudagraphs",)),
-)  # fmt: skip
-_ATTRIBUTES = (
-    "pp_group", "config", "flattened_callables", "callables_per_chunk", "num_layers_per_chunk",
-    "flattened_callables_is_mtp", "callables_per_chunk_is_mtp", "_capture_finished", "num_model_chunks",
-)  # fmt: skip
-_MADE = (core.TECudaGraphHelper.__init__, core.TECudaGraphHelper._discover_layers)
-for _name in _ATTRIBUTES:  # of the object, so that the class does not have them
-    if not any(_name in function.__code__.co_names for function in _MADE):
-        raise SnipError(f"Megatron's TECudaGraphHelper no longer has {_name}: CUDA graphs cannot be captured anew")
-for _owner, _where, _names in _EXPECTED:
-    for _name in _names:
-        if not hasattr(_owner, _name):
-            raise SnipError(f"Megatron's {_where} no longer has {_name}: CUDA graphs cannot be captured anew")
+check_names(
+    core,
+    *("_CudagraphGlobalRecord", "delete_cuda_graphs", "_apply_cudagraph_buffer_metadata", "CudagraphBufferMetadata"),
+    *("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count"),
+)
+_RECORD: Any = core._CudagraphGlobalRecord
+check_names(_RECORD, "cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
+check_names(core.CudaGraphManager, "global_mempool")
+check_names(
+    core.TECudaGraphHelper,
+    *("create_cudagraphs", "delete_cuda_graphs", "graphs_created", "cuda_graph_set_manual_hooks"),
+)
+check_names(
+    DistributedDataParallel,
+    *("reset_param_sync_dispatch_state", "disable_forward_pre_hook", "enable_forward_pre_hook"),
+)
+check_names(full, "_shared_graph_pool")
+check_names(FullCudaGraphWrapper, "cuda_graph", "curr_iteration", "reset_cuda_graph")
+check_names(GraphableMegatronModule, "_get_submodules_under_cudagraphs")
 
 
 def graph_implementation(args: Any) -> str | None:
-    """Return which of :data:`IMPLEMENTATIONS` the arguments select, or None. Deprecated arguments count as well."""
+    """Return which of :data:`IMPLEMENTATIONS` validated arguments select, or None."""
     found = getattr(args, "cuda_graph_impl", None)
-    if getattr(args, "enable_cuda_graph", False):
-        found = "local"
-    if getattr(args, "external_cuda_graph", False):
-        found = "transformer_engine"
     return None if found in (None, "none") else str(found)
 
 

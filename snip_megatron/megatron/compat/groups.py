@@ -11,12 +11,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_names
 
 Group = torch.distributed.ProcessGroup
 
-if "embd_group" not in LanguageModule.__init__.__code__.co_names:
-    raise SnipError("Megatron's models no longer have embd_group: gradients of tied embeddings cannot be joined")
+check_names(LanguageModule.__init__, "embd_group")
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,19 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
-from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 _LOGITS = "current_max_attn_logits"
-_STEP_PARAMETERS = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "optimizer",
-    "opt_param_scheduler",
-    "config",
-    "forward_backward_func",
-    "iteration",
+_STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
+check_signature(training.train_step, *_STEP, "forward_backward_func", "iteration")
+check_names(training.train, "train_step")  # by its global name
+check_names(RerunStateMachine.get_mode, "mode")
+check_signature(
+    training.evaluate, "forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config"
 )
-check_signature(training.train_step, _STEP_PARAMETERS, "train_step")
-if "train_step" not in training.train.__code__.co_names:
-    raise SnipError("Megatron's train() no longer looks train_step up by its global name: the step hook cannot work")
-if "mode" not in RerunStateMachine.get_mode.__code__.co_names:
-    raise SnipError("Megatron's rerun machine no longer keeps its mode in 'mode': probes cannot switch it off")
+check_names(training.evaluate_and_print_results, "evaluate")
+check_signature(OptimizerParamScheduler.get_lr, "self", "param_group")
+check_names(OptimizerParamScheduler.get_lr, "num_steps")
 
 TrainStep = Callable[..., Any]
 
@@ -75,14 +69,6 @@ def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], N
     pipeline stage), whether the step was skipped at index 1, and the gradient norm at index 5.
     """
     return _replace("train_step", wrapper)
-
-
-_EVALUATE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config")
-check_signature(training.evaluate, _EVALUATE_PARAMETERS, "evaluate")
-if "evaluate" not in training.evaluate_and_print_results.__code__.co_names:
-    raise SnipError(
-        "Megatron's evaluate_and_print_results() no longer looks evaluate up: validation cannot be recorded"
-    )
 
 
 def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -196,11 +182,6 @@ def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-check_signature(OptimizerParamScheduler.get_lr, ("self", "param_group"), "OptimizerParamScheduler.get_lr")
-if "num_steps" not in OptimizerParamScheduler.get_lr.__code__.co_names:
-    raise SnipError("Megatron's scheduler no longer counts in 'num_steps': the learning rates of a run are unknown")
 
 
 def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callable[[int], float]:

@@ -14,16 +14,8 @@ from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptim
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_signature
 
-check_signature(
-    DistributedOptimizer._get_main_param_and_optimizer_states,
-    ("self", "model_param"),
-    "DistributedOptimizer._get_main_param_and_optimizer_states",
-)
-check_signature(
-    DistributedOptimizer._get_model_param_range_map,
-    ("self", "param"),
-    "DistributedOptimizer._get_model_param_range_map",
-)
+check_signature(DistributedOptimizer._get_main_param_and_optimizer_states, "self", "model_param")
+check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from megatron.training import get_args
 
 from snip_megatron.megatron.compat.versions import check_signature
 
-check_signature(
-    training.load_checkpoint, ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"), "load_checkpoint"
-)
+check_signature(training.load_checkpoint, "ddp_model", "optimizer", "opt_param_scheduler", "load_arg")
 _load_checkpoint = training.load_checkpoint
 _ARGUMENTS = ("no_save_optim", "no_save_rng")
 

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_names
 
-for _name in ("get_states", "set_states", "is_initialized"):
-    # The class is checked, because get_cuda_rng_tracker() would create a tracker before Megatron chooses its kind.
-    if not hasattr(CudaRNGStatesTracker, _name):
-        raise SnipError(f"Megatron's RNG tracker has no {_name}(): probes could not restore its state")
+# The class is checked, because get_cuda_rng_tracker() would create a tracker before Megatron chooses its kind.
+check_names(CudaRNGStatesTracker, "get_states", "set_states", "is_initialized")
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,15 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_names
 
 _SCALE = "main_loss_backward_scale"
 _DROP = "apply_router_token_dropping"
-if not hasattr(MoEAuxLossAutoScaler, _SCALE):
-    raise SnipError(f"Megatron's MoEAuxLossAutoScaler has no {_SCALE}: probes could not restore it")
-if _DROP not in TopKRouter.routing.__code__.co_names:
-    raise SnipError(f"Megatron's router no longer looks {_DROP} up by its global name: probes cannot repeat a routing")
-
-_BALANCED = {"sinkhorn": TopKRouter.sinkhorn_load_balancing, "qb_dual_update": TopKRouter.quantile_balancing}
-"""Functions that choose experts by all tokens of a forward → the methods that look them up by their global names."""
-for _name, _method in _BALANCED.items():
-    if not hasattr(router_module, _name):
-        raise SnipError(f"Megatron's {_method.__name__} no longer calls {_name}: probes cannot repeat a routing")
-
-if "router_replay" not in TopKRouter.routing.__code__.co_names:
-    raise SnipError("Megatron's router no longer replays a routing: probes cannot repeat one")
+_BALANCED = ("sinkhorn", "qb_dual_update")
+"""Functions that choose experts by all tokens of a forward. The router looks them up by their global names."""
+check_names(MoEAuxLossAutoScaler, _SCALE)
+check_names(TopKRouter.routing, _DROP, "router_replay")
+check_names(router_module, *_BALANCED)
 
 TopK = tuple[torch.Tensor, torch.Tensor]
 

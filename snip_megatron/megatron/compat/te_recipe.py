@@ -14,18 +14,13 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.common.recipe import CustomRecipe, MMParams
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm.transformer_engine import te_map
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Format
 from snip_megatron.quantization.operands import OperandPair
 
 Formats = tuple[Format, Format, Format]
-
-if not hasattr(TransformerEngineBaseModule, "set_meta_tensor"):
-    raise SnipError("this Transformer Engine has no TransformerEngineBaseModule.set_meta_tensor")
 
 
 @functools.cache

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from megatron.training import checkpointing, get_args, training
 
-from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.versions import check_names
 
 _KEY = "snip_state"
 _FUNCTIONS = ("generate_state_dict", "_load_base_checkpoint")
-if not all(hasattr(checkpointing, name) for name in _FUNCTIONS) or not hasattr(training, "save_checkpoint"):
-    raise SnipError("Megatron's checkpointing has other functions: SNIP's state would be missed")
+check_names(checkpointing, *_FUNCTIONS)
+check_names(training, "save_checkpoint")
 
 
 def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None], None]) -> Callable[[], None]:

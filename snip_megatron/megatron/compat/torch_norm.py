@@ -13,7 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from snip_megatron.megatron.compat.versions import check_signature
 
-check_signature(WrappedTorchNorm.__new__, ("cls", "config", "hidden_size", "eps"), "WrappedTorchNorm")
+check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
 _original = WrappedTorchNorm.__new__
 
 

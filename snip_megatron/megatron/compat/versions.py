@@ -1,10 +1,10 @@
-"""The version of Megatron, and checks of the signatures of the private functions that SNIP relies on."""
+"""The version of Megatron, and checks of its private names and signatures that SNIP relies on."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from megatron.core import __version__ as _version
 
@@ -12,15 +12,29 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron.supported import SUPPORTED, check_version
 
 
-def check_signature(function: Callable[..., Any], expected: Iterable[str], where: str) -> None:
+def check_signature(function: Callable[..., Any], *expected: str) -> None:
     """Raise SnipError unless the leading parameters of ``function`` are named ``expected``, in that order."""
-    expected = list(expected)
     found = list(inspect.signature(function).parameters)
-    if found[: len(expected)] != expected:
-        raise SnipError(
-            f"{where} of megatron-core {_version} takes ({', '.join(found)}), expected ({', '.join(expected)}, ...);"
-            f" this Megatron is patched or not supported ({SUPPORTED})"
-        )
+    if found[: len(expected)] != list(expected):
+        _refuse(function, f"takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)")
+
+
+def check_names(owner: Any, *expected: str) -> None:
+    """Raise SnipError unless a module or class has attributes of these names, or the code of a function uses them."""
+    missing = [
+        name
+        for name in expected
+        if not (name in owner.__code__.co_names if inspect.isfunction(owner) else hasattr(owner, name))
+    ]
+    if missing:
+        _refuse(owner, f"has no {', '.join(missing)}")
+
+
+def _refuse(owner: Any, why: str) -> NoReturn:
+    where = getattr(owner, "__qualname__", None) or owner.__name__
+    raise SnipError(
+        f"{where} of megatron-core {_version} {why}; this Megatron is patched or not supported ({SUPPORTED})"
+    )
 
 
 MEGATRON_VERSION = check_version(_version)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, check_signature
+from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, check_names, check_signature
 from snip_megatron.megatron.supported import SUPPORTED, check_version
 
 
@@ -29,7 +29,18 @@ def test_installed_version_is_supported() -> None:
 def test_signature() -> None:
     def function(a: Any, b: Any, c: Any = None) -> None: ...
 
-    check_signature(function, ("a", "b"), "function")
+    check_signature(function, "a", "b")
     for expected in (("b", "a"), ("a", "b", "c", "d")):
         with pytest.raises(SnipError, match=r"function of megatron-core .* takes \(a, b, c\), expected"):
-            check_signature(function, expected, "function")
+            check_signature(function, *expected)
+
+
+def test_names() -> None:
+    def function() -> None:
+        check_version("0.19.0")
+
+    check_names(function, "check_version")
+    check_names(pytest, "raises")
+    for owner in (function, pytest):
+        with pytest.raises(SnipError, match=r"(function|pytest) of megatron-core .* has no tomorrow, yesterday"):
+            check_names(owner, "tomorrow", "yesterday")

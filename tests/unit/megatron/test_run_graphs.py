@@ -128,8 +128,6 @@ def test_a_backend_that_the_host_seeds_is_refused() -> None:
         ({}, None),
         ({"cuda_graph_impl": "none"}, None),
         ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
-        ({"enable_cuda_graph": True}, "local"),
-        ({"external_cuda_graph": True, "cuda_graph_impl": None}, "transformer_engine"),
     ],
 )
 def test_which_implementation_is_asked_for(given: dict[str, Any], expected: str | None) -> None:
