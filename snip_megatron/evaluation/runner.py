@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,7 @@ class Pool:
         error = _error(job, running.process.returncode)
         if error is not None and job.name not in self._failed_once:
             self._failed_once.add(job.name)
+            print(f"{job.name} failed after {seconds:.0f} s and is tried again: {error}", file=sys.stderr, flush=True)
             job.log.replace(job.log.with_name(job.log.name + ".1"))
             self._waiting.insert(0, job)
             return

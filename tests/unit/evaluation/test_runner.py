@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 
@@ -40,9 +42,8 @@ while sum(n.endswith(".here") for n in os.listdir({str(tmp_path)!r})) < 4: time.
     assert sorted(path.read_text() for path in tmp_path.glob("*.here")) == ["0", "0", "1", "1"]
 
 
-def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path) -> None:
-    bad = "import sys; open('tries', 'a').write('x'); print('noise'); sys.exit('what went wrong')"
-    os.chdir(tmp_path)
+def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = f"import sys; open({str(tmp_path / 'tries')!r}, 'a').write('x'); print('noise'); sys.exit('what went wrong')"
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # as a comparison sets it: the error is the last line of the log
     outcomes, left = run(Pool([None], unbuffered), [job(tmp_path, "bad", bad), job(tmp_path, "good", "pass")])
     assert left == 0
@@ -50,6 +51,9 @@ def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path) -> None:
     assert outcomes["bad"].error == "exit code 1: what went wrong"
     assert (tmp_path / "tries").read_text() == "xx"
     assert "what went wrong" in (tmp_path / "logs" / "bad.txt.1").read_text()
+    assert re.fullmatch(
+        r"bad failed after \d+ s and is tried again: exit code 1: what went wrong\n", capsys.readouterr().err
+    )
 
 
 def test_exit_code_0_without_the_result_is_a_failure(tmp_path: Path) -> None:
