@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.startup import is_rank_zero
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -34,8 +33,16 @@ _OFF: dict[str, Any] = {
     "moe_router_padding_for_quantization": False,
     "moe_router_padding_for_fp8": False,
     "use_transformer_engine_op_fuser": False,
+    "moe_paged_stash": False,
+    "moe_ncclep_static_shape": False,
+    "moe_ncclep_zero_copy": False,
+    "moe_expert_rank_capacity_factor": None,
 }
-"""What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that."""
+"""What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that.
+
+The last four serve fused operations, whose buffers of tokens have a fixed size. A step in which tokens do not fit is
+run again without that bound, so that training is the same without it. The backend ncclep alone needs the bound.
+"""
 
 
 def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
@@ -43,18 +50,13 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
 
     Returns:
         A line to print, empty if nothing was on, and the formats of the recipe.
-
-    Raises:
-        SnipError: something that is asked for works with the fuser of operations alone.
     """
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
+    if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep":
+        on.pop("moe_expert_rank_capacity_factor", None)
     if not on:
         return "", ()
-    if "use_transformer_engine_op_fuser" in on and getattr(settings, "moe_expert_rank_capacity_factor", None):
-        raise SnipError(
-            "--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"
-            " --use-transformer-engine-op-fuser, which replaces the linears by fused operations; leave both out"
-        )
+    graphs = _graph_parts(settings) if "moe_expert_rank_capacity_factor" in on else ""
     recipe = settings.fp4_recipe if on.get("fp4") else settings.fp8_recipe if on.get("fp8") else None
     for name in on:
         setattr(settings, name, _OFF[name])
@@ -62,14 +64,28 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     of_recipe = "" if recipe is None else f" with recipe {recipe}"
     return (
         f"{named}{of_recipe} left out: SNIP chooses the formats of linears; parameters, and what is no linear, stay"
-        " in BF16",
+        f" in BF16{graphs}",
         RECIPES.get(str(getattr(recipe, "value", recipe)), ()),
     )
 
 
+def _graph_parts(settings: Any) -> str:
+    """Replace a graph of the iteration, which cannot hold experts, by graphs of the other parts. Returns what to add
+    to the printed line.
+    """
+    scope = getattr(settings, "cuda_graph_scope", None)  # the older name of the modules
+    if "full_iteration" not in (settings.cuda_graph_impl, scope):
+        return ""
+    biased = getattr(settings, "add_bias_linear", False) or getattr(settings, "add_qkv_bias", False)
+    modules = ["moe_router", "moe_preprocess"] if biased else ["attn", "moe_router", "moe_preprocess"]
+    settings.cuda_graph_impl, settings.cuda_graph_modules = "transformer_engine", modules
+    settings.cuda_graph_scope = None
+    return f"; --cuda-graph-impl transformer_engine --cuda-graph-modules {' '.join(modules)} for full_iteration"
+
+
 def _argument(name: str, value: Any) -> str:
-    argument = f"--{name.replace('_', '-')}"
-    return argument if value is True else f"{argument}-format {value}"
+    argument = f"--{name.replace('_', '-')}" + ("-format" if name in ("fp8", "fp4") else "")
+    return argument if value is True else f"{argument} {value}"
 
 
 def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

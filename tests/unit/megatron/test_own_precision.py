@@ -8,7 +8,6 @@ import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
 from snip_megatron.config import SnipConfig, add_arguments
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import let_snip_choose
 
 OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
@@ -47,9 +46,15 @@ def test_without_snip_megatron_s_own_precision_stays() -> None:
     assert not hasattr(args, "snip_recipe")
 
 
-def test_what_works_with_fused_operations_alone_is_refused() -> None:
+@pytest.mark.parametrize(("backend", "kept"), [("hybridep", None), ("ncclep", 1.5)])
+def test_the_bound_of_fused_operations_goes_with_them_where_the_backend_allows(
+    backend: str, kept: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--use-transformer-engine-op-fuser", "--moe-paged-stash", "--moe-expert-rank-capacity-factor", "1.5"]
     parser = let_snip_choose(add_arguments(megatron_parser()))
-    words = ["--use-transformer-engine-op-fuser", "--moe-expert-rank-capacity-factor", "1.5"]
-    assert parser.parse_args(words).use_transformer_engine_op_fuser
-    with pytest.raises(SnipError, match=r"^--moe-expert-rank-capacity-factor cannot be combined with --snip: it needs"):
-        parser.parse_args(["--snip", *words])
+    words += ["--cuda-graph-impl", "full_iteration", "--disable-bias-linear"]
+    args = parser.parse_args(["--snip", *words, "--moe-flex-dispatcher-backend", backend])
+    assert (args.moe_expert_rank_capacity_factor, args.moe_paged_stash) == (kept, False)
+    parts = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+    assert ("--moe-expert-rank-capacity-factor 1.5" in (said := capsys.readouterr().out)) == (kept is None)
+    assert (parts in said) == (args.cuda_graph_impl == "transformer_engine") == (kept is None)
