@@ -36,11 +36,11 @@ from snip_megatron.pretrain_gpt import parse_snip_arguments
 OTHER = "all of the next microbatch"
 
 
-def megatron_arguments(asked: argparse.Namespace) -> list[str]:
-    """Return the command line of the training: a step has two microbatches."""
-    every = asked.steps // asked.updates
+def megatron_arguments(asked: argparse.Namespace, microbatches: int = 2) -> list[str]:
+    """Return the command line of the training, of so many microbatches a step."""
+    every, batch = asked.steps // asked.updates, microbatches * asked.sequences
     found = shlex.split(f"""
-        --train-iters {asked.steps} --micro-batch-size {asked.sequences} --global-batch-size {2 * asked.sequences}
+        --train-iters {asked.steps} --micro-batch-size {asked.sequences} --global-batch-size {batch}
         --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters {asked.steps // 10} --weight-decay 0.1
         --adam-beta2 0.95 --clip-grad 1.0 --seed 1234 --num-workers 0 --eval-iters 0 --eval-interval 1000000
         --log-interval {every} --snip --snip-budget fp4={asked.budget} --snip-formats fp8,fp4
@@ -53,15 +53,20 @@ def megatron_arguments(asked: argparse.Namespace) -> list[str]:
     return [*model(asked.model).arguments(asked.length), *data, *found]
 
 
-def train(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train, and return for each update what the tables of its probes are, by their sequences."""
+def prepared(arguments: list[str]) -> Any:
+    """Prepare a training of one rank in this process, which ``megatron.entry.run`` begins."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    sys.argv = ["pretrain_gpt", *megatron_arguments(asked)]
-    begun = startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
+    sys.argv = ["pretrain_gpt", *arguments]
+    return startup.prepare(arguments, parse_snip_arguments(arguments).no_compat)
+
+
+def train(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train, and return for each update what the tables of its probes are, by their sequences."""
+    begun = prepared(megatron_arguments(asked))
     from snip_megatron.megatron import entry
     from snip_megatron.runtime.probing.probe import ProbeRunner
 
@@ -118,9 +123,9 @@ def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]
     return figures
 
 
-def main() -> int:
-    """Run the benchmark. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the arguments of a training with updates."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of snip prepare-data; without it, Megatron's mock data")
     parser.add_argument("--model", default="26m", choices=list(MODELS))
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
@@ -130,7 +135,12 @@ def main() -> int:
     parser.add_argument("--budget", default="0.75", help="FP4 share of the maps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="the measured commit")
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run the benchmark. Returns the exit code."""
+    asked = arguments_of(__doc__).parse_args()
     from benchmarks.common import header, write
 
     about = header(asked.commit)
