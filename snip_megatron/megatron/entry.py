@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -18,8 +18,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.data.batch import get_batch
-from snip_megatron.megatron.data.datasets import check_data, provide_datasets
+from snip_megatron.megatron.data.datasets import check_data, get_batch, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
 
@@ -104,7 +103,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             loss_mask=batch["loss_mask"],
         )
     # loss_mask is None on middle pipeline stages, where the loss function is not called.
-    return output, functools.partial(loss_function, cast(torch.Tensor, batch["loss_mask"]))
+    return output, functools.partial(loss_function, batch["loss_mask"])
 
 
 def loss_function(

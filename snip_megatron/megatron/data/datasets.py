@@ -1,4 +1,4 @@
-"""Builds train, validation and test data sets from Megatron's arguments."""
+"""Builds train, validation and test data sets from Megatron's arguments, and reads their microbatches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.data.batch import makes_attention_mask
 
+_NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")
 _FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
@@ -89,7 +90,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
         "sequences_per_dataset": _read_json(getattr(args, "per_dataset_sequences_path", None)),
         "tokenizer": get_tokenizer(),
-        "create_attention_mask": makes_attention_mask(args),
+        "create_attention_mask": _makes_attention_mask(args),
     }
     kind = GPTDatasetConfig
     if args.fim_data:  # spans of a document are moved to its end, as for models that fill in the middle
@@ -102,3 +103,44 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 def _read_json(path: str | None) -> Any:
     return None if path is None else json.loads(Path(path).read_text())
+
+
+def _makes_attention_mask(args: argparse.Namespace) -> bool:
+    """Whether data sets make attention masks. They do if documents reset the mask; otherwise it is causal."""
+    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
+
+
+def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, at_pipeline_end: bool) -> dict[str, Any]:
+    """Return this rank's microbatch, which one rank of the tensor parallel group reads.
+
+    Args:
+        args: Megatron's arguments.
+        data_iterator: Read on tensor parallel rank 0 only.
+        training: Whether the microbatch has the training size or the validation size.
+        at_pipeline_end: Whether this is the first or last pipeline stage. Other stages need no batch.
+
+    Returns:
+        ``tokens``, ``labels`` and ``position_ids`` (int64) and ``loss_mask`` (fp32), each [microbatch, sequence], and
+        ``attention_mask``, which is None unless the data set makes one. Under context parallelism the sequence
+        dimension holds this rank's part. All values are None on middle pipeline stages.
+    """
+    batch: dict[str, Any] = dict.fromkeys(_NAMES)
+    if not at_pipeline_end:
+        return batch
+    rank = mpu.get_tensor_model_parallel_rank()
+    if rank == 0:
+        batch |= {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=_makes_attention_mask(args),
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=rank,
+        micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=True,  # both ends of the pipeline get everything
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())  # type: ignore[no-any-return]

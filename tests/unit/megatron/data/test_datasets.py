@@ -1,4 +1,4 @@
-"""Data arguments that cannot work are refused by name; the loss and the shares of context parallelism."""
+"""Data arguments that cannot work are refused by name; the loss."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import mpu
 from megatron.training import global_vars
 
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.data.batch import _context_parallel_share
 from snip_megatron.megatron.data.datasets import check_data
 from snip_megatron.megatron.entry import loss_function
 
@@ -55,21 +53,3 @@ def test_loss_is_masked_sum_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens.dtype == torch.int
     assert not report["lm loss"].requires_grad
     assert torch.equal(output.grad, mask.bfloat16())
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_share_the_sequence(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together the ranks hold every token once, each an early and a late piece."""
-    tokens = torch.arange(32).view(2, 16)
-    shares = []
-    for rank in range(size):
-        monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: size)
-        monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda rank=rank: rank)
-        share = _context_parallel_share({"tokens": tokens, "attention_mask": None})
-        assert share["attention_mask"] is None
-        assert share["tokens"] is not None
-        shares.append(share["tokens"])
-        assert share["tokens"].shape == (2, 16 // size)
-        if size > 1:
-            assert share["tokens"].float().mean(dim=1).tolist() == [7.5, 23.5]
-    assert torch.equal(torch.cat(shares, dim=1).sort(dim=1).values, tokens)
