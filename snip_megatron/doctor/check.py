@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_LONGEST = 200  # characters of an error
+from snip_megatron.errors import first_line
 
 
 class Status(enum.Enum):
@@ -33,17 +33,12 @@ class Check:
         return asdict(self) | {"status": self.status.value}
 
 
-def described(error: Exception) -> str:
-    """Return the kind of an error, and what it says, in one line."""
-    return " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")[:_LONGEST]
-
-
 def attempt(room: str, name: str, check: Callable[[], Check], advice: str) -> Check:
     """Return the result of ``check``, which fails with ``advice`` if it raises an error."""
     try:
         return check()
     except Exception as error:  # a package that is broken, or not supported, can raise anything
-        return fail(room, name, described(error), advice)
+        return fail(room, name, first_line(error), advice)
 
 
 def ok(room: str, name: str, found: str) -> Check:

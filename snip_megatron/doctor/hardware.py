@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 from functools import partial
 
-from snip_megatron.doctor.check import Check, attempt, described, fail, note, ok
-from snip_megatron.errors import SnipError
+from snip_megatron.doctor.check import Check, attempt, fail, note, ok
+from snip_megatron.errors import SnipError, first_line
 from snip_megatron.precision import VARIANTS, Format
 
 ROOM = "hardware"
@@ -21,7 +21,7 @@ def check_hardware() -> Iterator[Check]:
     try:
         import torch
     except Exception as error:  # a library that torch loads can be missing
-        yield fail(ROOM, "torch", described(error), "install a torch whose libraries this machine has")
+        yield fail(ROOM, "torch", first_line(error), "install a torch whose libraries this machine has")
         return
 
     if not torch.cuda.is_available():

@@ -92,12 +92,10 @@ class Evaluation:
             bf16_loss = None
             if self._mode == "both":
                 consumed = self._args.consumed_valid_samples
-                batches = compat.peek(data_iterator, self._microbatches(named.get("eval_iters")))
+                batches = compat.repeated(data_iterator, range(self._microbatches(named.get("eval_iters"))))
                 self._context.bf16_eval = True
                 try:
-                    losses, _, out_of_time = evaluate_eagerly(
-                        forward_step_func, batches.iterator(), model, *rest, **named
-                    )
+                    losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *rest, **named)
                 finally:
                     self._context.bf16_eval = False
                     self._args.consumed_valid_samples = consumed  # the second validation uses the same samples

@@ -38,7 +38,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         model: the model chunks of this rank, wrapped by DDP.
         registry: their converted linears.
     """
-    config, groups = get_attr_wrapped_model(model[0], "config"), _groups(model[0])
+    config, groups = get_attr_wrapped_model(model[0], "config"), compat.process_groups(model[0])
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
     split = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
@@ -67,15 +67,6 @@ def optimizer_sharded(args: argparse.Namespace) -> bool:
     """Return whether a rank holds a part of the optimizer's state only."""
     whole = getattr(args, "use_layer_wise_distributed_optimizer", False) or args.optimizer.startswith("dist_")
     return bool(args.use_distributed_optimizer or whole)
-
-
-def _groups(chunk: torch.nn.Module) -> ProbeGroups:
-    """Return the process groups over which statistics are reduced. Those of experts are None without experts."""
-    groups = compat.process_groups(chunk)
-    experts = None
-    if groups.expt_tp is not None and groups.expt_dp is not None:
-        experts = ProbeGroups(tp=groups.expt_tp, dp=groups.expt_dp)
-    return ProbeGroups(tp=groups.tp, dp=groups.dp_cp, experts=experts)
 
 
 def _pass_group(config: Any) -> int:
@@ -258,9 +249,7 @@ class MegatronStep:
             stack.enter_context(compat.microbatches_of(self._args, sequences))
             call.forward_backward_func(
                 forward_step_func=forward_step_func or call.forward_step_func,
-                data_iterator=compat.peek(call.data_iterator, max(microbatches) + 1).iterator(
-                    microbatches, self._taken
-                ),
+                data_iterator=compat.repeated(call.data_iterator, microbatches, self._taken),
                 model=call.model,
                 num_microbatches=len(microbatches),
                 seq_length=self._seq_length,

@@ -17,20 +17,11 @@ from pathlib import Path
 
 from snip_megatron.errors import SnipError
 
-#: Compatibility sets by name and description. ``--snip-no-compat NAME`` switches one off.
-COMPAT_SETS: dict[str, str] = {
-    "cpu": "no CUDA device: CUDA calls answered by the CPU, gloo instead of nccl, fused kernels off",
-    "dataset-helpers": "this Megatron ships its dataset index builder compiled and without a Makefile",
-    "missing-extensions": "fusions off whose extension (Apex, Transformer Engine) is not installed",
-    "torch-norm-sequence-parallel": "torch's norm under --sequence-parallel, its gradient summed over tensor parallel",
-    "step-hook": "SNIP's step and validation hooks where this Megatron's source has none (patches/)",
-    "checkpoint-fallback": "a checkpoint that a kill left incomplete is passed over for the newest complete one",
-    "partial-save": "--no-save-optim and --no-save-rng do not keep a resume from loading what it needs",
-    "restart-store": "ranks that torchrun starts again do not meet under the keys of those that have died",
-    "writer-processes": "SIGTERM to all processes of a job step does not end those of the checkpoint writer",
-    "distributed-optimizer-resume": "the distributed optimizer over torch's AdamW resumes with its step and moments",
-}
-
+#: Compatibility sets, which ``megatron/compat.md`` describes. ``--snip-no-compat NAME`` switches one off.
+COMPAT_SETS = (
+    "cpu", "dataset-helpers", "missing-extensions", "torch-norm-sequence-parallel", "step-hook", "checkpoint-fallback",
+    "partial-save", "restart-store", "writer-processes", "distributed-optimizer-resume",
+)  # fmt: skip
 
 #: Name of the environment variable with the file for a failing rank's exit code.
 EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"

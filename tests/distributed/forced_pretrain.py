@@ -71,10 +71,9 @@ class Brute:
             stack.callback(self.registry[linear].module.register_forward_hook(keep).remove)
             self.model.zero_grad_buffer()
             stack.enter_context(self.model.no_sync())
-            batches = compat.peek(self.iterator, max(self.microbatches) + 1)
             self.schedule(
                 forward_step_func=forward_step,
-                data_iterator=batches.iterator(self.microbatches),
+                data_iterator=compat.repeated(self.iterator, self.microbatches),
                 model=[self.model],
                 num_microbatches=count,
                 seq_length=args.seq_length,

@@ -66,7 +66,6 @@ def _probe(
     args = get_args()
     count = 4 if isinstance(data_iterator, list) else 1
     states = compat.rng_state()
-    batches = compat.peek(data_iterator, count)
     seen = []
     with compat.rerun_disabled(), compat.quiet_schedule(config):
         for _ in range(2):
@@ -77,7 +76,7 @@ def _probe(
                     stack.enter_context(chunk.no_sync())
                 losses = schedule(
                     forward_step_func=forward_step,
-                    data_iterator=batches.iterator(),
+                    data_iterator=compat.repeated(data_iterator, range(count)),
                     model=model,
                     num_microbatches=count,
                     seq_length=args.seq_length,

@@ -54,39 +54,48 @@ class PeekableIterator:
         return list(self._ahead)[:count]
 
 
-class PeekedBatches:
-    """Peeked microbatches. :meth:`iterator` gives a new iterator over them for each pass."""
+def repeated(data_iterator: Any, order: Sequence[int], sequences: int | None = None) -> Any:
+    """Return what ``train_step`` takes as ``data_iterator``, of microbatches that it will read, without consuming them.
 
-    def __init__(self, batches: Sequence[list[Any] | None], *, is_list: bool) -> None:
-        self._batches = batches
-        self._is_list = is_list
+    The source of the iterator is made peekable in place. The record that Megatron's rerun machine keeps of a step is
+    not affected.
 
-    def iterator(self, order: Sequence[int] | None = None, sequences: int | None = None) -> Any:
-        """Return the ``data_iterator`` for a schedule: an iterator, a list of one per model chunk, or None.
+    Args:
+        data_iterator: A RerunDataIterator, a list of them (virtual pipeline), or None on a rank that reads no data.
+        order: Numbers of the microbatches, 0 being the next one. One may occur twice.
+        sequences: Number of sequences of each microbatch, which :func:`divisible` allows to cut. None for all.
 
-        Args:
-            order: Indices of the microbatches to return. By default each is returned once.
-            sequences: Number of sequences of each microbatch, which :func:`divisible` allows to cut. None for all.
-
-        Raises:
-            SnipError: If ``order`` holds an index beyond the end of the data.
-        """
-        iterators = [None if batches is None else _copies(batches, order, sequences) for batches in self._batches]
-        return iterators if self._is_list else iterators[0]
-
-
-def _copies(batches: list[Any], order: Sequence[int] | None, sequences: int | None) -> Iterator[Any]:
-    """Iterate over shallow copies, because a forward step may replace entries of its dictionary."""
-    order = range(len(batches)) if order is None else order
-    if order and max(order) >= len(batches):
-        raise SnipError(f"a probe needs {max(order) + 1} microbatches, and the data holds {len(batches)} more")
-    return (_copy(batches[i], sequences) if isinstance(batches[i], dict) else batches[i] for i in order)
+    Raises:
+        SnipError: If the iterator is of another type, or if ``order`` holds a number beyond the end of the data.
+    """
+    if isinstance(data_iterator, list):
+        return [repeated(each, order, sequences) for each in data_iterator]
+    if data_iterator is None:
+        return None
+    count = max(order, default=-1) + 1
+    batches = _peek(data_iterator, count)
+    if len(batches) < count:
+        raise SnipError(
+            f"a probe or a second validation needs {count} microbatches, and the data holds {len(batches)} more"
+        )
+    return (_copy(batches[i], sequences) for i in order)
 
 
-def _copy(batch: dict[str, Any], sequences: int | None) -> dict[str, Any]:
-    if sequences is None:
-        return dict(batch)
-    return {name: value if value is None else value[:sequences] for name, value in batch.items()}
+def _peek(iterator: Any, count: int) -> list[Any]:
+    if not isinstance(iterator, RerunDataIterator):
+        raise SnipError(f"the data iterator is a {type(iterator).__name__}, not Megatron's RerunDataIterator")
+    if iterator.replaying:  # the rerun machine repeats this step after a restart
+        return list(iterator.saved_microbatches[iterator.replay_pos :][:count])
+    if not isinstance(iterator.iterable, PeekableIterator):
+        iterator.iterable = PeekableIterator(iterator.iterable)
+    return iterator.iterable.peek(count)
+
+
+def _copy(batch: Any, sequences: int | None) -> Any:
+    """Copy a microbatch, because a forward step may replace entries of its dictionary."""
+    if not isinstance(batch, dict):
+        return batch
+    return {name: value if value is None or sequences is None else value[:sequences] for name, value in batch.items()}
 
 
 def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
@@ -97,13 +106,14 @@ def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
     Bridge does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch.
 
     Args:
-        data_iterator: See :func:`peek`.
+        data_iterator: See :func:`repeated`.
         args: Megatron's arguments.
     """
     if args.tensor_model_parallel_size > 1 and (global_vars._GLOBAL_ARGS is not args or args.tp_comm_overlap):
         return False
-    heads = [batches[:1] for batches in peek(data_iterator, 1)._batches if batches]
-    return all(_is_divisible(batch, args.micro_batch_size) for (batch,) in heads)
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    heads = [batch for each in iterators if each is not None for batch in _peek(each, 1)]
+    return all(_is_divisible(batch, args.micro_batch_size) for batch in heads)
 
 
 def _is_divisible(batch: Any, size: int) -> bool:
@@ -122,34 +132,3 @@ def microbatches_of(args: argparse.Namespace, sequences: int) -> Iterator[None]:
         yield
     finally:
         args.micro_batch_size = before
-
-
-def peek(data_iterator: Any, count: int) -> PeekedBatches:
-    """Return the next ``count`` microbatches of ``train_step``'s ``data_iterator`` without consuming them.
-
-    The source of the iterator is made peekable in place. The record that Megatron's rerun machine keeps of a step is
-    not affected.
-
-    Args:
-        data_iterator: A RerunDataIterator, a list of them (virtual pipeline), or None on a rank that reads no data.
-        count: Number of microbatches.
-
-    Raises:
-        SnipError: If the iterator is of another type.
-    """
-    is_list = isinstance(data_iterator, list)
-    return PeekedBatches(
-        [_peek_one(one, count) for one in (data_iterator if is_list else [data_iterator])], is_list=is_list
-    )
-
-
-def _peek_one(iterator: Any, count: int) -> list[Any] | None:
-    if iterator is None:
-        return None
-    if not isinstance(iterator, RerunDataIterator):
-        raise SnipError(f"the data iterator is a {type(iterator).__name__}, not Megatron's RerunDataIterator")
-    if iterator.replaying:  # the rerun machine repeats this step after a restart
-        return list(iterator.saved_microbatches[iterator.replay_pos :][:count])
-    if not isinstance(iterator.iterable, PeekableIterator):
-        iterator.iterable = PeekableIterator(iterator.iterable)
-    return iterator.iterable.peek(count)

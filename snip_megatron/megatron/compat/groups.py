@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,42 +11,27 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.megatron.compat.versions import check_names
+from snip_megatron.statistics.reduction import ProbeGroups
 
 Group = torch.distributed.ProcessGroup
 
 check_names(LanguageModule.__init__, "embd_group")
 
 
-@dataclass(frozen=True)
-class ProcessGroups:
-    """The groups that SNIP reduces over.
+def process_groups(model_chunk: torch.nn.Module) -> ProbeGroups:
+    """Return the groups of ``model_chunk``, wrapped or not, over which statistics are reduced.
 
-    Attributes:
-        tp: Tensor parallel group.
-        dp_cp: Data and context parallel group: ranks with equal weights and distinct tokens.
-        expt_tp: Tensor parallel group of the experts' weights, or None if the collection has none.
-        expt_dp: Data parallel group of the experts' weights, or None if the collection has none.
-    """
-
-    tp: Group
-    dp_cp: Group
-    expt_tp: Group | None
-    expt_dp: Group | None
-
-
-def process_groups(model_chunk: torch.nn.Module) -> ProcessGroups:
-    """Return the groups of ``model_chunk``, wrapped or not.
-
-    They are taken from the chunk's own ``pg_collection``, or from Megatron's global state if it has none.
+    They are taken from the chunk's own ``pg_collection``, or from Megatron's global state if it has none. Data parallel
+    ranks are those with equal weights and distinct tokens, of context parallelism too.
     """
     own = get_attr_wrapped_model(model_chunk, "pg_collection")
     collection: Any = own if own is not None else ProcessGroupCollection.use_mpu_process_groups()
     dp_cp = getattr(collection, "dp_cp", None)
-    return ProcessGroups(
+    expt_tp, expt_dp = (getattr(collection, name, None) for name in ("expt_tp", "expt_dp"))
+    return ProbeGroups(
         tp=collection.tp,
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True) if dp_cp is None else dp_cp,
-        expt_tp=getattr(collection, "expt_tp", None),
-        expt_dp=getattr(collection, "expt_dp", None),
+        dp=parallel_state.get_data_parallel_group(with_context_parallel=True) if dp_cp is None else dp_cp,
+        experts=None if expt_tp is None or expt_dp is None else ProbeGroups(tp=expt_tp, dp=expt_dp),
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +86,7 @@ class Corpus:
         return train, held
 
 
-def standard_library() -> Path:
-    """Return the folder of the running interpreter's standard library."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def collect(inputs: Sequence[Path], globs: Sequence[str], advance: Callable[[int], object] = lambda _: None) -> Corpus:
+def collect(inputs: Sequence[Path], globs: Sequence[str]) -> Corpus:
     """Read every file of the inputs once.
 
     Binary files (with a NUL byte), files that are not UTF-8, empty files and duplicates are skipped and counted. A
@@ -101,7 +95,6 @@ def collect(inputs: Sequence[Path], globs: Sequence[str], advance: Callable[[int
     Args:
         inputs: Files and folders. A file that is named here is taken whatever its name.
         globs: Patterns that select files inside folders.
-        advance: Called with the number of bytes after each file that is read.
 
     Raises:
         SnipError: If an input does not exist, cannot be read, or holds no text.
@@ -113,26 +106,18 @@ def collect(inputs: Sequence[Path], globs: Sequence[str], advance: Callable[[int
         found = 0
         for key, path in _walk(source, globs):
             data = _read(path)
-            advance(len(data))
             if (reason := _unfit(data)) is not None:
                 passed_over[reason] += 1
                 continue
             found += 1
             file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
-            kept = files.setdefault(file.digest, file)
-            if kept is not file:
-                files[file.digest] = min(kept, file, key=lambda f: f.key)
-                passed_over["duplicate"] += 1
+            passed_over["duplicate"] += file.digest in files
+            files[file.digest] = min(files.get(file.digest, file), file, key=lambda f: f.key)
         if not found:
             raise SnipError(f"{source}: {_nothing(source, globs, passed_over)}")
         total += passed_over
     ordered = tuple(sorted(files.values(), key=lambda f: (f.key, f.digest)))
-    return Corpus(tuple(_name(source) for source in inputs), ordered, dict(sorted(total.items())))
-
-
-def total_size(inputs: Sequence[Path], globs: Sequence[str]) -> int:
-    """Return the bytes that :func:`collect` will read. Raises SnipError if an input does not exist."""
-    return sum(path.stat().st_size for source in inputs for _, path in _walk(source, globs))
+    return Corpus(tuple(_name(source) for source in inputs), ordered, dict(sorted((+total).items())))
 
 
 def _name(source: Path) -> str:
@@ -190,6 +175,6 @@ def _nothing(source: Path, globs: Sequence[str], passed_over: Counter[str]) -> s
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(passed_over.items()))
     if source.is_file():
         return f"the file is {next(iter(passed_over))}; name a UTF-8 text file"
-    if passed_over:
+    if counts:
         return f"no text in this folder ({counts}); name one with UTF-8 text files"
     return f"no file in this folder matches --glob {' '.join(globs)}"

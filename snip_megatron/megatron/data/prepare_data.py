@@ -11,6 +11,7 @@ import math
 import shlex
 import signal
 import sys
+import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, needs_extra
 from snip_megatron.megatron.data import text_tokenizer
-from snip_megatron.megatron.data.corpus import Corpus, TextFile, collect, standard_library, total_size
+from snip_megatron.megatron.data.corpus import Corpus, TextFile, collect
 
 with needs_extra("text", "snip prepare-data"):
     from tokenizers import Tokenizer
@@ -77,15 +78,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns its exit code. Raises SnipError on bad input."""
     _check(args)
     output: Path = args.output.resolve() if args.output.is_symlink() else args.output
-    inputs = args.inputs or [standard_library()]
+    inputs = args.inputs or [Path(sysconfig.get_path("stdlib"))]
     globs = args.glob or (["*"] if args.inputs else ["*.py"])
     existing = _existing(output)
     if existing is None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise SnipError(f"--output {output}: exists and was not made by snip prepare-data; name another folder")
     if existing is not None and not (args.overwrite or args.reuse):
         raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
-    with _bar("reading", total_size(inputs, globs)) as bar:
-        corpus = collect(inputs, globs, bar.update)
+    corpus = collect(inputs, globs)
     request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": corpus.sha256()}
     if args.tokenizer == "bpe":
         request["vocab_size"] = args.vocab_size or VOCABULARY
@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
     try:
-        with _ending_on_signals(), _replacing(output) as folder:
+        _end_on_signals()
+        with _replacing(output) as folder:
             manifest = _build(corpus, request, folder)
     except OSError as error:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
@@ -135,21 +136,11 @@ def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
     return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
 
 
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def _end_on_signals() -> None:
     """Raise SystemExit on a signal that would end the process at once, unless it is ignored, as SIGHUP under nohup."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    stops = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for each in stops:
-        signal.signal(each, stop)
-    try:
-        yield
-    finally:
-        for each in stops:
-            signal.signal(each, signal.SIG_DFL)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) is signal.SIG_DFL:
+            signal.signal(each, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
@@ -179,21 +170,14 @@ def _build(corpus: Corpus, request: dict[str, Any], folder: Path) -> dict[str, A
     else:
         tokenizer = text_tokenizer.byte_tokenizer()
     text_tokenizer.save(tokenizer, folder / "tokenizer")
-    parts: dict[str, Any] = {}
-    counts = {}
+    parts: dict[str, Any] = {"train": None, "valid": None}
     for name, files in (("train", train), ("valid", held)):
-        if not files:
-            parts[name] = None
-            continue
-        counts[name] = _write(files, tokenizer, folder / name, f"tokenizing {name}")
-        size, tokens = sum(file.size for file in files), int(counts[name].sum())
-        parts[name] = {"prefix": name, "files": len(files), "bytes": size, "tokens": tokens}
-    if held:
-        share, trained = counts["valid"] / counts["valid"].sum(), counts["train"] + 1.0
-        parts["valid"]["unigram_entropy_nats"] = float(-(share[share > 0] * np.log(share[share > 0])).sum())
-        parts["valid"]["cross_entropy_under_train_unigram_nats"] = float(
-            -(share * np.log(trained / trained.sum())).sum()
-        )
+        if files:
+            counts = _write(files, tokenizer, folder / name, f"tokenizing {name}")
+            size, tokens = sum(file.size for file in files), int(counts.sum())
+            parts[name] = {"prefix": name, "files": len(files), "bytes": size, "tokens": tokens}
+            share = counts[counts > 0] / tokens
+            parts[name]["unigram_entropy_nats"] = float(-(share * np.log(share)).sum())
     manifest = {
         "schema": SCHEMA,
         "request": request,
@@ -202,7 +186,7 @@ def _build(corpus: Corpus, request: dict[str, Any], folder: Path) -> dict[str, A
             "folder": "tokenizer",
             "type": request["tokenizer"],
             "vocab_size": tokenizer.get_vocab_size(),
-            "end_of_document_id": text_tokenizer.end_of_document_id(tokenizer),
+            "end_of_document_id": tokenizer.token_to_id(text_tokenizer.END_OF_DOCUMENT),
         },
         **parts,
         "files_sha256": {
@@ -261,9 +245,7 @@ def _report(manifest: dict[str, Any], output: Path) -> None:
     note = "" if vocab_size == wanted else f" (the text has no more than these; --vocab-size {wanted} was asked for)"
     print(f"tokenizer: {manifest['tokenizer']['type']}, {vocab_size:,} tokens{note}")
     if manifest["valid"]:
-        own = manifest["valid"]["unigram_entropy_nats"]
-        under_train = manifest["valid"]["cross_entropy_under_train_unigram_nats"]
-        print(f"unigram entropy of the hold-out: {own:.4f} nats a token ({under_train:.4f} under the training text's)")
+        print(f"unigram entropy of the hold-out: {manifest['valid']['unigram_entropy_nats']:.4f} nats a token")
     data = ["--train-data-path", f"{output}/train", "--tokenizer-type", "HuggingFaceTokenizer"]
     data[2:2] = ["--valid-data-path", f"{output}/valid"] if manifest["valid"] else []
     print(f"for Megatron: {shlex.join([*data, '--tokenizer-model', f'{output}/tokenizer'])}")

@@ -54,20 +54,12 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def end_of_document_id(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends each document."""
-    identity: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
-    if identity is None:
-        raise ValueError(f"the tokenizer lacks {END_OF_DOCUMENT}")
-    return identity
-
-
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[np.int64]]:
     """Return the token ids of each text, int64 [tokens], followed by the end-of-document id.
 
     If a text contains the characters of the end-of-document token, they are encoded as bytes.
     """
-    end = end_of_document_id(tokenizer)
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
     if tokenizer.get_vocab_size() == BYTES + 1 and end == BYTES:  # byte_tokenizer(), whose ids are the bytes
         return [np.append(np.frombuffer(text.encode(), np.uint8).astype(np.int64), end) for text in texts]
     tokenizer.encode_special_tokens = True

@@ -36,32 +36,31 @@ def test_peek_repeats_and_training_gets_the_same_objects() -> None:
     batches = [{"tokens": i} for i in range(5)]
     data = RerunDataIterator(iter(batches))
     assert next(data) is batches[0]
-    peeked = compat.peek(data, 2)
     for _ in range(2):
-        seen = list(peeked.iterator())
+        seen = list(compat.repeated(data, range(2)))
         assert seen == batches[1:3]
         for batch in seen:
             batch["tokens"] = None  # a forward step may do that to its dictionary
     assert [next(data) for _ in range(4)] == [{"tokens": i} for i in range(1, 5)]
-    assert list(compat.peek(data, 2).iterator()) == []
+    assert list(compat.repeated(data, ())) == []
 
 
 def test_any_order_as_often_as_wanted() -> None:
     data = numbered(4)
-    handed = list(compat.peek(data, 3).iterator([2, 2, 0, 1, 0]))
+    handed = list(compat.repeated(data, [2, 2, 0, 1, 0]))
     assert [batch["tokens"] for batch in handed] == [2, 2, 0, 1, 0]
     assert handed[0] is not handed[1]
     with pytest.raises(SnipError, match="needs 6 microbatches, and the data holds 4 more"):
-        compat.peek(data, 6).iterator([0, 5])
+        compat.repeated(data, [0, 5])
     assert [next(data)["tokens"] for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_virtual_pipeline_and_ranks_without_data() -> None:
     chunks: list[Any] = [numbered(3), None]
-    first, second = compat.peek(chunks, 2).iterator()
+    first, second = compat.repeated(chunks, range(2))
     assert [b["tokens"] for b in first] == [0, 1]
     assert second is None
-    assert compat.peek(None, 2).iterator() is None
+    assert compat.repeated(None, range(2)) is None
 
 
 def test_a_step_that_the_rerun_machine_repeats() -> None:
@@ -70,13 +69,13 @@ def test_a_step_that_the_rerun_machine_repeats() -> None:
         next(data)
     saved = [{"tokens": i} for i in range(3)]
     data.load_state_dict({"saved_microbatches": saved, "replaying": True, "replay_pos": 1})
-    assert list(compat.peek(data, 2).iterator()) == saved[1:]
+    assert list(compat.repeated(data, range(2))) == saved[1:]
     assert next(data) == saved[1]
 
 
 def test_other_iterators_are_refused() -> None:
     with pytest.raises(SnipError, match="list_iterator, not Megatron's RerunDataIterator"):
-        compat.peek(iter([1]), 1)
+        compat.repeated(iter([1]), range(1))
 
 
 def test_external_loaders_keep_their_methods() -> None:
@@ -88,6 +87,6 @@ def test_external_loaders_keep_their_methods() -> None:
             return "state"
 
     data = RerunDataIterator(Loader())
-    compat.peek(data, 1)
+    compat.repeated(data, range(1))
     assert data.iterable.save_state() == "state"  # type: ignore[attr-defined]
     assert not hasattr(data.iterable, "other")

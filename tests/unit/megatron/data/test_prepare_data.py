@@ -111,7 +111,7 @@ def test_the_end_token_written_in_a_text_is_text() -> None:
     for tokenizer in (text_tokenizer.byte_tokenizer(), text_tokenizer.train_bpe(["some text"] * 3, 270)):
         text = f"a{text_tokenizer.END_OF_DOCUMENT}b"
         (ids,) = text_tokenizer.encode_documents(tokenizer, [text])
-        end = text_tokenizer.end_of_document_id(tokenizer)
+        end = tokenizer.token_to_id(text_tokenizer.END_OF_DOCUMENT)
         assert (ids == end).sum() == 1
         assert ids[-1] == end
 
