@@ -2,14 +2,16 @@
 
     python -m benchmarks.job --model 1b --out results/jobs/F.json [--commit SHA]
 
-Every contender is a real training through the entry on mock data with the distributed optimizer. Contenders other than
-SNIP's run without ``--snip``, so they are Megatron's own. The time of a contender is the median of the step times that
-Megatron prints, over the second half of the steps. Trainings start side by side up to the point at which they would use
-the GPU, and then train one after the other. With ``--rounds 2`` all of them train a second time in the reverse order,
-and the medians are over both rounds. ``*_graphs`` is the fastest of the implementations of CUDA graphs that are tried.
+Every contender is a real training through the entry with the distributed optimizer, on mock data or, with ``--data``,
+on the tokens of a text. Contenders other than SNIP's run without ``--snip``, so they are Megatron's own. The time of a
+contender is the median of the step times that Megatron prints, over the second half of the steps. Trainings start side
+by side up to the point at which they would use the GPU, and then train one after the other. With ``--rounds 2`` all of
+them train a second time in the reverse order, and the medians are over both rounds. ``*_graphs`` is the fastest of the
+implementations of CUDA graphs that are tried.
 
 ``snip_default*`` (``--snip`` alone) and ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time
-by which their steps took longer, and the times in the run's events. SNIP's other contenders keep one map, with the same
+by which their steps took longer, and the times in the run's events; ``maps`` has the formats that they chose with the
+predicted loss and speedups. SNIP's other contenders keep one map, with the same
 format in every GEMM.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
@@ -53,7 +55,7 @@ from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS
 from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
-from benchmarks.jobs.updates import accounts
+from benchmarks.jobs.updates import accounts, adopted_maps
 from snip_megatron.records.readers import read_events
 
 LAG = 2
@@ -114,6 +116,9 @@ class Job:
     def _given(self, turn: Turn, folder: Path) -> list[str]:
         contender, steps = CONTENDERS[turn.contender], self._arguments.steps
         given = [*LLAMA, *self._model.arguments, "--train-iters", str(steps), *contender.arguments]
+        if self._arguments.data is not None:
+            given.remove("--mock-data")
+            given += ["--data-path", str(self._arguments.data), "--split", "99,1,0"]
         if "--multi-latent-attention" in given:
             given.remove("--group-query-attention")
         if turn.graphs is not None:
@@ -215,7 +220,7 @@ class Table:
         """Remove what earlier commands recorded about a contender."""
         for key in ("ms", "speedup", "graphs", "skipped"):
             self.result[key].pop(contender, None)
-        for key in ("failed", "runs", "updates", "kernels", "fused"):
+        for key in ("failed", "runs", "updates", "maps", "kernels", "fused"):
             for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
@@ -229,6 +234,7 @@ class Table:
             runs.append({"steps_ms": ms, "seconds": round(outcome.seconds, 2)})
             if CONTENDERS[turn.contender].updates is not None:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
+                self.result.setdefault("maps", {})[turn.name] = adopted_maps(run)
             fused = _FUSED.search(outcome.printed)
             if fused is not None:
                 self.result.setdefault("fused", {})[turn.name] = fused[1]
@@ -294,6 +300,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beside", type=int, default=8, help="trainings that start side by side")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds a training may take")
     parser.add_argument("--deadline", type=float, help="seconds after which no training begins any more")
+    parser.add_argument("--data", type=Path, help="prefix of tokens as snip prepare-data writes them (default: mock)")
     parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+_LAYER = re.compile(r".*layers\.\d+\.")
 AFTER = 3
 """Number of steps from an adoption on that may still compile or allocate."""
 
@@ -65,4 +70,15 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
                 "usual_ms": {"before": usual[False], "after": usual[True]},
             }
         )
+    return found
+
+
+def adopted_maps(run: Path) -> list[dict[str, Any]]:
+    """Return the maps of a run directory by step: predicted loss and speedups, and how often each format was chosen."""
+    found = []
+    for path in sorted((run / "maps").glob("step_*.json"), key=lambda path: int(path.stem[len("step_") :])):
+        body = json.loads(path.read_text(encoding="utf-8"))
+        formats = Counter(f"{_LAYER.sub('', option)} {chosen}" for option, chosen in body["choices"].items())
+        predicted = {key: body.get(key) for key in ("loss", "speedup", "step_speedup")}
+        found.append({"step": int(path.stem[len("step_") :]), **predicted, "formats": dict(formats)})
     return found

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks import job
+from benchmarks.common import ROOT
 from benchmarks.jobs import turns as job_turns
-from benchmarks.jobs.updates import accounts
+from benchmarks.jobs.updates import accounts, adopted_maps
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +60,12 @@ def test_an_update_is_accounted_for() -> None:
     assert (first["recaptured_layers"], second["recaptured_layers"]) == (3, None)
     assert second["probe_s"] == second["recapture_s"] == {}
     assert second["longer_s"] == pytest.approx(0.1)
+
+
+def test_the_maps_of_a_run_are_counted_by_kind_of_gemm() -> None:
+    maps = adopted_maps(ROOT / "examples/recorded_run")
+    assert [each["step"] for each in maps] == [40, 100, 150, 160, 180]
+    for each in maps:
+        assert sum(each["formats"].values()) == 22 * 4 * 3
+        assert each["formats"]["mlp.linear_fc2:wgrad fp8_tensor"] == 22
+        assert 0 < each["loss"] <= 0.002
