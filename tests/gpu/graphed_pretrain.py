@@ -1,12 +1,14 @@
 """The training entry, recording every step bit for bit: ``python -m graphed_pretrain`` with ``TRACE=<folder>``.
 
 Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_norms`` (step from 1 -> float.hex()),
-``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step and ``weights``
-(SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order theirs in another way).
+``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
+card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
+theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -25,7 +27,8 @@ class Recorder:
     """Wraps Megatron's train_step, and counts replays."""
 
     def __init__(self) -> None:
-        self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "milliseconds": {}}
+        self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "milliseconds": {}, "free": {}}
+        self._fill_after, self._leave = map(int, os.environ.get("FILL", "0:0").split(":"))
         self._model: list[torch.nn.Module] = []
         self._replays = 0
         replay = torch.cuda.CUDAGraph.replay
@@ -48,9 +51,19 @@ class Recorder:
             self.body["milliseconds"][number] = round((time.perf_counter() - started) * 1e3, 3)
             self.body["grad_norms"][number] = float(result[5]).hex()
             self.body["replays"][number] = self._replays
+            if number == self._fill_after:
+                self._fill()
+            self.body["free"][number] = torch.cuda.mem_get_info()[0]
             return result
 
         return step
+
+    def _fill(self) -> None:
+        """Take memory from the driver, as another process would, and not from torch's allocator."""
+        size = torch.cuda.mem_get_info()[0] - self._leave
+        address = ctypes.c_uint64()
+        code = ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+        assert code == 0, f"cuMemAlloc of {size} bytes: error {code}"
 
     def write(self, path: Path) -> None:
         parameters = [parameter.detach().float().cpu() for chunk in self._model for parameter in chunk.parameters()]

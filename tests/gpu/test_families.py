@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,15 +71,20 @@ chosen = os.environ.get("SNIP_FAMILIES", ",".join(FAMILIES)).split(",")
 
 
 class Family:
-    """The trainings of one family, in ``folder``."""
+    """The trainings of one family, in ``folder``, each on ``ranks`` GPUs."""
 
-    def __init__(self, folder: Path, arguments: str) -> None:
-        self._folder, self._arguments = folder, arguments
+    def __init__(self, folder: Path, arguments: str, ranks: int = 1) -> None:
+        self._folder, self._arguments, self._ranks = folder, arguments, ranks
         self._pins = " --snip-pin *.experts.linear_fc2:dgrad=bf16" if "--num-experts" in arguments else ""
         self.found: dict[str, dict[str, dict[str, str]]] = {}
 
-    def train(self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0) -> None:
-        """Train to a step and save, from the checkpoint of an earlier training at step ``at`` if one is named."""
+    def train(
+        self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0, path: Sequence[Path] = ()
+    ) -> None:
+        """Train to a step and save, from the checkpoint of an earlier training at step ``at`` if one is named.
+
+        Folders of ``path`` come first where Python looks for modules.
+        """
         run = self._folder / name
         run.mkdir()
         arguments = [*shlex.split(COMMON + self._arguments), *shlex.split(snip), "--train-iters", str(STEPS)]
@@ -87,14 +93,15 @@ class Family:
             arguments += ["--load", str(self._folder / load / "saved"), "--ckpt-step", str(at)]
         if snip:
             arguments += ["--snip-dir", str(run / "snip")]
-        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "TRACE": str(run)}
+        folders = [*map(str, path), str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRACE": str(run)}
         environment |= {
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NCCL_ALGO": "Ring",
+            "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
         }
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
         done = subprocess.run(
             [*launcher, "-m", "graphed_pretrain", *arguments],
             capture_output=True,
@@ -148,8 +155,7 @@ def test_an_all_bf16_map_from_stock_and_back_are_stock_s_bits(family: Family) ->
         assert through == {step: stock[figures][step] for step in through}
 
 
-@pytest.mark.parametrize("name", ["updated", "recipe"])
-def test_maps_train_nearly_as_bf16(name: str, family: Family) -> None:
+def trains_nearly_as_stock(family: Family, name: str) -> None:
     stock, mapped = (
         [float.fromhex(each) for each in family.found[name]["losses"].values()] for name in ("stock", name)
     )
@@ -159,15 +165,24 @@ def test_maps_train_nearly_as_bf16(name: str, family: Family) -> None:
     assert sum(mapped[-5:]) / sum(stock[-5:]) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("name", ["updated", "recipe"])
+def test_maps_train_nearly_as_bf16(name: str, family: Family) -> None:
+    trains_nearly_as_stock(family, name)
+
+
 def test_maps_were_updated(family: Family) -> None:
     assert len([event for event in family.events("updated") if event["event"] == "adopt"]) == 2
 
 
-def test_a_run_with_updated_maps_resumes_bit_for_bit(family: Family) -> None:
-    updated, resumed = family.found["updated"], family.found["resumed"]
+def goes_on_bit_for_bit(family: Family, name: str, *, of: str, at: int) -> None:
+    whole, part = family.found[of], family.found[name]
     for figures in ("losses", "grad_norms"):
-        assert sorted(map(int, resumed[figures])) == list(range(SECOND + 1, STEPS + 1))
-        assert resumed[figures] == {step: updated[figures][step] for step in resumed[figures]}
+        assert sorted(map(int, part[figures])) == list(range(at + 1, STEPS + 1))
+        assert part[figures] == {step: whole[figures][step] for step in part[figures]}
+
+
+def test_a_run_with_updated_maps_resumes_bit_for_bit(family: Family) -> None:
+    goes_on_bit_for_bit(family, "resumed", of="updated", at=SECOND)
 
 
 def test_every_linear_is_in_reach_of_the_map(family: Family) -> None:

@@ -1,13 +1,32 @@
-"""What a rank is told about its device's memory."""
+"""What a rank is told about its device's memory, and updates of a training on a card that is nearly full."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from test_timed_training import TRAINING
 
+from snip_megatron.gemm.selection import native_backend
+from snip_megatron.records.readers import read_events
 from snip_megatron.runtime.probing.memory import device_memory
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 2**28
+FREE = 6 * 10**9
+BILLION = shlex.split("""
+--num-layers 22 --vocab-size 32000 --micro-batch-size 8 --global-batch-size 16 --transformer-impl transformer_engine
+--te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 24 --lr-decay-iters 24 --snip-first-update 8
+--snip-update-interval 6 --snip-lag 2
+""")
+FILLED, DUE = 6, 3
+"""The step after which the card is filled, and the number of updates from there on."""
 
 
 def test_memory_that_a_rank_has() -> None:
@@ -43,3 +62,27 @@ def test_memory_of_graphs_is_not_free() -> None:
     assert after is not None
     assert before[0] - after[0] >= 1.9 * SIZE  # the source, and what the graph writes
     graph.replay()
+
+
+@pytest.mark.skipif(native_backend("auto") != "hopper", reason="needs a card that multiplies FP8")
+@pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
+def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine")
+    arguments = [*TRAINING, *BILLION, "--cuda-graph-impl", graphs, "--snip-dir", str(tmp_path / "run")]
+    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "TRACE": str(tmp_path), "FILL": f"{FILLED}:{FREE}"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*launcher, "-m", "graphed_pretrain", *arguments],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    trace, events = json.loads((tmp_path / "rank0.json").read_text()), list(read_events(tmp_path / "run"))
+    free = {int(step): size for step, size in trace["free"].items()}
+    adopted = [event["step"] for event in events if event["event"] == "adopt"]
+    shares = [(event["step"], event.get("tokens")) for event in events if event["event"] == "probe"]
+    print(f"{graphs}: adopted {len(adopted)} of {DUE} updates, at {adopted}; tokens of probes {shares}; free {free}")
+    assert free[FILLED] <= FREE < free[FILLED - 1]
+    assert trace["replays"][str(FILLED)] > 0
+    assert not [event for event in events if event["event"] == "dropped"]
+    assert len(adopted) == DUE
