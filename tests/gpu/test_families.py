@@ -107,7 +107,7 @@ class Family:
             capture_output=True,
             text=True,
             check=False,
-            timeout=400,
+            timeout=200,
             cwd=run,
             env=environment,
         )
