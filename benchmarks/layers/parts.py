@@ -79,10 +79,9 @@ def _proposals(
         assert library is not None
         run: Callable[[], object] = functools.partial(library.multiply, a, b, torch.bfloat16, fast=fast, choice=choice)
         if out is not None:
-            run = functools.partial(library.accumulate, a, b, out, choice=choice)
+            run = functools.partial(library.multiply, a, b, out.dtype, choice=choice, out=out, add=True)
         try:
-            made = run()
-            if made is None or made is False:
+            if run() is None:
                 break
         except CublasLtError as error:
             print(f"{name} #{choice}: {error}")

@@ -76,8 +76,8 @@ class _Matrix(NamedTuple):  # made and hashed for every product; a dataclass tak
 class _Problem(NamedTuple):
     """A product op(A)·op(B) that overwrites C or is added to it. One plan is made per problem.
 
-    ``fast`` is fast accumulation. ``choice`` is the index of the heuristic's proposal to use. ``exact`` excludes
-    algorithms that add parts of a product in the dtype of C. ``scaled`` says that a factor is read from the device.
+    ``fast`` is fast accumulation. ``choice`` is the index of the heuristic's proposal to use. ``scaled`` says that a
+    factor is read from the device.
     """
 
     a: _Matrix
@@ -85,7 +85,6 @@ class _Problem(NamedTuple):
     c: _Matrix
     fast: bool
     choice: int
-    exact: bool = False
     scaled: bool = False
 
 
@@ -124,19 +123,6 @@ class CublasLt:
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     # -- products ------------------------------------------------------------------------------------------------
-    def accumulate(self, a: Operand, b: Operand, out: Tensor, *, choice: int = 0) -> bool:
-        """Compute out += a·bᵀ with FP32 accumulation.
-
-        Returns False, and does nothing, if the library has no kernel for the operands.
-
-        Args:
-            a, b: quantised operands [a.rows, D] and [b.rows, D].
-            out: FP32 or bf16 [a.rows, b.rows], row-major.
-            choice: see :meth:`multiply`.
-        """
-        problem = _product(a, b, _result(out), choice=choice)
-        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out) is not None
-
     def multiply(
         self,
         a: Operand,
@@ -146,8 +132,9 @@ class CublasLt:
         fast: bool = False,
         choice: int = 0,
         out: Tensor | None = None,
+        add: bool = False,
     ) -> Tensor | None:
-        """Return a·bᵀ [a.rows, b.rows], or None, without allocating, if the library has no kernel for the operands.
+        """Return a·bᵀ [a.rows, b.rows], or None, without doing anything, if the library has no kernel for the operands.
 
         Args:
             a, b: quantised operands [a.rows, D] and [b.rows, D].
@@ -155,21 +142,12 @@ class CublasLt:
             fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
             choice: index of the heuristic's proposal to use. The library recommends the first.
             out: memory for the result, row-major, in ``dtype``; None: new memory.
+            add: whether the product is added to what is in ``out``, in FP32.
         """
-        # torch's allocator aligns new memory to more than _ALIGNMENT.
-        new = _Matrix(dtype, b.rows, a.rows, b.rows, False, None, _ALIGNMENT)
-        problem = _product(a, b, new if out is None else _result(out), fast, choice)
-        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, add=False)
-
-    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor, factor: Tensor | None = None) -> bool:
-        """Compute out += factor · gᵀ·x. Returns False, and does nothing, if the library has no kernel for the operands.
-
-        Args:
-            g, x: bf16 or fp16 [T, N] and [T, K], row-major.
-            out: FP32 or bf16 [N, K], row-major.
-            factor: FP32 [1] on the device; None: 1.
-        """
-        return self._run(_plain((g, x), (True, False), _result(out), factor), (x, g), None, out, factor) is not None
+        # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
+        left, right = _matrix(b.values, True, b.scaling), _matrix(a.values, False, a.scaling)
+        problem = _Problem(left, right, _result(out, dtype, a.rows, b.rows), fast, choice)
+        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, None, add)
 
     def multiply_plain(
         self,
@@ -179,19 +157,23 @@ class CublasLt:
         *,
         transposed: tuple[bool, bool] = (False, False),
         factor: Tensor | None = None,
+        out: Tensor | None = None,
+        add: bool = False,
     ) -> Tensor | None:
-        """Return factor · op(a)·op(b), or None, without allocating, if the library has no kernel for it.
+        """Return factor · op(a)·op(b), or None, without doing anything, if the library has no kernel for it.
 
         Args:
             a, b: bf16 or fp16 matrices, row-major.
             dtype: dtype of the result: FP32, bf16 or fp16. Parts of a product are added in FP32.
             transposed: whether op transposes a, and b.
             factor: FP32 [1] on the device; None: 1.
+            out, add: see :meth:`multiply`.
         """
-        rows, cols = a.shape[1 if transposed[0] else 0], b.shape[0 if transposed[1] else 1]
-        # torch's allocator aligns new memory to more than _ALIGNMENT.
-        result = _Matrix(dtype, cols, rows, cols, False, None, _ALIGNMENT)
-        return self._run(_plain((a, b), transposed, result, factor), (b, a), None, None, factor)
+        result = _result(out, dtype, a.shape[1 if transposed[0] else 0], b.shape[0 if transposed[1] else 1])
+        # The row-major result is the column-major op(b)ᵀ·op(a)ᵀ, and the operands are column-major transposes likewise.
+        left, right = _matrix(b, transposed[1]), _matrix(a, transposed[0])
+        problem = _Problem(left, right, result, fast=False, choice=0, scaled=factor is not None)
+        return self._run(problem, (b, a), None, out, factor, add)
 
     def _run(
         self,
@@ -199,22 +181,20 @@ class CublasLt:
         values: tuple[Tensor, Tensor],
         scales: tuple[Tensor, Tensor] | None,
         out: Tensor | None,
-        factor: Tensor | None = None,
-        *,
-        add: bool = True,
+        factor: Tensor | None,
+        add: bool,
     ) -> Tensor | None:
         """Add the product to ``out``, or write it there, or to new memory if that is None. None without a kernel."""
         device, first = torch.cuda.current_device(), values[0]
         if first.is_cuda and first.get_device() != device:
             with torch.cuda.device(first.device):
-                return self._run(problem, values, scales, out, factor, add=add)
+                return self._run(problem, values, scales, out, factor, add)
         with self._lock:
             plan = self._plan(device, problem, scales)
             if plan is None:
                 return None
-            add, c = add and out is not None, problem.c
             if out is None:
-                out = torch.empty(c.cols, c.rows, dtype=c.dtype, device=first.device)
+                out = torch.empty(problem.c.cols, problem.c.rows, dtype=problem.c.dtype, device=first.device)
             if scales is not None:
                 self._set_scales(plan.operation, plan.scales, scales)
             # After the method returns, the allocator gives this memory only to later work of the same stream.
@@ -281,53 +261,32 @@ class CublasLt:
 
     # -- plans ---------------------------------------------------------------------------------------------------
     def _plan(self, device: int, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
+        """Return what was made for an earlier problem of the same kind, or make it; None if there is no kernel."""
         key = (device, problem)
         if key not in self._plans:
-            self._plans[key] = self._make_plan(problem, scales)
+            operation, held = self._operation(problem), (ctypes.c_void_p(), ctypes.c_void_p())
+            if scales is not None:
+                self._set_scales(operation, held, scales)
+            a, b, c = (self.layout(_TYPES[m.dtype], m.rows, m.cols, m.ld) for m in (problem.a, problem.b, problem.c))
+            chosen = self._proposal(problem, operation, a, b, c)
+            plan = None
+            if chosen is not None:
+                plan = _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, held)
+            self._plans[key] = plan
         return self._plans[key]
 
-    def _make_plan(self, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
-        operation = self._operation(problem)
-        held = ctypes.c_void_p(), ctypes.c_void_p()
-        if scales is not None:
-            self._set_scales(operation, held, scales)
-        a, b, c = (self.layout(_TYPES[m.dtype], m.rows, m.cols, m.ld) for m in (problem.a, problem.b, problem.c))
-        found = self._heuristics(problem, operation, a, b, c)
-        if len(found) <= problem.choice:
-            return None
-        chosen = found[problem.choice]
-        return _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, held)
-
     def _operation(self, problem: _Problem) -> ctypes.c_void_p:
-        a, b = problem.a, problem.b
-        return self.operation(
-            a.transposed, b.transposed, a.scaling, b.scaling, fast=problem.fast, scaled=problem.scaled
-        )
-
-    def operation(
-        self,
-        transposed_a: bool,
-        transposed_b: bool,
-        scaling_a: str | None,
-        scaling_b: str | None,
-        *,
-        fast: bool = False,
-        scaled: bool = False,
-    ) -> ctypes.c_void_p:
-        """Make the descriptor of an FP32 product. Scalings are those of :class:`Operand`; None without scales.
-
-        ``scaled``: alpha and beta are read from the device.
-        """
-        operation = ctypes.c_void_p()
+        """Make the descriptor of an FP32 product."""
+        operation, a, b = ctypes.c_void_p(), problem.a, problem.b
         self._call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, _REAL_32F)
-        self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if transposed_a else _NOT_TRANSPOSED))
-        self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if transposed_b else _NOT_TRANSPOSED))
-        if scaled:
+        self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if a.transposed else _NOT_TRANSPOSED))
+        self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if b.transposed else _NOT_TRANSPOSED))
+        if problem.scaled:
             self._set(operation, _POINTER_MODE, ctypes.c_int32(_ON_DEVICE))
-        if scaling_a is not None and scaling_b is not None:
-            self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(fast))
-            self._set(operation, _A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_a]))
-            self._set(operation, _B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[scaling_b]))
+        if a.scaling is not None and b.scaling is not None:
+            self._set(operation, _FAST_ACCUMULATION, ctypes.c_int8(problem.fast))
+            self._set(operation, _A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[a.scaling]))
+            self._set(operation, _B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[b.scaling]))
         return operation
 
     def layout(self, dtype: int, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
@@ -337,33 +296,31 @@ class CublasLt:
         self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
         return layout
 
-    def preference(self, alignments: tuple[int, int, int], *, exact: bool = False) -> ctypes.c_void_p:
-        """Make a preference with the workspace limit and the alignments in bytes of A, B and C. D has C's.
+    def _preference(self, problem: _Problem) -> ctypes.c_void_p:
+        """Make a preference: the limit of the workspace, and alignments, of which D has C's.
 
-        ``exact`` excludes algorithms that add parts of a product in the dtype of D.
+        Algorithms that add parts of a product in the dtype of D are excluded.
         """
-        preference = ctypes.c_void_p()
+        preference, (a, b, c) = ctypes.c_void_p(), (ctypes.c_uint32(m.alignment) for m in problem[:3])
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        a, b, c = (ctypes.c_uint32(alignment) for alignment in alignments)
         limit = ctypes.c_uint64(_WORKSPACE)
-        for name, value in ((_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)):
+        values = [(_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)]
+        if problem.c.dtype is not torch.float32:
+            values.append((_REDUCTION_SCHEMES, ctypes.c_uint32(_IN_FP32)))
+        for name, value in values:
             self._set(preference, name, value, "cublasLtMatmulPreferenceSetAttribute")
-        if exact:
-            value = ctypes.c_uint32(_IN_FP32)
-            self._set(preference, _REDUCTION_SCHEMES, value, "cublasLtMatmulPreferenceSetAttribute")
         return preference
 
-    def _heuristics(self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any) -> list[_Heuristic]:
-        """Return the algorithms that the library proposes, best first. The list is empty if it has none."""
-        alignments = problem.a.alignment, problem.b.alignment, problem.c.alignment
-        preference = self.preference(alignments, exact=problem.exact)
-        count = problem.choice + 1
+    def _proposal(self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any) -> _Heuristic | None:
+        """Return the algorithm that the library proposes at the place ``problem.choice``, or None."""
+        preference, count = self._preference(problem), problem.choice + 1
         results, found = (_Heuristic * count)(), ctypes.c_int()
         handle = self._handle(torch.cuda.current_device())
         arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(found)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        return [r for r in results[: found.value] if r.state == 0] if status == 0 else []
+        usable = [r for r in results[: found.value] if r.state == 0] if status == 0 else []
+        return usable[problem.choice] if problem.choice < len(usable) else None
 
     # -- calls ---------------------------------------------------------------------------------------------------
     def _handle(self, device: int) -> ctypes.c_void_p:
@@ -398,34 +355,14 @@ def cublaslt() -> CublasLt | None:
         return None
 
 
-def _product(a: Operand, b: Operand, result: _Matrix, fast: bool = False, choice: int = 0) -> _Problem:
-    # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
-    exact = result.dtype is not torch.float32
-    return _Problem(_operand(b, transposed=True), _operand(a, transposed=False), result, fast, choice, exact)
+def _matrix(x: Tensor, transposed: bool = False, scaling: str | None = None) -> _Matrix:
+    """Describe a row-major matrix as its column-major transpose."""
+    return _Matrix(x.dtype, x.shape[1], x.shape[0], x.stride(0), transposed, scaling, _alignment(x))
 
 
-def _operand(side: Operand, *, transposed: bool) -> _Matrix:
-    values = side.values
-    depth, rows = values.shape[1], values.shape[0]
-    return _Matrix(values.dtype, depth, rows, values.stride(0), transposed, side.scaling, _alignment(values))
-
-
-def _plain(
-    pair: tuple[Tensor, Tensor], transposed: tuple[bool, bool], result: _Matrix, factor: Tensor | None = None
-) -> _Problem:
-    """Return the problem op(a)·op(b) of row-major matrices.
-
-    A row-major result is the column-major op(b)ᵀ·op(a)ᵀ, and the operands are column-major transposes likewise.
-    """
-    a, b = pair
-    left = _Matrix(b.dtype, b.shape[1], b.shape[0], b.stride(0), transposed[1], None, _alignment(b))
-    right = _Matrix(a.dtype, a.shape[1], a.shape[0], a.stride(0), transposed[0], None, _alignment(a))
-    exact = result.dtype is not torch.float32
-    return _Problem(left, right, result, fast=False, choice=0, exact=exact, scaled=factor is not None)
-
-
-def _result(out: Tensor) -> _Matrix:
-    return _Matrix(out.dtype, out.shape[1], out.shape[0], out.stride(0), False, None, _alignment(out))
+def _result(out: Tensor | None, dtype: torch.dtype, rows: int, cols: int) -> _Matrix:
+    """Describe the memory of a result. torch's allocator aligns new memory to more than ``_ALIGNMENT``."""
+    return _Matrix(dtype, cols, rows, cols, False, None, _ALIGNMENT) if out is None else _matrix(out)
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

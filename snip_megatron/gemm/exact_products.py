@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,8 @@ class ExactProducts:
         aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
         if self._library is None or not aligned:
             return False
-        return self._library.accumulate_plain(g.values, x.values, out, _factor(g, x))
+        how: dict[str, Any] = {"transposed": (True, False), "factor": _factor(g, x), "out": out, "add": True}
+        return self._library.multiply_plain(g.values, x.values, out.dtype, **how) is not None
 
     def _run_tiled(
         self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool

@@ -109,7 +109,8 @@ class ScaledProducts:
         if out is None:
             return self.multiply(a, b, torch.float32, fast=False)
         fits = a.rows % _ROWS_OF_A == 0 and _runs(b) and _is_gradient(out)
-        if not (self._library is not None and fits and self._library.accumulate(a, b, out)):
+        library = self._library if fits else None
+        if library is None or library.multiply(a, b, out.dtype, out=out, add=True) is None:
             out.add_(self.multiply(a, b, torch.float32, fast=False))
         return out
 
@@ -118,7 +119,8 @@ class ScaledProducts:
         if out is None:
             return _plain_product(g, x)
         fits = _row_major(g) and _row_major(x) and _is_gradient(out) and g.shape[0] > 0
-        if not (self._library is not None and fits and self._library.accumulate_plain(g, x, out)):
+        library, turned = self._library if fits else None, (True, False)
+        if library is None or library.multiply_plain(g, x, out.dtype, transposed=turned, out=out, add=True) is None:
             out.add_(_plain_product(g, x))
         return out
 

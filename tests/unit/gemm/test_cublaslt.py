@@ -22,18 +22,23 @@ def library() -> CublasLt:
     return found
 
 
+def product(scaling: str | None, dtype: torch.dtype, *, scaled: bool = False) -> cublaslt._Problem:
+    x, out = torch.empty(256, 256), torch.empty(256, 256, dtype=dtype)
+    left = cublaslt._matrix(x, True, "tile" if scaling == "block" else scaling)
+    return cublaslt._Problem(left, cublaslt._matrix(x, False, scaling), cublaslt._matrix(out), False, 0, scaled)
+
+
 @pytest.mark.parametrize("scaling", ["tile", "block", "tensor", None])
 def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> None:
-    operation = library.operation(True, False, "tile" if scaling == "block" else scaling, scaling)
-    assert operation.value
+    for dtype, scaled in ((torch.float32, False), (torch.bfloat16, scaling is None)):
+        problem = product(scaling, dtype, scaled=scaled)
+        assert library._operation(problem).value
+        assert library._preference(problem).value
     assert library.layout(cublaslt._TYPES[torch.float8_e4m3fn], 256, 512, 256).value
-    assert library.preference((256, 256, 16)).value
-    assert library.operation(True, False, None, None, scaled=True).value
-    assert library.preference((256, 256, 16), exact=True).value
 
 
 def test_a_wrong_attribute_is_an_error(library: CublasLt) -> None:
-    operation = library.operation(True, False, "tile", "tile")
+    operation = library._operation(product("tile", torch.float32))
     with pytest.raises(CublasLtError, match="cublasLtMatmulDescSetAttribute failed with status"):
         library._set(operation, cublaslt._FAST_ACCUMULATION, ctypes.c_int32(0))  # it is one byte
 
