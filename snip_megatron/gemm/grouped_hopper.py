@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
 
-class GroupRows(NamedTuple):
+@dataclass(frozen=True)
+class GroupRows:
     """Where the rows of each expert are, which are ordered by expert. Tensors are int32 on the device of the rows.
 
     Attributes:
@@ -205,12 +207,14 @@ class HopperGroups(GroupLoop):
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return equal contiguous matrices that follow each other in memory as one tensor [count, rows, cols], or None."""
-    first = tensors[0]
-    size, memory = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
-    for i, each in enumerate(tensors):
-        follows = each.data_ptr() == first.data_ptr() + i * size and each.untyped_storage().data_ptr() == memory
-        if not follows or not each.is_contiguous():
-            return None
+    first, last = tensors[0], tensors[-1]
+    start, size = first.data_ptr(), first.numel() * first.element_size()
+    if [each.data_ptr() for each in tensors] != list(range(start, start + len(tensors) * size, size)):
+        return None
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return None
     shape = (len(tensors), *first.shape)
     return first.detach().as_strided(shape, (first.numel(), *first.stride()))
 

@@ -40,28 +40,39 @@ class GroupedCall(NamedTuple):
     Attributes:
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
+        weights: their weights [N, K].
         splits: number of rows of each expert.
         products: the grouped products of the backend.
+        told: see :func:`grouped_product`. None: the weights are arguments of the autograd function.
     """
 
     linear: LinearCall
     handles: Sequence[LinearHandle]
+    weights: Sequence[Tensor]
     splits: Sequence[int]
     products: GroupLoop
+    told: Callable[[], None] | None
 
 
 def grouped_product(
-    handles: Sequence[LinearHandle], weights: Sequence[Tensor], x: Tensor, splits: Sequence[int]
+    handles: Sequence[LinearHandle],
+    weights: Sequence[Tensor],
+    x: Tensor,
+    splits: Sequence[int],
+    told: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return X_e·W_eᵀ of all experts in the formats of the precision map.
 
     Args:
-        handles: the linears of this rank's experts, in the order of the rows.
+        handles: the linears of this rank's experts, in the order of the rows, which is theirs or its reverse.
         weights: their weights [N, K].
         x: X [rows, K].
         splits: number of rows of each expert.
+        told: called in the backward, when ∇W has been added to the ``main_grad`` of all weights. Autograd does not see
+            the weights then, which takes the host much longer than all GEMMs do where experts are many. None: autograd
+            gets a gradient of every weight.
     """
-    first = min(handles, key=lambda handle: handle.expert or 0)
+    first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
     products = grouped_products(first)
     rows = None
     if any(count % products.row_multiple for count in splits):
@@ -71,8 +82,9 @@ def grouped_product(
     linear = LinearCall(
         first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
     )
-    call = GroupedCall(linear, handles, tuple(splits), products)
-    y: Tensor = GroupedLinear.apply(x, call, *weights)  # type: ignore[no-untyped-call]
+    told = told if x.requires_grad or not linear.has_backward else None  # otherwise there would be no backward
+    call = GroupedCall(linear, handles, weights, tuple(splits), products, told)
+    y: Tensor = GroupedLinear.apply(x, call, *([] if told is not None else weights))  # type: ignore[no-untyped-call]
     return y if rows is None else rows.unpad(y)
 
 
@@ -92,13 +104,11 @@ class GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: GroupedCall, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: GroupedCall, *passed: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
-        handle, products = call.linear.handle, call.products
+        handle, weights, products = call.linear.handle, call.weights, call.products
         fprop, dgrad, wgrad = ctx.formats = call.linear.formats
-        # The parameters themselves are kept. Activation checkpointing may replace a saved tensor by one that has no
-        # main_grad.
-        ctx.weights, ctx.call, ctx.versions = weights, call, [weight._version for weight in weights]
+        ctx.call, ctx.versions = call, [weight._version for weight in weights]
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
         if isinstance(x, PrequantizedTensor):
@@ -106,7 +116,7 @@ class GroupedLinear(torch.autograd.Function):
         else:
             spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
             rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
-        w, _ = _weight_operands(call, weights, fprop, dgrad)
+        w, ctx.w = _weight_operands(call, fprop, dgrad)
         y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         override = call.linear.override
         if override is not None:
@@ -123,13 +133,13 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad."""
         call: GroupedCall = ctx.call
-        handle, weights, g = call.linear.handle, ctx.weights, grad_outputs[0]
+        handle, weights, g = call.linear.handle, call.weights, grad_outputs[0]
         if torch.is_grad_enabled():
             raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
         if [weight._version for weight in weights] != ctx.versions:
             raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
         products = call.products
-        fprop, dgrad, wgrad = ctx.formats
+        _, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
         if isinstance(g, PrequantizedTensor):
             rowwise, columnwise = g.operands
@@ -137,8 +147,7 @@ class GroupedLinear(torch.autograd.Function):
             rowwise, columnwise = products.quantize_rows(
                 g.contiguous(), call.splits, gradient_spec(call, g, dgrad, wgrad)
             )
-        _, w = _weight_operands(call, weights, fprop, dgrad)
-        d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
+        d = products.multiply(Gemm.DGRAD, rowwise, ctx.w, g.dtype)
         override = call.linear.override
         if override is not None:
             d = _by_expert(call, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
@@ -152,6 +161,9 @@ class GroupedLinear(torch.autograd.Function):
             handle.state.delayed.append(nothing)
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
+        if call.told is not None:
+            call.told()
+            return d, None
         shared = None  # by all experts: placeholders of their own would take the memory of all weights
         if len(out) == len(weights) and hasattr(weights[0], "grad_added_to_main_grad"):
             shared = placeholder_of(weights[0])
@@ -166,9 +178,9 @@ def _by_expert(
     return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])  # type: ignore[misc]
 
 
-def _weight_operands(call: GroupedCall, weights: Sequence[Tensor], fprop: Format, dgrad: Format) -> OperandPair:
+def _weight_operands(call: GroupedCall, fprop: Format, dgrad: Format) -> OperandPair:
     """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed."""
-    handle = call.linear.handle
+    handle, weights = call.linear.handle, call.weights
     backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
     return handle.state.weights.get(
         backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)

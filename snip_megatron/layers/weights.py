@@ -6,7 +6,7 @@ CUDA graphs.
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] | None = None
-        self._weights: list[weakref.ref[Tensor]] = []  # another tensor may get the address of one that was freed
+        self._weights: Sequence[Tensor] = ()  # another tensor may get the address of one that was freed
         self._pair: OperandPair | None = None
 
     def get(
@@ -45,21 +45,20 @@ class WeightCache:
 
         ``quantize`` makes them, for ``backend``. It may be a collective of the ranks that share the weights.
         """
-        key = (backend, formats, *((weight.data_ptr(), weight._version) for weight in weights))
-        alive = len(self._weights) == len(weights) and all(
-            kept() is weight for kept, weight in zip(self._weights, weights, strict=True)
-        )
-        if self._pair is None or not alive or key != self._key:
+        # Lists and maps, because there may be hundreds of weights, and their GEMMs wait for the host.
+        key = (backend, formats, [w.data_ptr() for w in weights], [w._version for w in weights])
+        same = len(self._weights) == len(weights) and all(map(operator.is_, self._weights, weights))
+        if self._pair is None or not same or key != self._key:
             self.clear()
             pair = quantize()
-            self._key, self._weights, self._pair = key, [weakref.ref(weight) for weight in weights], pair
+            self._key, self._weights, self._pair = key, weights, pair
         assert self._pair is not None
         return self._pair
 
     def clear(self) -> None:
         """Discard the operands and free their memory."""
         self._key = self._pair = None
-        self._weights = []
+        self._weights = ()
 
 
 class GraphedWeight:

@@ -6,7 +6,7 @@ imported where Transformer Engine can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ class _GroupedForward(StockState):
 
     Attributes:
         snip_experts: the linears of this rank's experts.
+        snip_told: tells DDP that the gradients of their weights are complete; None: autograd does.
     """
 
     snip_experts: list[LinearHandle]
+    snip_told: Callable[[], None] | None = None
 
     def forward(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
         if self.snip_experts[0].is_stock:
@@ -43,7 +45,8 @@ class _GroupedForward(StockState):
         self.is_first_microbatch = False  # as after a forward of the stock class
         order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
         handles = self.snip_experts[order]
-        y = grouped_product(handles, [handle.weight for handle in handles], x, m_splits)
+        weights = [self._parameters[handle.parameter] for handle in handles]
+        y = grouped_product(handles, weights, x, m_splits, self.snip_told)
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)][order] if self.use_bias else []
         if self.apply_bias:
             y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, m_splits, strict=True)])
@@ -80,9 +83,9 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         multiple = max(_row_multiple(fc1), _row_multiple(fc2))
         if multiple == 1:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
-        weights = [handle.weight for handle in self.linear_fc1.snip_experts]
+        last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
-        backwards = weights[-1].data_ptr() < weights[0].data_ptr() and not (fc1.is_stock or fc2.is_stock)
+        backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
         rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
         hidden, probs = rows.pad(hidden), rows.pad(probs)
         if self.snip_fuses and may_fuse_experts(fc1, fc2):

@@ -53,7 +53,9 @@ def tile_output(x: Tensor, format: Format | None, rows: int, depth: int) -> Oper
     """Return memory for an operand in tiles; None if it is left out."""
     if format not in WIDTH:
         return None
-    scale = torch.empty_strided((rows, parts_of(depth)), (1, rows), dtype=torch.float32, device=x.device)
+    parts = parts_of(depth)
+    # One column more: cuBLASLt reads the scales after the last ones, which it does not use.
+    scale = torch.empty_strided((rows, parts + 1), (1, rows), dtype=torch.float32, device=x.device)[:, :parts]
     return Operand(values_like(x, rows, depth), scale, "tile", depth)
 
 

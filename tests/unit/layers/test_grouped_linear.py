@@ -309,3 +309,21 @@ def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
     assert [gradient.shape for gradient in seen] == [(N, K)] * 4
     assert all(weight.grad_added_to_main_grad for weight in experts.parameters())  # type: ignore[attr-defined]
     assert len({id(gradient) for gradient in seen}) == 4
+
+
+def test_ddp_is_told_once_in_place_of_autograd() -> None:
+    """∇W is there when DDP is told. Without a gradient of X there would be no backward, so that autograd tells it."""
+    experts, (x, g), told = Experts(4, (FP8, FP8, FP8)), operands(UNEVEN), []
+    weights = list(experts.parameters())
+    for weight in weights:
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def tell() -> None:
+        told.append(torch.stack([weight.main_grad for weight in weights]))  # type: ignore[misc]
+
+    grouped_product(experts.handles, weights, x, UNEVEN, tell).backward(g)
+    assert [weight.grad for weight in weights] == [None] * 4
+    grouped_product(experts.handles, weights, x.detach(), UNEVEN, tell).backward(g)
+    assert all(weight.grad is not None for weight in weights)
+    (gradients,) = told
+    assert decibel(expected(experts, x, g, UNEVEN, (FP8, FP8, FP8))[2], gradients - 1) > 90
