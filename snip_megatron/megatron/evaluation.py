@@ -91,14 +91,13 @@ class Evaluation:
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
             if self._mode == "both":
-                consumed = self._args.consumed_valid_samples
                 batches = compat.repeated(data_iterator, range(self._microbatches(named.get("eval_iters"))))
-                self._context.bf16_eval = True
-                try:
+                consumed = self._args.consumed_valid_samples  # the second validation uses the same samples
+                with (
+                    compat.changed(self._context, bf16_eval=True),
+                    compat.changed(self._args, consumed_valid_samples=consumed),
+                ):
                     losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *rest, **named)
-                finally:
-                    self._context.bf16_eval = False
-                    self._args.consumed_valid_samples = consumed  # the second validation uses the same samples
                 if out_of_time:
                     return losses, None, True
                 bf16_loss = main_loss(losses)

@@ -246,7 +246,7 @@ class MegatronStep:
             stack.enter_context(compat.routers_kept(call.model))
             stack.enter_context(compat.attention_logits_kept(call.model))
             sequences = self._args.micro_batch_size if self._taken is None else self._taken
-            stack.enter_context(compat.microbatches_of(self._args, sequences))
+            stack.enter_context(compat.changed(self._args, micro_batch_size=sequences))
             call.forward_backward_func(
                 forward_step_func=forward_step_func or call.forward_step_func,
                 data_iterator=compat.repeated(call.data_iterator, microbatches, self._taken),

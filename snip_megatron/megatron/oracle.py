@@ -8,8 +8,7 @@ change of the gradient and nothing else, in FP32. All other GEMMs run in bf16.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,7 +106,7 @@ class Oracle:
         # As many passes as a trial has, which repeats the routing of experts pass by pass.
         plain = [replace(each, sign=max(0, each.sign)) for each in both]
         random: dict[tuple[int, int], compat.RandomState] = {}
-        with step.undisturbed(), self._forcing_ends():
+        with step.undisturbed(), compat.changed(self._registry.context, override=None):
             for index, trial in enumerate([None, *trials]):
                 step.rewind()
                 self._registry.start_step(step.step)
@@ -123,13 +122,6 @@ class Oracle:
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         truth = truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
         return truth, len(plain) + len(both) * len(trials)
-
-    @contextmanager
-    def _forcing_ends(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._registry.context.override = None
 
     def _owners(self, step: MegatronStep, names: Sequence[str]) -> list[_Owner]:
         owned = [(names.index(handle.name), handle.weight, True) for handle in self._registry]

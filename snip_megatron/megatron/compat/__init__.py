@@ -3,7 +3,7 @@
 These names are checked when the modules are imported.
 """
 
-from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, microbatches_of, repeated
+from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, repeated
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.expert_gradients import tell_ddp_of_experts
@@ -40,4 +40,4 @@ from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRoutin
 from snip_megatron.megatron.compat.te_graphs import graphs_of
 from snip_megatron.megatron.compat.torch_checkpoints import carry_state
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
-from snip_megatron.megatron.compat.versions import MEGATRON_VERSION
+from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,14 +120,3 @@ def _is_divisible(batch: Any, size: int) -> bool:
         return False
     tensors = [value for value in batch.values() if value is not None]
     return all(isinstance(value, torch.Tensor) and value.shape[:1] == (size,) for value in tensors)
-
-
-@contextlib.contextmanager
-def microbatches_of(args: argparse.Namespace, sequences: int) -> Iterator[None]:
-    """Let microbatches have ``sequences`` sequences inside this context, for code that reads Megatron's arguments."""
-    before = args.micro_batch_size
-    args.micro_batch_size = sequences
-    try:
-        yield
-    finally:
-        args.micro_batch_size = before

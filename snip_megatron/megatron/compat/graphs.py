@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_model_config
 
-from snip_megatron.megatron.compat.versions import check_names
+from snip_megatron.megatron.compat.versions import changed, check_names
 
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 """Values of ``--cuda-graph-impl`` that capture graphs."""
@@ -74,19 +74,16 @@ def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator
     """
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, GraphableMegatronModule)]
     holders = {id(each): each for each in (settings, *map(get_model_config, model), *(m.config for m in layers))}
-    with contextlib.ExitStack() as undo:
-        undo.callback(setattr, core.CudaGraphManager, "__call__", core.CudaGraphManager.__call__)
-        core.CudaGraphManager.__call__ = _run_eagerly
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(changed(core.CudaGraphManager, __call__=_run_eagerly))
         for holder in holders.values():
-            undo.callback(setattr, holder, "cuda_graph_impl", holder.cuda_graph_impl)
-            holder.cuda_graph_impl = "none"
+            stack.enter_context(changed(holder, cuda_graph_impl="none"))
         for layer in layers:
             if getattr(layer, "cuda_graphs", None):  # the overlap of experts' exchanges asks for nothing else
-                undo.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
-                layer.cuda_graphs = []
+                stack.enter_context(changed(layer, cuda_graphs=[]))
         for parameter in parameters(model):
             if hasattr(parameter, "grad_added_to_main_grad"):
-                undo.callback(setattr, parameter, "grad_added_to_main_grad", parameter.grad_added_to_main_grad)
+                stack.enter_context(changed(parameter, grad_added_to_main_grad=parameter.grad_added_to_main_grad))
         yield
 
 

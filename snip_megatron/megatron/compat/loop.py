@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import megatron.training.training as training
@@ -12,7 +13,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
-from snip_megatron.megatron.compat.versions import check_names, check_signature
+from snip_megatron.megatron.compat.versions import changed, check_names, check_signature
 
 _LOGITS = "current_max_attn_logits"
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
@@ -100,48 +101,30 @@ def watch_evaluations(begin: Callable[[str], None]) -> Callable[[], None]:
 
 
 # -- passes that are no training -------------------------------------------------------------------------------
-@contextlib.contextmanager
-def rerun_disabled() -> Iterator[None]:
+def rerun_disabled() -> AbstractContextManager[None]:
     """Switch Megatron's rerun state machine off inside this context.
 
     The machine asserts if it records a result outside of ``train_step``. Its ``validate_result`` is replaced as well:
     even in disabled mode it ends the job at a NaN, whereas a NaN in a probe must only drop the update.
     """
-    machine = get_rerun_state_machine()
-    mode, validate = machine.mode, machine.validate_result
     # set_mode() would log a warning each time.
-    machine.mode = RerunMode.DISABLED
-    machine.validate_result = _nothing
-    try:
-        yield
-    finally:
-        machine.validate_result = validate
-        machine.mode = mode
+    return changed(get_rerun_state_machine(), mode=RerunMode.DISABLED, validate_result=_nothing)
 
 
-@contextlib.contextmanager
-def quiet_schedule(model_config: Any) -> Iterator[None]:
+def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
     """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context.
 
     Layers run whole, one microbatch after the other, also where training overlaps parts of two microbatches.
     """
-    quiet: dict[str, Any] = {
-        "no_sync_func": contextlib.nullcontext,
-        "grad_sync_func": None,
-        "param_sync_func": None,
-        # With None, Megatron would call its own finalize_model_grads.
-        "finalize_model_grads_func": _nothing,
-        "timers": None,
-        "overlap_moe_expert_parallel_comm": False,
-    }
-    before = {name: getattr(model_config, name) for name in quiet}
-    for name, value in quiet.items():
-        setattr(model_config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(model_config, name, value)
+    return changed(
+        model_config,
+        no_sync_func=contextlib.nullcontext,
+        grad_sync_func=None,
+        param_sync_func=None,
+        finalize_model_grads_func=_nothing,  # with None, Megatron would call its own
+        timers=None,
+        overlap_moe_expert_parallel_comm=False,
+    )
 
 
 @contextlib.contextmanager
@@ -151,18 +134,14 @@ def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
     Under ``--calculate-per-token-loss`` Megatron hands the number to ``finalize_model_grads_func``, which divides the
     gradients by it. It is the number of this rank, 0 on all pipeline stages but the last.
     """
-    before = model_config.finalize_model_grads_func
     counts: list[torch.Tensor] = []
 
     def note(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
         if tokens is not None:
             counts.append(tokens)
 
-    model_config.finalize_model_grads_func = note
-    try:
+    with changed(model_config, finalize_model_grads_func=note):
         yield counts
-    finally:
-        model_config.finalize_model_grads_func = before
 
 
 @contextlib.contextmanager
@@ -171,13 +150,10 @@ def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
     Transformer Engine's attention keeps them. A forward replaces the tensor and does not change it.
     """
-    modules = [module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)]
-    before = [getattr(module, _LOGITS) for module in modules]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)):
+            stack.enter_context(changed(module, **{_LOGITS: getattr(module, _LOGITS)}))
         yield
-    finally:
-        for module, logits in zip(modules, before, strict=True):
-            setattr(module, _LOGITS, logits)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -203,11 +179,7 @@ def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callab
             samples = done * at // step
         else:
             samples = done + max(0, whole - done) * (at - step) // max(1, last - step)
-        counted = scheduler.num_steps
-        scheduler.num_steps = samples
-        try:
+        with changed(scheduler, num_steps=samples):
             return float(scheduler.get_lr({}))
-        finally:
-            scheduler.num_steps = counted
 
     return rate

@@ -12,18 +12,24 @@ from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.training import get_args
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import (
     checkpoint_fallback,
     distributed_optimizer,
-    partial_save,
     restart_store,
-    torch_norm,
     writer_processes,
 )
 from snip_megatron.megatron.compat.loop import hooks_in_source
+from snip_megatron.megatron.compat.versions import changed, check_signature
 from snip_megatron.megatron.startup import Startup
+
+check_signature(training.load_checkpoint, "ddp_model", "optimizer", "opt_param_scheduler", "load_arg")
+check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
+_load_checkpoint, _make_norm = training.load_checkpoint, WrappedTorchNorm.__new__
+_LEFT_OUT = ("no_save_optim", "no_save_rng")
 
 
 def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
@@ -38,10 +44,10 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "cpu": (startup.on_cpu, _patch_for_cpu),
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
-        "torch-norm-sequence-parallel": (torch_norms, torch_norm.install),
+        "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
         "distributed-optimizer-resume": (torch_adamw, distributed_optimizer.install),
         "checkpoint-fallback": (bool(args.load), checkpoint_fallback.install),
-        "partial-save": (partial_save.is_needed(args), partial_save.install),
+        "partial-save": (loads_more_than_it_saves(args), _load_everything),
         "restart-store": (restart_store.is_needed(), restart_store.install),
         "writer-processes": (writer_processes.is_needed(args), functools.partial(writer_processes.install, args)),
     }
@@ -85,6 +91,45 @@ def _skip_dataset_build() -> str:
     """Skip the ``make`` that Megatron runs at start. It would exit, as the wheel has no Makefile."""
     dataset_utils.compile_helpers = _nothing
     return "the compiled dataset index builder is used as shipped"
+
+
+def loads_more_than_it_saves(args: argparse.Namespace) -> bool:
+    """Whether a run that may resume saves less than it loads."""
+    return bool(args.load and any(getattr(args, name) for name in _LEFT_OUT))
+
+
+def _load_everything() -> str:
+    """Take ``--no-save-optim`` and ``--no-save-rng`` back while a checkpoint is loaded.
+
+    Megatron plans a load by the same function as a save, which leaves out the optimizer and the random state under
+    these arguments. A run that resumes with them would end with a KeyError (seen in 0.19).
+    """
+
+    @functools.wraps(_load_checkpoint)
+    def load(*positional: Any, **named: Any) -> Any:
+        with changed(get_args(), **dict.fromkeys(_LEFT_OUT)):
+            return _load_checkpoint(*positional, **named)
+
+    training.load_checkpoint = load
+    return "optimizer and random state are loaded, although they are not saved"
+
+
+def _allow_torch_norms() -> str:
+    """Let Megatron's wrapper build torch's norms under ``--sequence-parallel``, which it refuses.
+
+    A norm works on each token alone, so it can run on shards of the sequence. Only the gradients of its weights must be
+    summed over the tensor parallel group. Megatron does that for parameters marked ``sequence_parallel``.
+    """
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        with changed(config, sequence_parallel=False):
+            norm = _make_norm(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = build
+    return "torch norms accepted, their gradients summed over the tensor-parallel group"
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from megatron.training import pretrain as megatron_pretrain
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
+from snip_megatron.megatron.compat.versions import changed
 
 ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -153,13 +154,8 @@ def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]
         if given.get("model_provider") is None:
             raise SnipError("attach(): pretrain() got neither a model configuration nor a model_provider")
         model = given["model_provider"] = HookedProvider(given["model_provider"])
-    before = list(model.pre_wrap_hooks)
-    if on_cpu:
-        model.pre_wrap_hooks.append(_keep_outputs)
-    try:
+    with changed(model, pre_wrap_hooks=[*model.pre_wrap_hooks, *([_keep_outputs] if on_cpu else [])]):
         yield model
-    finally:
-        model.pre_wrap_hooks[:] = before
 
 
 def _keep_outputs(model_chunks: list[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-from snip_megatron.megatron.compat.versions import check_names
+from snip_megatron.megatron.compat.versions import changed, check_names
 
 _SCALE = "main_loss_backward_scale"
 _DROP = "apply_router_token_dropping"
@@ -155,10 +155,7 @@ class _Route:
 @contextlib.contextmanager
 def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouting]:
     """Let all passes inside this context route as :meth:`RepeatedRouting.start` says."""
-    routing = RepeatedRouting()
-    routers = _routers(model)
-    before = [(router, router.router_replay) for router in routers]
-    fused = [(router.config, router.config.moe_router_fusion) for router in routers]  # a fused router replays nothing
+    routing, routers = RepeatedRouting(), _routers(model)
     drop = getattr(router_module, _DROP)
 
     def drop_alike(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> TopK:
@@ -181,17 +178,11 @@ def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouti
         indices, update = balanced["qb_dual_update"](*args, **kwargs)
         return together.repeated("quantiles", lambda: indices), update
 
-    replaced = {_DROP: drop_alike, "sinkhorn": sinkhorn_alike, "qb_dual_update": quantiles_alike}
-    try:
+    with contextlib.ExitStack() as stack:
         for router in routers:
-            router.router_replay, router.config.moe_router_fusion = routing.add(), False
-        for name, function in replaced.items() if routers else ():
-            setattr(router_module, name, function)
+            stack.enter_context(changed(router, router_replay=routing.add()))
+            stack.enter_context(changed(router.config, moe_router_fusion=False))  # a fused router replays nothing
+        if routers:
+            alike = {_DROP: drop_alike, "sinkhorn": sinkhorn_alike, "qb_dual_update": quantiles_alike}
+            stack.enter_context(changed(router_module, **alike))
         yield routing
-    finally:
-        for name, function in (balanced | {_DROP: drop}).items():
-            setattr(router_module, name, function)
-        for router, replay in before:
-            router.router_replay = replay
-        for config, fusion in reversed(fused):
-            config.moe_router_fusion = fusion

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
+from snip_megatron.megatron.compat.versions import changed
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5
@@ -120,18 +121,15 @@ class TransformerEngineGraphs(Graphs):
         """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
         helper, started, before = self._helper, time.perf_counter(), self.seconds
         gathering: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-        states, warmup = rng_state(), helper.config.cuda_graph_warmup_steps
+        states = rng_state()
         self._replaced = 0 if layers is None else self._replaced + len(layers)
         with contextlib.nullcontext() if layers is None else _only(helper, layers):
             for chunk in gathering:  # when their layers run
                 chunk.disable_forward_pre_hook(param_sync=False)
             helper.delete_cuda_graphs()
             helper._capture_finished = False
-            helper.config.cuda_graph_warmup_steps = _WARM
-            try:
+            with changed(helper.config, cuda_graph_warmup_steps=_WARM):
                 helper.create_cudagraphs()
-            finally:
-                helper.config.cuda_graph_warmup_steps = warmup
         set_rng_state(states)
         for chunk in gathering:
             chunk.enable_forward_pre_hook()
@@ -172,12 +170,8 @@ def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         "num_layers_per_chunk": [len(layers)],
         "flattened_callables_is_mtp": mtp, "callables_per_chunk_is_mtp": [mtp],
     }  # fmt: skip
-    before = {name: getattr(helper, name) for name in some}
-    try:
-        vars(helper).update(some)
+    with changed(helper, **some):
         yield
-    finally:
-        vars(helper).update(before)
 
 
 @contextlib.contextmanager
@@ -193,11 +187,8 @@ def _samples_on_the_device() -> Iterator[None]:
         with next(layer.parameters()).device:
             return inputs(layer, *arguments, **named)
 
-    TransformerLayer.get_layer_static_inputs = on_the_device
-    try:
+    with changed(TransformerLayer, get_layer_static_inputs=on_the_device):
         yield
-    finally:
-        TransformerLayer.get_layer_static_inputs = inputs
 
 
 @contextlib.contextmanager

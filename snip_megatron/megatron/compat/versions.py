@@ -1,9 +1,10 @@
-"""The version of Megatron, and checks of its private names and signatures that SNIP relies on."""
+"""The version of Megatron, checks of its private names and signatures, and other values for them for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from megatron.core import __version__ as _version
@@ -35,6 +36,19 @@ def _refuse(owner: Any, why: str) -> NoReturn:
     raise SnipError(
         f"{where} of megatron-core {_version} {why}; this Megatron is patched or not supported ({SUPPORTED})"
     )
+
+
+@contextlib.contextmanager
+def changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of ``owner`` have these values inside this context."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 MEGATRON_VERSION = check_version(_version)
