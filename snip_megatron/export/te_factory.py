@@ -15,9 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import Formats, formats_of, load_map, write_files
+from snip_megatron.export.te_precision import Formats, read_formats, write_files
 from snip_megatron.gemm.transformer_engine import QUANTIZERS
-from snip_megatron.precision import Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Gemm, LinearId
 
 MODULE = "snip_te_map"
 """Name of the written module."""
@@ -25,12 +25,8 @@ MODULE = "snip_te_map"
 _EMPTY = "FORMATS: dict[str, tuple[str, str, str]] = {}"
 
 
-def map_formats(precision_map: PrecisionMap, where: str) -> dict[LinearId, Formats]:
-    """Return the formats of every linear that the map names. Others run in bf16.
-
-    Raises SnipError if the map names no linear, or a format without a quantizer.
-    """
-    formats = formats_of(precision_map, where)
+def check_quantizers(formats: dict[LinearId, Formats], where: str) -> None:
+    """Raise SnipError if a linear has a format without a quantizer. Linears that the map does not name run in bf16."""
     known = ", ".join(fmt.value for fmt in QUANTIZERS)
     for linear, three in formats.items():
         for gemm, fmt in zip(Gemm, three, strict=True):
@@ -39,7 +35,6 @@ def map_formats(precision_map: PrecisionMap, where: str) -> dict[LinearId, Forma
                     f"{where}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no quantizer"
                     f" (it has them for {known}): choose the map among these (--snip-formats)"
                 )
-    return formats
 
 
 def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
@@ -59,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises SnipError if the map cannot be expressed, or the folder cannot be written.
     """
-    formats = map_formats(load_map(args.source), str(args.source))
+    formats = read_formats(args.source)
+    check_quantizers(formats, str(args.source))
     path: Path = args.out / f"{MODULE}.py"
     write_files(args.out, {path.name: factory_source(formats, str(args.source))})
     count = Counter(fmt for three in formats.values() for fmt in three)

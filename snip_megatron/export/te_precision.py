@@ -11,7 +11,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,33 +54,29 @@ Formats = tuple[Format, Format, Format]
 
 
 # -- one format per linear -----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Collapsed:
-    """A map with one format per linear. ``changed``: its formats for fprop, dgrad and wgrad where they differ."""
+def read_formats(path: Path) -> dict[LinearId, Formats]:
+    """Return the formats of every linear that the map in a file names.
 
-    formats: Mapping[LinearId, Format]
-    changed: Mapping[LinearId, Formats]
-
-
-def formats_of(precision_map: PrecisionMap, where: str) -> dict[LinearId, Formats]:
-    """Return the formats of every linear that a map names. Raises SnipError if it names none."""
+    Raises SnipError if the file cannot be read, is not a map, or names no linear.
+    """
+    if is_special(path):  # to read a pipe without a writer would block for ever
+        raise SnipError(f"{path}: is a pipe or a device; give a map's file")
     found: dict[LinearId, Formats] = {}
+    precision_map = PrecisionMap.load(path)
     for linear in precision_map.linears():
         fprop, dgrad, wgrad = (precision_map.format_of(str(linear), gemm) for gemm in Gemm)
         found[linear] = fprop, dgrad, wgrad
     if not found:
-        raise SnipError(f"{where}: names no linear")
+        raise SnipError(f"{path}: names no linear")
     return found
 
 
-def collapse(threes: Mapping[LinearId, Formats]) -> Collapsed:
-    """Take the widest of the three formats of every linear, so that no GEMM runs in fewer bits than the map says.
+def collapse(three: Formats) -> Format:
+    """Return the widest of the formats of a linear, so that no GEMM runs in fewer bits than the map says.
 
-    Variants become the formats that they are variants of: a recipe knows no others.
+    A variant becomes the format that it is a variant of: a recipe knows no others.
     """
-    widths = list(RECIPES)
-    formats = {linear: min((fmt.base for fmt in three), key=widths.index) for linear, three in threes.items()}
-    return Collapsed(formats, {linear: three for linear, three in threes.items() if len(set(three)) > 1})
+    return min((fmt.base for fmt in three), key=list(RECIPES).index)
 
 
 # -- layers and stages ---------------------------------------------------------------------------------------------
@@ -166,58 +162,46 @@ def add_arguments(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write ``stage_<k>.yaml`` for every stage and print changed formats. Returns the exit code. Raises SnipError."""
-    collapsed = collapse(formats_of(load_map(args.source), str(args.source)))
-    if collapsed.changed and not args.collapse:
-        first, three = next(iter(collapsed.changed.items()))
+    threes = read_formats(args.source)
+    formats = {linear: collapse(three) for linear, three in threes.items()}
+    mixed = {linear: ", ".join(fmt.value for fmt in three) for linear, three in threes.items() if len(set(three)) > 1}
+    if mixed and not args.collapse:
+        first, three = next(iter(mixed.items()))
         raise SnipError(
-            f"{args.source}: {first} runs its GEMMs in {', '.join(f.value for f in three)}, and Megatron's file has one"
-            f" recipe a linear ({len(collapsed.changed)} such linears): pass --collapse to take the widest of each"
+            f"{args.source}: {first} runs its GEMMs in {three}, and Megatron's file has one recipe a linear"
+            f" ({len(mixed)} such linears): pass --collapse to take the widest of each"
         )
-    stages = chunk_layers(_layers(collapsed, args.source), args.pp, args.vpp, _counts(args))
+    stages = chunk_layers(_layers(formats, args.source), args.pp, args.vpp, _counts(args))
     texts = {}
     for stage, chunks in enumerate(stages):
         own = ", ".join(f"{c.start} to {c.stop - 1}" for c in chunks if c) or "none"
         comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within a chunk."]
         comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
-        own_formats = local_formats(collapsed.formats, stage, chunks)
+        own_formats = local_formats(formats, stage, chunks)
         if stage == args.pp - 1:
-            own_formats |= {str(linear): fmt for linear, fmt in collapsed.formats.items() if linear.stack == "mtp"}
+            own_formats |= {str(linear): fmt for linear, fmt in formats.items() if linear.stack == "mtp"}
         texts[f"stage_{stage}.yaml"] = recipe_yaml(own_formats, comment)
     write_files(args.out, texts)
     for path in args.out.glob("stage_*.yaml"):  # of an earlier export with more stages
         if path.name not in texts:
             path.unlink(missing_ok=True)
-    for line in _summary(collapsed, args):
-        print(line)
+    for linear, three in mixed.items():
+        print(f"{linear}: {three} → {formats[linear].value}")
+    if mixed:
+        print(f"{len(mixed)} of {len(formats)} linears collapsed to the widest of their formats")
+    count = Counter(formats.values())
+    for fmt, text in SUBSTITUTIONS.items():
+        if count[fmt]:
+            print(f"{text} ({count[fmt]} linears)")
+    print(*(args.out / name for name in texts), sep="\n")
+    if args.pp > 1:
+        print("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
     return 0
 
 
-def _summary(collapsed: Collapsed, args: argparse.Namespace) -> list[str]:
-    """Return the lines to print: collapsed linears, substituted formats and the files."""
-    lines = [
-        f"{linear}: {', '.join(f.value for f in three)} → {collapsed.formats[linear].value}"
-        for linear, three in collapsed.changed.items()
-    ]
-    if lines:
-        lines.append(f"{len(lines)} of {len(collapsed.formats)} linears collapsed to the widest of their formats")
-    count = Counter(collapsed.formats.values())
-    lines += [f"{text} ({count[fmt]} linears)" for fmt, text in SUBSTITUTIONS.items() if count[fmt]]
-    lines += [str(args.out / f"stage_{stage}.yaml") for stage in range(args.pp)]
-    if args.pp > 1:
-        lines.append("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
-    return lines
-
-
-def load_map(path: Path) -> PrecisionMap:
-    """Read a map from a file. Raises SnipError if it cannot be read or is not a map."""
-    if is_special(path):  # to read a pipe without a writer would block for ever
-        raise SnipError(f"{path}: is a pipe or a device; give a map's file")
-    return PrecisionMap.load(path)
-
-
-def _layers(collapsed: Collapsed, source: Path) -> int:
+def _layers(formats: Mapping[LinearId, Format], source: Path) -> int:
     """Return the number of layers of the map. Raises SnipError if it says nothing about one."""
-    named = {linear.layer for linear in collapsed.formats if linear.stack == "decoder"}
+    named = {linear.layer for linear in formats if linear.stack == "decoder"}
     layers = 1 + max(named, default=-1)
     if missing := sorted(set(range(layers)) - named):
         raise SnipError(f"{source}: says nothing about decoder layer {missing[0]}")

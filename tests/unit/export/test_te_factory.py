@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.cli import main
-from snip_megatron.export.te_factory import factory_source, map_formats
-from snip_megatron.precision import Format, Gemm, PrecisionMap, dense_names, option_id
+from snip_megatron.export.te_factory import factory_source
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, dense_names, option_id
 
 CHOICES = {option_id(name, gemm): Format.FP8 for name in dense_names(2) for gemm in Gemm}
 FC1 = "decoder.layers.1.mlp.linear_fc1"
@@ -35,6 +35,7 @@ def test_maps_that_are_refused(
 
 
 def test_any_path_of_a_map_gives_a_module() -> None:
-    text = factory_source(map_formats(PrecisionMap(CHOICES), "map"), 'a\n"""b\\@FORMATS@é')
+    formats = {LinearId.parse(name): (Format.FP8,) * 3 for name in dense_names(2)}
+    text = factory_source(formats, 'a\n"""b\\@FORMATS@é')
     compile(text, "module", "exec")
     assert text.count(f'{FC1}":') == 1
