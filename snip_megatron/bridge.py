@@ -41,7 +41,7 @@ from snip_megatron.megatron import validate
 from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
-from snip_megatron.megatron.startup import Startup, is_rank_zero
+from snip_megatron.megatron.startup import Startup, say
 from snip_megatron.reporting.sinks import Sinks
 
 _LOSS = "lm loss"
@@ -110,8 +110,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         Raises:
             SnipError: If the configuration cannot be combined with SNIP or with SNIP under Bridge.
         """
-        if self._said is not None and is_rank_zero():
-            print(f"snip: {self._said}", flush=True)
+        if self._said is not None:
+            say(self._said)
         self._run = _BridgeRun(self._snip, checked_arguments(self._snip, self._container))
         return self._run.pre_wrap_hook(model_chunks)
 
@@ -186,8 +186,7 @@ def prepare(startup: Startup) -> None:
             imported.
     """
     for line in bridge_compat.apply(startup):
-        if is_rank_zero():
-            print(f"compat: {line}", flush=True)
+        say(line, "compat")
 
 
 class _BridgeRun(SnipRun):

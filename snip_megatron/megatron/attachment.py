@@ -13,7 +13,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import native_backend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.startup import Startup, check_sources, is_rank_zero
+from snip_megatron.megatron.startup import Startup, check_sources, say
 from snip_megatron.timing.loading import load_cost_model
 
 
@@ -30,8 +30,7 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
     """
     compat.check(args, startup)
     for line in (*shown, *compat.apply(args, startup)):
-        if is_rank_zero():
-            print(f"compat: {line}", flush=True)
+        say(line, "compat")
 
 
 def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
@@ -82,8 +81,8 @@ def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     config, said = configuration(args)
     with ExitStack() as stack:
         if config.enabled:
-            for line in said if is_rank_zero() else ():
-                print(f"snip: {line}", flush=True)
+            for line in said:
+                say(line)
             from snip_megatron.megatron.setup import install
 
             snip = install(config, args=args)

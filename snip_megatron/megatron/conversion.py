@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
@@ -34,6 +32,7 @@ from snip_megatron.megatron.model_linears import (
     model_linears,
     of_all_stages,
 )
+from snip_megatron.megatron.startup import say
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
@@ -94,12 +93,14 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
             _convert_linear(linear, registry)
     if HAVE_TE:
         te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not recipes)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"snip: GEMMs by {selection.backend.name} ({selection.reason})", flush=True)
-        for stays in what_stays(registry.stock):
-            print(f"snip: {stays}; it counts in the fp4 share", flush=True)
+    say(f"GEMMs by {selection.backend.name} ({selection.reason})")
+    for stays in what_stays(registry.stock):
+        say(f"{stays}; it counts in the fp4 share")
     if config.fusions == "auto" and not recipes:
-        _fuse([layer for chunk in model_chunks for layer in _decoder_layers(chunk)], selection.backend)
+        layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
+        fused = fuse_swiglu(layers, selection.backend)
+        if selection.backend.fuses_swiglu:
+            say(f"fused with quantisation: {fused}")
     return registry
 
 
@@ -115,13 +116,6 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
     """
     built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
     return ModelLinears.split((linear.row for linear in built), _stock(built))
-
-
-def _fuse(layers: Sequence[torch.nn.Module], backend: GemmBackend) -> None:
-    """Fuse what has kernels on this backend, and let rank 0 print in how many layers, or why in none."""
-    found = fuse_swiglu(layers, backend)
-    if backend.fuses_swiglu and int(os.environ.get("RANK", "0")) == 0:
-        print(f"snip: fused with quantisation: {found}", flush=True)
 
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format]:

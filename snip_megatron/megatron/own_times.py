@@ -13,6 +13,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.records.own_table import OwnTable
@@ -74,7 +75,7 @@ class OwnTimes:
         if found is None:
             return None
         table, path = found
-        print(f"snip: times of this model's GEMMs: {path}", flush=True)
+        say(f"times of this model's GEMMs: {path}")
         return self._predicted(table)
 
     def measure(self) -> OptionTimes:
@@ -92,10 +93,9 @@ class OwnTimes:
         if not self._table.suffices(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
         kept = " and ".join(map(str, self._table.keep(table))) or "nowhere"
-        print(
-            f"snip: timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
-            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}",
-            flush=True,
+        say(
+            f"timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
+            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
         )
         return self._predicted(table)
 

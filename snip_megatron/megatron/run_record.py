@@ -19,6 +19,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
+from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
@@ -42,7 +43,7 @@ def open_run_directory(
     cannot be used.
     """
     if config.dir is None and not args.save:
-        print("snip: no run directory: give --snip-dir (or --save) to keep events, maps and a report", flush=True)
+        say("no run directory: give --snip-dir (or --save) to keep events, maps and a report")
         return None
     path = Path(config.dir) if config.dir is not None else Path(args.save) / "snip"
     if config.replay is not None and path.resolve() == Path(config.replay).resolve():
@@ -112,7 +113,7 @@ def _predicted_times(
     except NoTableError:
         return None
     except SnipError as error:
-        print(f"snip: the report will have no predicted times: {error}", flush=True)
+        say(f"the report will have no predicted times: {error}")
         return None
 
 
@@ -124,18 +125,12 @@ def finish(run: Path) -> None:
         from snip_megatron.reporting.summary_text import lines
 
         for line in lines(summarise(load_run(run))):
-            print(f"snip: {line}", flush=True)
+            say(line)
     except Exception as error:
-        print(f"snip: no summary: {error}", flush=True)
-    draw_report(run)
-
-
-def draw_report(run: Path) -> None:
-    """Write ``report.html`` into a finished run's directory. A failure is printed and never raised."""
-    # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
+        say(f"no summary: {error}")
     try:
         from snip_megatron.reporting.report import write_report
 
         write_report(run)
     except Exception as error:
-        print(f"snip: no report: {error}; later: snip report {run}", flush=True)
+        say(f"no report: {error}; later: snip report {run}")

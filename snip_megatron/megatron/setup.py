@@ -29,7 +29,7 @@ from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
-from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.startup import is_rank_zero, say
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
@@ -116,18 +116,13 @@ class SnipRun:
         return model_chunks
 
     def _say_what_differs(self) -> None:
-        said = []
         if cut := cut_tiles(self._args, self._linears):
-            said.append(
+            say(
                 f"not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
                 " statistics and maps are slightly other ones than another layout's"
             )
         if getattr(self._args, "tp_comm_overlap", False):
-            said.append(
-                "--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16"
-            )
-        for line in said if is_rank_zero() else ():
-            print(f"snip: {line}", flush=True)
+            say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.
@@ -181,11 +176,8 @@ class SnipRun:
         return found
 
     def _say_no_state(self) -> None:
-        if self._config.updates and is_rank_zero():
-            print(
-                "snip: the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map",
-                flush=True,
-            )
+        if self._config.updates:
+            say("the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map")
 
     def _loaded(self, content: bytes | None) -> None:
         """Take the state of a checkpoint of the format ``torch``."""

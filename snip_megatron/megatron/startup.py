@@ -52,6 +52,12 @@ def is_rank_zero() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def say(line: str, who: str = "snip") -> None:
+    """Print a line of a training on rank 0."""
+    if is_rank_zero():
+        print(f"{who}: {line}", flush=True)
+
+
 def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 

@@ -13,7 +13,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
-from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.startup import say
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.sensitivity.fixed import late_plan
@@ -60,11 +60,10 @@ def timeline_of(
     if last <= 0:
         if config.late:
             raise SnipError(f"--snip-policy {config.policy} needs an end of training: give --train-iters")
-        if schedule is not None and is_rank_zero():
-            print(
-                f"snip: --snip-schedule {config.schedule}: the end of training is unknown without --train-iters: every"
-                " update gives one map, and the budget holds for each; give --train-iters for phases",
-                flush=True,
+        if schedule is not None:
+            say(
+                f"--snip-schedule {config.schedule}: the end of training is unknown without --train-iters: every update"
+                " gives one map, and the budget holds for each; give --train-iters for phases"
             )
         return None
 
@@ -101,15 +100,14 @@ def _say_what_the_start_takes(config: SnipConfig, step: int, last: int) -> None:
     """
     kind, share = config.wanted.kind, config.wanted.value
     adopted = config.first_update + config.lag
-    if kind != "fp4" or not config.updates or not step < adopted < last or not is_rank_zero():
+    if kind != "fp4" or not config.updates or not step < adopted < last:
         return
     taken, left = (adopted - step) / (last - step), 1.0 - share
     if taken > _MOST_OF_THE_PRECISION * left:
-        print(
-            f"snip: training is in bf16 until the first map at step {adopted}, which is {100 * taken:.2g} % of the run;"
+        say(
+            f"training is in bf16 until the first map at step {adopted}, which is {100 * taken:.2g} % of the run;"
             f" --snip-budget fp4={share:g} leaves {100 * left:.2g} % for more precise formats, and an early phase is"
-            " where they help least; begin earlier with --snip-first-update",
-            flush=True,
+            " where they help least; begin earlier with --snip-first-update"
         )
 
 

@@ -24,7 +24,7 @@ from snip_megatron.gemm.selection import launch_from_cpp
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
-from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.startup import say
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.records.readers import replayed_maps
@@ -89,7 +89,7 @@ class WarmUp:
         running = torch.tensor(float(self._compilation.running()), device=device)
         dist.all_reduce(running, group=self._world)
         if float(running):
-            _say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
+            say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
         return not float(running)
 
     def finish(self, seconds: float = math.inf) -> bool:
@@ -108,9 +108,9 @@ class WarmUp:
                 flush=True,
             )
         if found.seconds:
-            _say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
+            say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
         if self._replays:
-            _say(launch_from_cpp(self._registry.context.backend, self._checked))
+            say(launch_from_cpp(self._registry.context.backend, self._checked))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
 
     def close(self) -> None:
@@ -124,11 +124,11 @@ class WarmUp:
         started = time.perf_counter()
         compilation = self._compiling(variants)
         if compilation.processes:
-            _say(f"compiling {compilation.kernels} kernels of the map in force ...")
+            say(f"compiling {compilation.kernels} kernels of the map in force ...")
         compilation.running(math.inf)
         dist.barrier(self._world)
         if compilation.processes:
-            _say(f"compiled in {time.perf_counter() - started:.1f} s")
+            say(f"compiled in {time.perf_counter() - started:.1f} s")
 
     def _compiling(self, variants: Iterable[Variant]) -> Compilation:
         """Start to compile this rank's share of ``variants``, which are those of all ranks."""
@@ -223,8 +223,3 @@ class WarmUp:
     def _pinned(self) -> dict[str, list[Format]]:
         found = pinned_formats(self._registry.names, self._request.pins)
         return {option: [Format(name)] for option, name in found.items()}
-
-
-def _say(line: str) -> None:
-    if is_rank_zero():
-        print(f"snip: {line}", flush=True)

@@ -14,7 +14,7 @@ import megatron.bridge.training.train as train
 from snip_megatron.megatron.compat import patches
 from snip_megatron.megatron.compat.own_precision import switch_off
 from snip_megatron.megatron.compat.versions import check_names, check_signature
-from snip_megatron.megatron.startup import Startup, is_rank_zero
+from snip_megatron.megatron.startup import Startup, say
 
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state", "pg_collection")
 
@@ -47,8 +47,8 @@ def let_snip_choose(container: Any) -> None:
         container.mixed_precision = mixed_precision.get_mixed_precision_config(container.mixed_precision)
     for settings in (container.model, container.ddp, container.optimizer, container.mixed_precision):
         line, _ = switch_off(settings)
-        if line and is_rank_zero():
-            print(f"snip: {line}", flush=True)
+        if line:
+            say(line)
 
 
 def apply(startup: Startup) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from snip_megatron.megatron.startup import is_rank_zero
+from snip_megatron.megatron.startup import say
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "delayed": ("fp8_tensor",),
@@ -99,8 +99,8 @@ def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         args, others = parse(*given, **named)
         if getattr(args, "snip", False):
             line, args.snip_recipe = switch_off(args)
-            if line and is_rank_zero():
-                print(f"snip: {line}", flush=True)
+            if line:
+                say(line)
         return args, others
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
