@@ -112,7 +112,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         """
         if self._said is not None:
             say(self._said)
-        self._run = _BridgeRun(self._snip, checked_arguments(self._snip, self._container))
+        self._run = _BridgeRun(self._snip, bridge_arguments(self._container))
         return self._run.pre_wrap_hook(model_chunks)
 
     # -- Bridge's events -------------------------------------------------------------------------------------------
@@ -195,6 +195,9 @@ class _BridgeRun(SnipRun):
     state: Any = None
 
     def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
+        if config.eval == "both":
+            raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
+        validate.check(config, args)
         super().__init__(config, args)
         self.beside_graphs = ExitStack()  # of a validation
 
@@ -212,15 +215,6 @@ class _BridgeRun(SnipRun):
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------
-def checked_arguments(snip: SnipConfig, container: Any) -> argparse.Namespace:
-    """Return the arguments of a run under Bridge. Raises SnipError if SNIP cannot run with its configuration."""
-    args = bridge_arguments(container)
-    validate.check(snip, args)
-    if snip.eval == "both":
-        raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
-    return args
-
-
 def bridge_arguments(container: Any) -> argparse.Namespace:
     """Return the arguments of Megatron that SNIP reads, taken from Bridge's validated ``ConfigContainer``.
 

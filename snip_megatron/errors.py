@@ -84,6 +84,15 @@ def quoted(value: object) -> str:
         return f"a {type(value).__name__} too long to show"
 
 
+def is_number(text: str) -> bool:
+    """Whether a word of a command line is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_finite(value: object) -> TypeGuard[float]:
     """Whether a value of a JSON file is a finite number within float64.
 

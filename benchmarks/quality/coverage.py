@@ -141,7 +141,7 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
         except Exception as error:
             return Verdict(case, "Bridge", f"{type(error).__name__}: {error}")
         snip = SnipConfig(enabled=True, budget=SNIP[2], formats=("fp8", "fp4"))
-        return _checked(case, snip, lambda config: bridge.checked_arguments(config, container), container.model)
+        return _checked(case, snip, lambda config: bridge.bridge_arguments(container), container.model)
 
 
 def _on_cards(card: tuple[int, int]) -> ExitStack:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, is_number
 
 if TYPE_CHECKING:
     from snip_megatron.launch.job import Job
@@ -159,15 +159,7 @@ def _lines(words: Sequence[str]) -> list[str]:
     """Return one line per argument, followed by its values."""
     lines: list[list[str]] = []
     for word in words:
-        if not lines or (word.startswith("-") and not _is_number(word)):
+        if not lines or (word.startswith("-") and not is_number(word)):
             lines.append([])
         lines[-1].append(shlex.quote(word))
     return [" ".join(line) for line in lines]
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

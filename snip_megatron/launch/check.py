@@ -68,7 +68,6 @@ def _validated(argv: Sequence[str]) -> Layout | str:
     from snip_megatron.megatron.conversion import linears_on_meta
     from snip_megatron.megatron.data.datasets import check_data
     from snip_megatron.megatron.entry import provide_arguments
-    from snip_megatron.megatron.evaluation import check_evaluation
     from snip_megatron.megatron.step_costs import layout_of
 
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []))
@@ -78,11 +77,7 @@ def _validated(argv: Sequence[str]) -> Layout | str:
     config, _ = configuration(args)
     if config.enabled:
         validate.check(config, args)
-        check_evaluation(config.eval, args)
-    try:  # the configuration of the model checks its sizes
-        model = pretraining.model_config(args, on_cpu=startup.on_cpu)
-    except (AssertionError, ValueError) as error:
-        raise SnipError(f"Megatron refuses the model: {error or type(error).__name__}") from error
+    model = pretraining.model_config(args, on_cpu=startup.on_cpu)  # which checks its sizes
     compat.apply(args, startup)
     try:
         linears = linears_on_meta(args, model)

@@ -83,11 +83,11 @@ def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
         if config.enabled:
             for line in said:
                 say(line)
-            from snip_megatron.megatron.setup import install
+            from snip_megatron.megatron.setup import SnipRun
 
-            snip = install(config, args=args)
-            stack.push(snip.leave)
-            snip.prepare_model(model_config)
+            run = SnipRun(config, args)
+            stack.push(run.leave)
+            run.begin(model_config)
         yield
 
 

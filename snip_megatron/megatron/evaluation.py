@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.graphs import GraphedRun
@@ -20,13 +19,6 @@ BF16_LOSS = "lm loss in bf16"
 """Name of the bf16 loss in Megatron's log line, TensorBoard and wandb under ``--snip-eval both``."""
 
 Record = Callable[..., None]
-
-
-def check_evaluation(mode: str, args: argparse.Namespace) -> None:
-    """Raise SnipError if ``--snip-eval both`` cannot run both validations on the same batches."""
-    if mode == "both" and (args.full_validation or args.multiple_validation_sets):
-        name = "--full-validation" if args.full_validation else "--multiple-validation-sets"
-        raise SnipError(f"{name} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
 
 
 def main_loss(losses: dict[str, torch.Tensor] | None) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
 from snip_megatron.megatron.conversion import what_stays
-from snip_megatron.megatron.evaluation import Evaluation, check_evaluation, main_loss
+from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
@@ -49,30 +49,13 @@ from snip_megatron.sensitivity.request import SolveRequest
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
 
-def install(config: SnipConfig, *, args: argparse.Namespace) -> SnipRun:
-    """Check the configuration and wrap Megatron's ``train_step``. No collective is called.
+class SnipRun:
+    """Holds SNIP's state in this process from the construction of the model to the end of training.
 
     Args:
         config: SNIP's configuration.
         args: Megatron's validated arguments.
-
-    Returns:
-        The run. The caller must call its ``prepare_model`` and push its ``leave`` on an ExitStack around training.
-
-    Raises:
-        SnipError: If the configuration cannot work with these arguments.
     """
-    validate.check(config, args)
-    check_evaluation(config.eval, args)
-    run = SnipRun(config, args)
-    run.undo.callback(compat.wrap_train_step(run.wrap))
-    if config.gradient_reduction != "fp32":
-        run.undo.callback(compat.reduce_gradients_in_fp8(args))
-    return run
-
-
-class SnipRun:
-    """Holds SNIP's state in this process from the construction of the model to the end of training."""
 
     def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
         self._config = config
@@ -91,8 +74,16 @@ class SnipRun:
         self.graphs = GraphedRun(args)
         self.undo.callback(self.graphs.close)
 
-    def prepare_model(self, model_config: Any) -> None:
-        """Register the conversion hook in Megatron's configuration."""
+    def begin(self, model_config: Any) -> None:
+        """Wrap Megatron's ``train_step``, and register the hook that converts the model in its configuration.
+
+        The caller must push :meth:`leave` on an ExitStack around training. No collective is called. Raises SnipError if
+        the configuration cannot work with Megatron's arguments.
+        """
+        validate.check(self._config, self._args)
+        self.undo.callback(compat.wrap_train_step(self.wrap))
+        if self._config.gradient_reduction != "fp32":
+            self.undo.callback(compat.reduce_gradients_in_fp8(self._args))
         model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:

@@ -48,6 +48,10 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
             "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
             " use --snip-gemm auto, which overlaps where a linear stays bf16, or leave it out"
         )
+    for name in ("full_validation", "multiple_validation_sets") if config.eval == "both" else ():
+        if getattr(args, name):  # both validations run on the same batches
+            argument = f"--{name.replace('_', '-')}"
+            raise SnipError(f"{argument} cannot be combined with --snip-eval both; use --snip-eval map or bf16")
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_gradients(config, args)

@@ -17,7 +17,7 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, is_number
 
 _NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -44,18 +44,10 @@ def check_data(args: argparse.Namespace) -> None:
         raise SnipError("no training data: give --data-path, --train-data-path or --mock-data")
     for name in _PATHS:
         for entry in getattr(args, name) or ():
-            if not _is_weight(entry) and "://" not in entry and not Path(entry + ".idx").is_file():
+            if not is_number(entry) and "://" not in entry and not Path(entry + ".idx").is_file():
                 raise SnipError(
                     f"--{name.replace('_', '-')} {entry}: there is no {entry}.idx (give the path without suffix)"
                 )
-
-
-def _is_weight(entry: str) -> bool:
-    try:
-        float(entry)
-    except ValueError:
-        return False
-    return True
 
 
 def provide_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:

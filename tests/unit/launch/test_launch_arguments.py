@@ -27,7 +27,6 @@ prepare([], [])
 import megatron.training.arguments as arguments
 from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.megatron import validate
-from snip_megatron.megatron.evaluation import check_evaluation
 found = {}
 for name, (world, words) in json.load(sys.stdin).items():
     os.environ |= {"WORLD_SIZE": str(world), "RANK": "0"}
@@ -39,7 +38,6 @@ for name, (world, words) in json.load(sys.stdin).items():
     args.padded_vocab_size = args.vocab_size + 1
     if config.enabled:
         validate.check(config, args)
-        check_evaluation(config.eval, args)
     found[name] = {k: v for k, v in vars(args).items() if isinstance(v, (int, float, str, bool, type(None)))}
 print("RESULT" + json.dumps(found))
 """
