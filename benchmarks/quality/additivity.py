@@ -159,7 +159,7 @@ def update(oracle: Any, step: Any, result: Any, seed: int) -> dict[str, Any]:
     measured(oracle, step, result, choices)
     return {
         "step": table.step,
-        "tokens": result.passes["statistics"] * table.tokens,
+        "tokens": table.tokens,
         "kinds": {kind: _ratios(sets, kind, predicted, singles) for kind in dict.fromkeys(each.kind for each in sets)},
         "models": {name: {"factors": m.factors, "error": _error(m, fitted)} for name, m in models.items()},
         "choices": {each.kind: {"rise": each.rise, "linears": each.names} for each in choices},
