@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import FOUR_BIT, Format, candidates_fault
+from snip_megatron.precision import FOUR_BIT, candidates_fault
 
 LATE = ("late-forward", "late-all")
-FORMATS = tuple(fmt.value for fmt in Format if fmt is not Format.BF16)
 
 
 def check(config: Any) -> None:
@@ -44,9 +43,6 @@ def in_nats(policy: str, q: str) -> bool:
 def _check_formats(config: Any) -> None:
     formats, wanted = config.formats, config.wanted
     here = f"--snip-formats {cut(','.join(formats))}"
-    known = (*FORMATS, Format.BF16.value)
-    if set(formats) - set(known) or not formats or len(set(formats)) != len(formats):
-        raise SnipError(f"{here}: expected distinct names of {', '.join(known)}")
     if (why := candidates_fault(formats, granularity=config.granularity, share=not wanted.timed)) is not None:
         raise SnipError(f"{here}: {why}")
     if config.updates and not wanted.timed and wanted.value > 0 and not FOUR_BIT.intersection(formats):

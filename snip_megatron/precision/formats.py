@@ -102,6 +102,8 @@ def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -
     ``granularity`` is ``gemm``, or ``layer``, where a format must be one of all three GEMMs. ``share`` says whether the
     budget is a share of FLOPs in four bits, where bf16 would cost nothing.
     """
+    if not formats or len(set(formats)) < len(formats) or not set(formats) <= set(FORMATS):
+        return f"expected distinct names of {', '.join(FORMATS)}"
     known = [Format(name) for name in formats]
     if set(known) == {Format.BF16}:
         return "leaves nothing to choose; add fp8, fp8_tensor or fp4"
@@ -111,6 +113,6 @@ def candidates_fault(formats: Sequence[str], *, granularity: str, share: bool) -
         faults = [why for fmt in known if (why := misplaced(fmt, None)) is not None]
         return f"{faults[0]}, and at granularity layer a linear has one format" if faults else None
     for gemm in Gemm:
-        if known and all(gemm not in fmt.gemms for fmt in known):
+        if all(gemm not in fmt.gemms for fmt in known):
             return f"none is a format of {gemm.value}; add {known[0].base.value}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -108,10 +108,6 @@ class PrecisionMap:
             h.update(name.encode() + b"\0")
         h.update(self.to_codes(linears).tobytes())
         return h.hexdigest()
-
-    def with_fields(self, **fields: Any) -> PrecisionMap:
-        """Return a copy with other values of some fields, for example ``version`` or ``status``."""
-        return replace(self, **fields)
 
     # -- JSON --------------------------------------------------------------------------------------------------
     def to_json(self) -> str:

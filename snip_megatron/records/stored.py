@@ -18,7 +18,7 @@ from typing import Any
 
 from snip_megatron.config.defaults import backend_of, candidates
 from snip_megatron.errors import SnipError, cut, plain_arguments
-from snip_megatron.precision import Format, PrecisionMap, candidates_fault, fp4_fraction
+from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.strict import mapping
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
@@ -97,7 +97,7 @@ class Stored:
         if precision_map.budget is None or not self.path("stats").exists():
             return precision_map
         flops = {row.name: row.flops for row in self.table().linears}
-        return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, flops))
+        return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, flops))
 
     def _fact(self, name: str) -> Any:
         facts = read_config(self.run)["facts"]
@@ -172,15 +172,13 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     fields = dict(change.fields)
     if budget.timed != request.timed and "formats" not in fields:
         fields["formats"] = _candidates(stored, change, request, budget)
-    request = dataclasses.replace(request, budget=budget, **fields, phases=phases)
+    with plain_arguments():
+        request = dataclasses.replace(request, budget=budget, **fields, phases=phases)
     if phases is not None and request.granularity != "gemm":
         raise SnipError(
             f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
             " by one; give --schedule static too"
         )
-    share = budget.kind == "fp4"
-    if (why := candidates_fault(request.formats, granularity=request.granularity, share=share)) is not None:
-        raise SnipError(f"--formats {cut(','.join(request.formats))}: {why}")
     if request.timed and request.unquantised_stage_flops:
         raise SnipError(
             f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"

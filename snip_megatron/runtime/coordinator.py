@@ -206,7 +206,7 @@ class RankZeroCoordinator:
             return precision_map
         assert self._request.times is not None
         step = self._request.times.step_speedup(precision_map, {row.name: row.stage for row in self._linears})
-        return precision_map.with_fields(fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
+        return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.sensitivity.globs import pinned_formats
-from snip_megatron.sensitivity.request import BITS, SolveRequest
+from snip_megatron.sensitivity.request import SolveRequest
 
 FIXED = ("uniform-fp8", "uniform-fp4", "bf16", "nvidia", "mxfp8-forward")
 """Policies with a fixed map."""
@@ -112,7 +113,7 @@ def late_shares(
             f"--snip-policy {request.policy} begins in four bits, and none of --snip-formats"
             f" {cut(','.join(request.formats))} has; add fp4"
         )
-    better = {gemm: Format(max(request.formats_of(gemm), key=BITS.__getitem__)) for gemm in Gemm}
+    better = {gemm: max(map(Format, request.formats_of(gemm)), key=lambda fmt: fmt.bits) for gemm in Gemm}
     better = {gemm: Format.BF16 if fmt.bits == low[gemm].bits else fmt for gemm, fmt in better.items()}
     switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
     first = {option_id(name, gemm): low[gemm] for name in flops for gemm in Gemm}
@@ -152,7 +153,7 @@ def late_plan(
     precise = 0 if high <= low else min(rest, math.floor(spare / (high - low) + 1e-9))
     parts = [(begin, rest - precise, early, high), (last - precise, precise, late, low)]
     phases = tuple(
-        PlanPhase(begin, precision_map.with_fields(target=request.budget.value, achieved=share))
+        PlanPhase(begin, replace(precision_map, target=request.budget.value, achieved=share))
         for begin, count, precision_map, share in parts
         if count
     )

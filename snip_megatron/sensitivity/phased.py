@@ -9,7 +9,6 @@ learning rate is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,7 +42,7 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
     """Return the weight κ of the carried loss of every phase.
 
     κ of a phase is ∫ η(t) dt over its steps, divided by that over the run. η is the learning rate. The phases of a
-    whole run sum to 1. Raises SnipError if steps do not ascend, or rates are not finite with one above 0.
+    whole run sum to 1. Raises SnipError if rates are not finite with one above 0.
 
     Args:
         origin, end: first step of the run, and the step before which it ends.
@@ -51,9 +50,6 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
         rates: learning rates at evenly spaced times, the first at ``origin``, the last at ``end``; in any unit. One
             stands for a constant rate.
     """
-    steps = [origin, *begins, end]
-    if not begins or any(b < a for a, b in pairwise(steps)) or end <= origin:
-        raise SnipError(f"phases at {cut(tuple(begins))}: must ascend within the run from step {origin} to {end}")
     sampled = np.array(rates, dtype=np.float64)
     if not len(sampled) or not np.all(np.isfinite(sampled)) or (sampled < 0).any():
         raise SnipError(f"learning rates {cut(tuple(rates))}: must be finite numbers, 0 or more")
@@ -102,17 +98,6 @@ class PhasedRequest(JsonFields):
         for name in ("begins", "budgets", "change", "standing", "carried"):
             if len(getattr(self, name)) != count:
                 raise SnipError(f"phases.{name}: must have one entry for each of the {count} phases")
-        if any(steps < 1 for steps in self.steps):
-            raise SnipError(f"phases.steps {cut(self.steps)}: each must be 1 or more")
-        if any(b <= a for a, b in zip(self.begins, self.begins[1:], strict=False)):
-            raise SnipError(f"phases.begins {cut(self.begins)}: must ascend")
-        for name in ("standing", "carried"):
-            if not all(math.isfinite(x) and x >= 0.0 for x in getattr(self, name)):
-                raise SnipError(f"phases.{name} {cut(getattr(self, name))}: must be finite numbers, 0 or more")
-        if not all(x is None or (math.isfinite(x) and x >= 0.0) for x in self.budgets):
-            raise SnipError(f"phases.budgets {cut(self.budgets)}: must be finite numbers, 0 or more")
-        if self.spent_steps < 0 or not (math.isfinite(self.spent) and self.spent >= 0.0):
-            raise SnipError(f"phases.spent {cut(self.spent)} in {self.spent_steps} steps: must be finite, 0 or more")
 
     @classmethod
     def of_schedule(

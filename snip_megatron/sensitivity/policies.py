@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.sensitivity.divergence import (
     DGRAD,
     FPROP,
@@ -23,7 +23,7 @@ from snip_megatron.sensitivity.divergence import (
     weight_divergence,
 )
 from snip_megatron.sensitivity.fixed import FIXED, LATE, tail_blocks
-from snip_megatron.sensitivity.request import BITS, SolveRequest
+from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
 ESTIMATORS = ("noise", "fisher")
@@ -99,7 +99,7 @@ def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray)
     """Scores from a protection [linears, 3], in proportion to FLOPs; more than four bits cost little or nothing."""
     flops = np.array([row.flops for row in table.linears])
     by_bits = {16: 0.0, 8: _EIGHT_BIT_SHARE, 4: 1.0}
-    weights = np.array([by_bits[BITS[f]] for f in request.formats])
+    weights = np.array([by_bits[Format(f).bits] for f in request.formats])
     scores: FloatArray = protection[:, :, None] * (flops / flops.mean())[:, None, None] * weights
     return scores
 

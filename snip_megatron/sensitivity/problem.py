@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, cut, quoted
-from snip_megatron.precision import Format, Gemm, LinearRow, option_id, split_option_id
+from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id, split_option_id
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
-from snip_megatron.sensitivity.request import BITS, SolveRequest, is_four_bit
+from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.items import Choice, Item, Phase, Spent
 from snip_megatron.solver.problem import Problem
@@ -170,7 +170,7 @@ def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) ->
     known = [o.flops for o in options if o.flops]
     flops = np.array([o.flops or np.mean(known) for o in options])
     for column, fmt in enumerate(request.formats):
-        if is_four_bit(fmt):
+        if fmt in FOUR_BIT:
             q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)
     return rounded(q)
 
@@ -192,8 +192,8 @@ def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)
-    for bits in sorted({BITS[f] for f in formats}, reverse=True):
-        columns = [i for i, f in enumerate(formats) if BITS[f] == bits]
+    for bits in sorted({Format(f).bits for f in formats}, reverse=True):
+        columns = [i for i, f in enumerate(formats) if Format(f).bits == bits]
         projected[..., columns] = np.maximum(projected[..., columns], floor[..., None])
         own = projected[..., columns] if candidate is None else np.where(candidate, projected, np.inf)[..., columns]
         least = own.min(axis=-1)
@@ -228,7 +228,7 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
 def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
     """Return the item of an option: its cost, and saving and loss of every format it may take."""
     formats = _formats(option, request)
-    cost, savings = option.cost, {fmt: option.flops if is_four_bit(fmt) else 0.0 for fmt in formats}
+    cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     if request.timed:
         cost, savings = _times(option.id, formats, request)
     choices = tuple(Choice(Format(fmt), (scores[fmt]["q"] if fmt in scores else 0.0,), savings[fmt]) for fmt in formats)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,19 +13,11 @@ from snip_megatron.precision.fields import JsonFields
 from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
-BITS: Mapping[str, int] = {fmt.value: fmt.bits for fmt in Format}
-"""Name of a format → bits of an element. Formats of four bits count towards the fp4 share."""
-
 BACKWARD_SHARE = 0.08
 """Trained loss gap of all 4-bit dgrads and wgrads divided by that of all 4-bit fprops: (.0013 − .0005) / (.0110 −
 .0013), three seeds; backward-first at 67 %, uniform-fp8 and -fp4 of
 ``benchmarks/results/quality/compare_26m-gemm-145_h200_2026-11-21.md``.
 """
-
-
-def is_four_bit(fmt: str) -> bool:
-    """Whether a GEMM in this format counts towards the fp4 share."""
-    return BITS[fmt] == 4
 
 
 _BUDGET = Budget("fp4", 0.75)
@@ -79,8 +70,13 @@ class SolveRequest(JsonFields):
     standing_share: float = STANDING_SHARE
 
     def __post_init__(self) -> None:
-        _check_formats(self)
-        _check_numbers(self)
+        if self.granularity not in GRANULARITIES:
+            known = ", ".join(GRANULARITIES)
+            raise SnipError(f"granularity {quoted(self.granularity)}: unknown; choose one of {known}")
+        for _, fmt in self.pins:
+            Format(fmt)
+        if (why := candidates_fault(self.formats, granularity=self.granularity, share=not self.timed)) is not None:
+            raise SnipError(f"--snip-formats {cut(','.join(self.formats))}: {why}")
 
     @property
     def tolerance(self) -> float | None:
@@ -109,30 +105,5 @@ class SolveRequest(JsonFields):
         """Return the index in ``formats`` of the candidate with the fewest bits: the first of equals, and no variant if
         there is another. ``gemm`` is as in :meth:`formats_of`.
         """
-        own = [self.formats.index(fmt) for fmt in self.formats_of(gemm)]
-        return min(own, key=lambda i: (BITS[self.formats[i]], Format(self.formats[i]).base.value != self.formats[i]))
-
-
-def _check_formats(request: SolveRequest) -> None:
-    if request.granularity not in GRANULARITIES:
-        raise SnipError(f"granularity {quoted(request.granularity)}: unknown; choose one of {', '.join(GRANULARITIES)}")
-    unknown = [f for f in (*request.formats, *(f for _, f in request.pins)) if f not in BITS]
-    if unknown:
-        raise SnipError(f"format {quoted(unknown[0])}: unknown; choose among {', '.join(BITS)}")
-    if not request.formats or len(set(request.formats)) != len(request.formats):
-        raise SnipError(f"formats {cut(','.join(request.formats) or '(none)')}: give one or more distinct names")
-    if (why := candidates_fault(request.formats, granularity=request.granularity, share=False)) is not None:
-        raise SnipError(f"formats {cut(','.join(request.formats))}: {why}")
-
-
-def _check_numbers(request: SolveRequest) -> None:
-    if request.stage_tolerance is not None and not 0.0 <= request.stage_tolerance <= 1.0:
-        raise SnipError(f"stage tolerance {cut(request.stage_tolerance)}: must lie between 0 and 1")
-    if not 0.0 <= request.standing_share <= 1.0:
-        raise SnipError(f"standing_share {cut(request.standing_share)}: must lie between 0 and 1")
-    for name, value in (
-        ("backward_share", request.backward_share),
-        *((f"unquantised_stage_flops of stage {k}", v) for k, v in (request.unquantised_stage_flops or {}).items()),
-    ):
-        if not (math.isfinite(value) and value >= 0.0):
-            raise SnipError(f"{name} {cut(value)}: must be a finite number, 0 or more")
+        own = [Format(fmt) for fmt in self.formats_of(gemm)]
+        return self.formats.index(min(own, key=lambda fmt: (fmt.bits, fmt.base is not fmt)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
 # -- JSON of plans -------------------------------------------------------------------------------------------------
 def test_a_plan_survives_json_with_every_field() -> None:
     over = PrecisionPlan(
-        (PlanPhase(0, FP4.with_fields(version=2, achieved=1.0)), PlanPhase(9, FP8)),
+        (PlanPhase(0, replace(FP4, version=2, achieved=1.0)), PlanPhase(9, FP8)),
         10,
         2,
         "optimal",

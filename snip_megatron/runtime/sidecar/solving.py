@@ -127,6 +127,6 @@ def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> Preci
     def with_loss(phase: PlanPhase) -> PlanPhase:
         chosen = (scores[key].get(fmt.value) for key, fmt in phase.precision_map.choices.items())
         loss = math.fsum(score["q"] for score in chosen if score is not None)  # a pinned format has no score
-        return PlanPhase(phase.begin, phase.precision_map.with_fields(loss=loss))
+        return PlanPhase(phase.begin, dataclasses.replace(phase.precision_map, loss=loss))
 
     return dataclasses.replace(plan, phases=tuple(map(with_loss, plan.phases)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from snip_megatron.reporting.summary_text import headline
 
 FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}
-EARLY = FP4.with_fields(loss=0.5)
+EARLY = replace(FP4, loss=0.5)
 LATE = PrecisionMap(choices={**FP4.choices, **PRECISE}, loss=0.125)
 TIMED = {"budget": "speedup", "target": 1.4}
-FAST = EARLY.with_fields(speedup=2.0, step_speedup=1.5, **TIMED)
-SLOW = LATE.with_fields(speedup=1.25, step_speedup=1.2, **TIMED)
+FAST = replace(EARLY, speedup=2.0, step_speedup=1.5, **TIMED)
+SLOW = replace(LATE, speedup=1.25, step_speedup=1.2, **TIMED)
 
 
 def plan_of(
@@ -114,7 +115,7 @@ def timed_run(tmp_path: Path) -> Path:
 
 
 def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
-    (path / "maps" / "step_35.json").write_text(precision_map.with_fields(version=1).to_json())
+    (path / "maps" / "step_35.json").write_text(replace(precision_map, version=1).to_json())
     return load_run(path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scripted_controller import Run, Script, ready
 
@@ -22,7 +24,7 @@ def guarded(script: Script, restored: ControllerState | None = None) -> Run:
 
 def objective(decision: Decision, value: float) -> Decision:
     assert decision.precision_map is not None
-    return Decision(decision.precision_map.with_fields(objective=value))
+    return Decision(replace(decision.precision_map, objective=value))
 
 
 def spiky_answers() -> dict[int, list[Decision]]:

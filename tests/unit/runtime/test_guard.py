@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ SETTINGS = SnipConfig(guard_steps=20, guard_sigma=5.0, guard_patience=3, guard_w
 
 
 def a_map(version: int = 1, objective: float | None = 1.0) -> PrecisionMap:
-    return PrecisionMap.uniform(NAMES, Format.FP4, version=version, status="optimal").with_fields(objective=objective)
+    return replace(PrecisionMap.uniform(NAMES, Format.FP4, version=version, status="optimal"), objective=objective)
 
 
 def noisy(step: int) -> float:
@@ -122,7 +124,7 @@ def test_the_bar_is_never_above_the_map_that_failed(objective: float) -> None:
 
 
 def test_a_map_under_a_time_budget_is_judged_by_its_loss() -> None:
-    timed = a_map(objective=7.0).with_fields(budget="loss", loss=0.5, target=0.6)
+    timed = replace(a_map(objective=7.0), budget="loss", loss=0.5, target=0.6)
     assert predicted_loss(timed) == 0.5
     assert predicted_loss(a_map(objective=7.0)) == 7.0
 

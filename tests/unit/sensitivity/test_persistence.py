@@ -35,16 +35,13 @@ def test_only_what_remains_is_weighed_and_the_whole_run_is_the_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begins", "end", "rates", "message"),
+    ("rates", "message"),
     [
-        ((), 10, [1.0], "must ascend within the run"),
-        ((5, 3), 10, [1.0], "must ascend within the run"),
-        ((5, 12), 10, [1.0], "must ascend within the run"),
-        ((0,), 10, [], "must be finite numbers"),
-        ((0,), 10, [1.0, float("nan")], "must be finite numbers"),
-        ((0,), 10, [0.0, 0.0], "one of the run must be above 0"),
+        ([], "must be finite numbers"),
+        ([1.0, float("nan")], "must be finite numbers"),
+        ([0.0, 0.0], "one of the run must be above 0"),
     ],
 )
-def test_refused(begins: tuple[int, ...], end: int, rates: list[float], message: str) -> None:
+def test_refused(rates: list[float], message: str) -> None:
     with pytest.raises(SnipError, match=message):
-        carried_weights(0, begins, end, rates)
+        carried_weights(0, (0,), 10, rates)

@@ -68,14 +68,12 @@ def test_items_costs_and_savings() -> None:
 @pytest.mark.parametrize("policy", SOLVED)
 def test_scores_are_rounded_and_monotone(policy: str, granularity: str) -> None:
     table = make_table(layers=6)
-    problem, _ = build_problem(
-        table, SolveRequest(policy=policy, granularity=granularity, formats=("bf16", "fp8", "fp4"))
-    )
+    problem, _ = build_problem(table, SolveRequest(policy=policy, granularity=granularity))
     losses = [c.loss for i in problem.items for c in i.choices]
     assert all(float(f"{x:.3e}") == x for x in losses)
     for item in problem.items:
-        bf16, fp8, fp4 = (c.loss for c in item.choices)
-        assert bf16 <= fp8 <= fp4
+        fp8, fp4 = (c.loss for c in item.choices)
+        assert 0 <= fp8 <= fp4
 
 
 @pytest.mark.parametrize("policy", ["fisher", "backward-first", "layer-id", "layer-type", "tail", "random"])
@@ -222,13 +220,9 @@ def test_a_table_with_a_nan_drops_the_update() -> None:
     ("fields", "message"),
     [
         ({"granularity": "block"}, "granularity 'block': unknown"),
-        ({"formats": ("fp8", "int4")}, "format 'int4': unknown"),
-        ({"formats": ()}, "formats .none.: give one or more"),
+        ({"formats": ("fp8", "int4")}, "--snip-formats fp8,int4: expected distinct names"),
+        ({"formats": ()}, "--snip-formats : expected"),
         ({"formats": ("fp4", "fp4")}, "distinct"),
-        ({"pins": (("*", "fp2"),)}, "format 'fp2': unknown"),
-        ({"stage_tolerance": -0.1}, "stage tolerance -0.1"),
-        ({"unquantised_stage_flops": {0: -1.0}}, "unquantised_stage_flops of stage 0 -1.0"),
-        ({"backward_share": math.inf}, "backward_share inf"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
