@@ -51,7 +51,6 @@ def setting(
 
 
 def is_option(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field has an argument of its own."""
     return "argument" in field.metadata
 
 
@@ -115,7 +114,6 @@ def add_options(
 
 
 def add_settings(group: Any) -> None:
-    """Add ``--snip-settings`` to an argparse group."""
     text = "value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several"
     group.add_argument("--snip-settings", action="append", metavar="NAME=VALUE", help=f"{text}; repeatable")
 

@@ -85,7 +85,6 @@ class Candidate(JsonFields):
 
     @property
     def fixed(self) -> bool:
-        """Whether the policy is a fixed map, which ignores the budget."""
         return self.policy in FIXED
 
     @classmethod

@@ -41,7 +41,6 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints; an empty text if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -76,7 +76,6 @@ MODELS: Mapping[str, Model] = {
 
 
 def model(name: str) -> Model:
-    """Return the model of a name. Raises SnipError if it is unknown."""
     if name not in MODELS:
         raise SnipError(f"model {quoted(name)}: unknown; choose one of {', '.join(MODELS)}")
     return MODELS[name]

@@ -102,7 +102,6 @@ class Validation:
     points: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     def of(self, quantity: str, estimator: str) -> Comparison | None:
-        """Return the comparison of an estimator in a quantity, or None if there is none."""
         found = (c for c in self.comparisons if (c.quantity, c.estimator) == (quantity, estimator))
         return next(found, None)
 
@@ -113,7 +112,6 @@ class Validation:
         return sorted(names, key=lambda name: (name != CEILING, name != DEFAULT))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the validation as JSON types."""
         return dataclasses.asdict(self)
 
 

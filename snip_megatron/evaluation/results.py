@@ -52,7 +52,6 @@ class Results:
         deliver("--out", self.path, dump_json(body))
 
     def done(self, identity: str) -> bool:
-        """Return whether the run has ended successfully."""
         return self.runs.get(identity, {}).get("status") == "done"
 
 

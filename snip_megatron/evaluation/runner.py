@@ -88,16 +88,13 @@ class Pool:
         return len(self._waiting)
 
     def stop(self) -> None:
-        """Make :meth:`run` end its processes and return."""
         self.stopped = True
 
     @property
     def busy(self) -> int:
-        """Number of running processes."""
         return len(self._running)
 
     def _left(self) -> float:
-        """Seconds until the deadline."""
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
     def _start(self) -> None:

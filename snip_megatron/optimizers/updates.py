@@ -100,11 +100,9 @@ class AdamWState(Update):
         )
 
     def mean(self) -> torch.Tensor | None:
-        """Return the bias-corrected first moment, or None before the first step."""
         return None if self.step == 0 else self.exp_avg / (1.0 - self.beta1**self.step)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ‖exp_avg‖² and ‖exp_avg_sq‖², float64 scalars."""
         return sum_squares(self.exp_avg), sum_squares(self.exp_avg_sq)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
@@ -154,12 +152,10 @@ class SgdState(Update):
         return self.momentum_buffer / (first + (1.0 - self.dampening) * later)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ‖b‖² and 0: SGD has no second moment."""
         zero = torch.zeros((), dtype=torch.float64)
         return zero if self.momentum_buffer is None else sum_squares(self.momentum_buffer), zero
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        """See :class:`Update`."""
         moved = g * self._share
         if self.momentum_buffer is not None:
             moved = moved + self.momentum * self.momentum_buffer
@@ -187,15 +183,12 @@ class LionState(Update):
     beta2: float
 
     def mean(self) -> torch.Tensor | None:
-        """Return the bias-corrected m, or None before the first step."""
         return None if self.step == 0 else self.exp_avg / (1.0 - self.beta2**self.step)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ‖m‖² and 0: Lion has no second moment."""
         return sum_squares(self.exp_avg), torch.zeros((), dtype=torch.float64)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        """See :class:`Update`."""
         return torch.lerp(self.exp_avg, g, 1.0 - self.beta1).sign_()
 
 
@@ -219,15 +212,12 @@ class MuonState(Update):
     orthogonalize: Callable[[torch.Tensor], torch.Tensor]
 
     def mean(self) -> torch.Tensor | None:
-        """Return the bias-corrected buffer, or None before the first step."""
         return None if self.step == 0 else self.momentum_buffer / (1.0 - self.momentum**self.step)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ‖buffer‖² and 0: Muon has no second moment."""
         return sum_squares(self.momentum_buffer), torch.zeros((), dtype=torch.float64)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        """See :class:`Update`. Takes one orthogonalisation."""
         moved = torch.lerp(self.momentum_buffer, g, 1.0 - self.momentum)
         if self.nesterov:
             moved = torch.lerp(g, moved, self.momentum)

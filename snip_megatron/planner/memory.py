@@ -62,12 +62,10 @@ class StageMemory:
 
     @property
     def training(self) -> float:
-        """Peak bytes of a training step."""
         return self.fixed + self.quantised_weights + self.activations + self.logits + self.working
 
     @property
     def probing(self) -> float:
-        """Peak bytes of a probe of whole microbatches."""
         return self.fixed + self.probe + self.logits + self.working
 
     @property

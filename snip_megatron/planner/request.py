@@ -117,7 +117,6 @@ def formats_of_map(precision_map: PrecisionMap) -> FormatsOf:
 
 
 def gemm_counts(rows: Sequence[LinearRow], precision_map: PrecisionMap) -> dict[str, int]:
-    """Return format → number of GEMMs."""
     return dict(Counter(fmt.value for row in rows for fmt in formats_of_map(precision_map)(row)))
 
 

@@ -66,12 +66,10 @@ class StageTime:
 
     @property
     def other(self) -> float:
-        """Seconds that no format changes."""
         return math.fsum(each for name, each in self.seconds.items() if name != "linears")
 
     @property
     def total(self) -> float:
-        """Seconds that the GPU works."""
         return self.linears + self.other
 
 
@@ -92,7 +90,6 @@ class StepTime:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest stage's work."""
         return max(stage.total for stage in self.stages)
 
     @property
@@ -102,7 +99,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
         return self.bubble * self.slowest + self.data_parallel + self.optimizer
 
     @property

@@ -25,7 +25,6 @@ class JsonFields:
         cls._kinds = get_type_hints(cls)  # once: it evaluates annotations, and a parser of data evaluates nothing
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
         return {f.name: _encoded(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @classmethod

@@ -107,12 +107,10 @@ class LinearRow:
 
     @property
     def id(self) -> LinearId:
-        """The parsed name."""
         return LinearId.parse(self.name)
 
     @property
     def elements(self) -> float:
-        """Elements of its weights."""
         return float(self.n) * self.k * self.experts
 
     @property

@@ -62,14 +62,12 @@ def field(body: Mapping[str, Any], key: str, prefix: str = "") -> Any:
 
 
 def mapping(value: Any, path: str, of: str = "") -> dict[str, Any]:
-    """Return an object."""
     if not isinstance(value, dict):
         raise SnipError(f"{path}: must be an object{of}")
     return value
 
 
 def array(value: Any, path: str, of: str = "") -> list[Any]:
-    """Return an array."""
     if not isinstance(value, list):
         raise SnipError(f"{path}: must be an array{of}")
     return value

@@ -40,7 +40,6 @@ class Lock:
 
     @classmethod
     def own(cls) -> Lock:
-        """Return the lock of this process."""
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
         return cls(socket.gethostname(), os.getpid(), _born(os.getpid()) or 0, None if job in ("", "none") else job)
 
@@ -56,7 +55,6 @@ class Lock:
 
     @property
     def mine(self) -> bool:
-        """Whether it is the lock of this process."""
         return self == replace(Lock.own(), job=self.job)
 
     def stale(self, run: Path) -> bool:
@@ -119,7 +117,6 @@ def take_lock(run: Path) -> None:
 
 
 def release_lock(run: Path) -> None:
-    """Remove the lock if it is that of this process."""
     found = read_lock(run)
     if found is not None and found.mine:
         with contextlib.suppress(OSError):

@@ -296,5 +296,4 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Return whether ``path`` is a pipe or a device."""
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))

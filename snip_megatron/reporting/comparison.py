@@ -53,14 +53,12 @@ class Against:
 
     @property
     def pace(self) -> str:
-        """``faster``, ``slower`` or ``as fast``."""
         if self.speed is None:
             return "of unknown speed"
         return "faster" if self.speed > TOLERANCE else "slower" if self.speed < 1.0 / TOLERANCE else "as fast"
 
     @property
     def quality(self) -> str:
-        """``better``, ``worse`` or ``no difference shown``."""
         if self.loss is None or self.error is None or abs(self.loss) <= _ERRORS * self.error:
             return "no difference shown"
         return "better" if self.loss < 0 else "worse"

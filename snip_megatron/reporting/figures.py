@@ -60,7 +60,6 @@ class Figure:
     def marks(
         self, name: str, x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], colour: str, symbol: str
     ) -> None:
-        """Add marks with texts on hover."""
         marker = {"color": colour, "size": 9, "symbol": symbol}
         trace = {"type": "scatter", "mode": "markers", "name": name, "hovertemplate": "%{text}", "marker": marker}
         self.data.append(trace | {"x": list(x), "y": list(y), "text": list(texts)})
@@ -202,7 +201,6 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 def _dotted_line(step: int) -> dict[str, Any]:
-    """Return a vertical line over the height of the figure."""
     place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
     return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
 

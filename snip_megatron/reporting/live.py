@@ -61,14 +61,12 @@ class LiveServer:
             return self._page
 
     def serve(self) -> None:
-        """Answer requests."""
         try:
             self.http.serve_forever()
         finally:
             self.http.server_close()
 
     def close(self) -> None:
-        """End :meth:`serve`, which runs in another thread."""
         self.http.shutdown()
 
 

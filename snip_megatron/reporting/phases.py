@@ -28,7 +28,6 @@ class RunPhase:
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return self.end - self.begin
 
 

@@ -40,7 +40,6 @@ class Sinks:
         self.loggers: tuple[Logger, ...] = (Wandb(wandb), TensorBoard(tensorboard))
 
     def begin_step(self, step: int) -> None:
-        """Note the begin of training step ``step``."""
         for logger in self.loggers:
             logger.iteration = max(logger.iteration, int(step))
 
@@ -86,7 +85,6 @@ class Logger(ABC):
 
     @property
     def active(self) -> bool:
-        """Whether anything is still written."""
         return self.writer is not None and self._failures < GIVE_UP_AFTER
 
     def send(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:

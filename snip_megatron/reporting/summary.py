@@ -111,7 +111,6 @@ class RunSummary:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of all costs."""
         return math.fsum(self.costs.values())
 
     @property

@@ -33,7 +33,6 @@ def headline(summary: RunSummary) -> str:
 
 
 def sentences(summary: RunSummary) -> list[str]:
-    """Return what is known about time, costs, loss and memory, a sentence each. Warnings are not among them."""
     found = [_steps(summary), _costs(summary), _loss(summary, summary.loss), _memory(summary)]
     return [sentence for sentence in found if sentence]
 

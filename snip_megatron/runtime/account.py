@@ -57,7 +57,6 @@ class Stretch:
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return max(0, self.end - self.begin)
 
     @property
@@ -186,7 +185,6 @@ class Account:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of all costs."""
         return sum(self.costs.values())
 
     def slower(self) -> Stretch | None:
@@ -242,7 +240,6 @@ def _median(seconds: Sequence[float] | deque[float]) -> float | None:
 
 
 def is_quantised(precision_map: PrecisionMap) -> bool:
-    """Return whether any GEMM of the map is not in bf16."""
     return any(fmt is not Format.BF16 for fmt in precision_map.choices.values())
 
 

@@ -274,18 +274,15 @@ class RankZeroCoordinator:
         return self._figures.setdefault(step, {})
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
-        """Record the figures of a step in metrics.jsonl."""
         fields = self._figures.pop(figures.step, {})
         if self._run is not None:
             self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
 
     def planned(self, step: int, plan: PrecisionPlan) -> None:
-        """Record a plan that is in force from ``step`` on."""
         if self._run is not None:
             self._run.write("plans", step, plan.to_json())
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
-        """Record the adopted map."""
         self._account.adopted(step, precision_map.version, is_quantised(precision_map))
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())

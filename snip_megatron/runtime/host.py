@@ -179,7 +179,6 @@ class ProbeResult:
     sequences: int = 1
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Return the kind and the fields of the event of every pass and of the reduction."""
         for kind, seconds in self.seconds.items():
             passes = {"passes": self.passes[kind]} if kind in self.passes else {}
             fields = {"kind": kind, "seconds": seconds, "tokens": self.scale.tokens, **passes, "wait_s": seconds}

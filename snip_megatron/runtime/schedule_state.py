@@ -67,7 +67,6 @@ class ScheduleState:
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """The plan in force."""
         return self._state.plan
 
     @property

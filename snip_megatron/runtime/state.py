@@ -31,7 +31,6 @@ class Goal(JsonFields):
 
     @classmethod
     def of(cls, config: SnipConfig) -> Goal:
-        """Return the goal of a configuration."""
         return cls(str(config.wanted), "static" if config.phases is None else config.phases.to_json())
 
     def difference(self, before: Goal) -> str:

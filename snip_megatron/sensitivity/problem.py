@@ -82,7 +82,6 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
 
 
 def _formats(option: Option, request: SolveRequest) -> tuple[str, ...]:
-    """Return the formats that an option may take."""
     return (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
 
 

@@ -115,7 +115,6 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
 
 
 def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
-    """Return item id → format of each phase."""
     chosen: list[dict[str, Format]] = [{} for _ in table.steps]
     for name, (first, last), j in zip(table.ids, table.span.tolist(), pick.tolist(), strict=True):
         for p in range(first, last):
@@ -124,7 +123,6 @@ def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
 
 
 def _loss(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
-    """Return Σ loss of one phase."""
     return math.fsum(
         next(c.losses[phase] for c in item.choices if c.format is formats[item.id]) for item in problem.items
     )

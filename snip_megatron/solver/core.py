@@ -37,7 +37,6 @@ class Limits:
 
     @property
     def over(self) -> bool:
-        """Whether one of the limits is spent."""
         return self.spent >= self.deterministic or self.seconds <= 0
 
 
@@ -135,7 +134,6 @@ class _Model:
         self.resolution = len(losses) * self.loss_unit
 
     def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> tuple[Ints | None, float]:
-        """Return CP-SAT's answer."""
         rest = self.known - int(self.known / self.loss_unit) * self.loss_unit
         bound = float(solver.best_objective_bound) * self.loss_unit + rest
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

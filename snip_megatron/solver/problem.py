@@ -172,7 +172,6 @@ def _used(body: dict[str, Any]) -> dict[str, Any]:
 
 # -- checks ----------------------------------------------------------------------------------------------------
 def _faults(problem: Problem) -> _Faults:
-    """Yield each fault of a problem."""
     phases, spent = problem.phases, problem.spent
     yield from _budget_faults(problem)
     if len(phases) > MOST_PHASES:

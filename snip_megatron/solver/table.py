@@ -171,11 +171,9 @@ class Table:
         return worth
 
     def spent(self, worth: Floats) -> float:
-        """Return Σ steps · w."""
         return math.fsum((self.steps * worth).tolist())
 
     def spends(self, pick: Ints) -> float:
-        """Return Σ steps · w of picks."""
         return self.spent(self.worth(self.savings(pick)))
 
     def total_loss(self, pick: Ints) -> float:

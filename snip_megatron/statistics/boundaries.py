@@ -31,7 +31,6 @@ class TokenShard:
     reports: bool
 
     def first_row(self, local_rows: int) -> int:
-        """Return the global index of the first local token."""
         return self.rank * local_rows
 
     def rows(self, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
@@ -73,7 +72,6 @@ class Boundary:
     _forwards: int = 0
 
     def start(self, phase: Pass) -> None:
-        """Begin a pass."""
         self.phase = phase
         self._forwards = 0
 

@@ -26,7 +26,6 @@ class LinearRows:
 
     @property
     def elements(self) -> int:
-        """Elements of the local weight."""
         return self.n * self.k
 
 

@@ -136,7 +136,6 @@ class LinearRecorder:
 
     @property
     def rows(self) -> int:
-        """Number of tokens seen in the statistics pass."""
         return self._rows
 
     def start(self, phase: Pass) -> None:

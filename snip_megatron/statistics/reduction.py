@@ -45,7 +45,6 @@ class ProbeGroups:
     experts: ProbeGroups | None = None
 
     def of(self, handle: LinearHandle) -> ProbeGroups:
-        """Return the groups of one linear."""
         return self if handle.expert is None or self.experts is None else self.experts
 
     def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
@@ -57,17 +56,14 @@ class ProbeGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Rank in the tensor parallel group."""
         return dist.get_rank(self.tp) if dist.is_initialized() else 0
 
     @property
     def dp_rank(self) -> int:
-        """Rank in the data parallel group."""
         return dist.get_rank(self.dp) if dist.is_initialized() else 0
 
     @property
     def dp_size(self) -> int:
-        """Size of the data parallel group."""
         return group_size(self.dp)
 
 
@@ -157,7 +153,6 @@ class PartialTable:
             self.arrays[name] += array
 
     def linear(self, name: str, column: str) -> float:
-        """Return one reduced value."""
         return float(self.arrays[f"linear.{column}"][self._row[name]])
 
     def matrices(self) -> torch.Tensor:

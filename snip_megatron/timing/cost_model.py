@@ -200,12 +200,10 @@ class FlopsModel(CostModel):
         )
 
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
-        """See :class:`CostModel`."""
         runs = shape.microbatches * (shape.forwards if gemm is Gemm.FPROP else 1)
         return runs * shape.flops / FLOPS_RATE * fmt.bits / Format.BF16.bits
 
     def extrapolated(self, shape: LinearShape) -> bool:
-        """See :class:`CostModel`."""
         return False
 
 

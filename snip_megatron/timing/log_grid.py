@@ -41,7 +41,6 @@ class LogGrid[Row]:
         self._places: dict[Point, Place] = {}
 
     def place(self, query: Point) -> Place:
-        """Return the :class:`Place` of a query."""
         if query not in self._places:
             self._places[query] = self._find(query)
         return self._places[query]

@@ -75,14 +75,12 @@ class SolverInProcess:
         """Nothing is to be started."""
 
     def submit(self, job: SolveJob) -> None:
-        """Solve a job. :meth:`poll` returns its result."""
         started = time.perf_counter()
         result = solve_job(job)
         latency = time.perf_counter() - started
         self._results.append(dataclasses.replace(result, version=job.request.version, latency_s=latency))
 
     def poll(self) -> SidecarResult | None:
-        """Return the oldest result that has not been returned, or None."""
         return self._results.pop(0) if self._results else None
 
     def close(self) -> None:

@@ -160,7 +160,6 @@ class _Once(Clock):
         self.device = device
 
     def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
-        """Run all calls."""
         for call in calls.values():
             call(0)
         return dict.fromkeys(calls, 1.0)

@@ -38,7 +38,6 @@ class HostClock:
     device = torch.device("cpu")
 
     def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
-        """See :class:`Clock`."""
         times: dict[Key, list[float]] = {key: [] for key in calls}
         for turn in range(_ROUNDS[0]):
             for key, call in calls.items():
@@ -60,7 +59,6 @@ class GpuClock:
         self._out = torch.empty_like(self._a)
 
     def seconds[Key: Hashable](self, calls: Mapping[Key, Call]) -> dict[Key, float]:
-        """See :class:`Clock`."""
         self._round(calls, 0)  # compiles kernels and lets libraries allocate
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
@@ -100,5 +98,4 @@ def _rounded(seconds: float) -> float:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of a device."""
     return HostClock() if device.type == "cpu" else GpuClock(device)
