@@ -45,8 +45,7 @@ def _solver() -> Check:
     from snip_megatron.precision import Format
     from snip_megatron.precision.budget import Budget
     from snip_megatron.solver.api import solve
-    from snip_megatron.solver.items import Choice, Item
-    from snip_megatron.solver.problem import Problem
+    from snip_megatron.solver.problem import Choice, Item, Problem
 
     precise = Choice(Format.FP8, (0.0,), 0.0)
     items = tuple(Item(str(i), 0, 1.0, (precise, Choice(Format.FP4, (1.0 + i,), 1.0))) for i in range(8))

@@ -27,9 +27,9 @@ from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_
 from snip_megatron.megatron.startup import say
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.runtime.host import Host
-from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.squares import has_kernels
 

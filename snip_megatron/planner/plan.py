@@ -11,12 +11,12 @@ from typing import Any
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.defaults import backend_of, dominated
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.planner import memory, phases, step_time, synthetic, updates
+from snip_megatron.planner import memory, phases, step_time, updates
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.models import Model
 from snip_megatron.planner.phases import plan_phases
-from snip_megatron.planner.request import PlanRequest, build_problem, formats_of_map, gemm_counts
+from snip_megatron.planner.request import SYNTHETIC, PlanRequest, build_problem, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import Format, LinearRow, fp4_fraction
 from snip_megatron.solver import Solution, solve
@@ -187,4 +187,4 @@ def _assumptions(step: StepModel, request: PlanRequest) -> list[str]:
     if outside:
         found.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     found += [*memory.ASSUMPTIONS, *updates.ASSUMPTIONS, *(() if request.train_iters is None else phases.ASSUMPTIONS)]
-    return found if request.statistics is not None else [*found, *synthetic.ASSUMPTIONS]
+    return found if request.statistics is not None else [*found, *SYNTHETIC]

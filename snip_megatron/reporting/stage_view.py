@@ -1,4 +1,4 @@
-"""The last map by pipeline stage: fp4 share of FLOPs, and predicted time of the linears."""
+"""The last map by pipeline stage: fp4 share of FLOPs, and predicted time of the linears; predicted speedups of maps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.errors import SnipError, is_finite
-from snip_megatron.precision import LinearRow, fp4_fraction
+from snip_megatron.precision import Format, LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import RunData
 from snip_megatron.records.stored import parse_shapes
-from snip_megatron.reporting.prediction import Prediction
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import FlopsModel
 from snip_megatron.timing.loading import load_cost_model
+
+_FP8 = (Format.FP8_TENSOR, Format.FP8, Format.MXFP8)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The times of a run's linears, and the pipeline stage of each by name."""
+
+    times: OptionTimes
+    stages: Mapping[str, int]
+
+    @classmethod
+    def stored(cls, run: RunData) -> Prediction | None:
+        """Return the times that the run stored; None if it stored none. Raises SnipError if they are broken."""
+        request, stages = run.facts.get("request"), run.facts.get("linear_stages")
+        body = (request.get("times") if isinstance(request, Mapping) else None) or run.facts.get("predicted_times")
+        if body is None:
+            return None
+        return cls(OptionTimes.from_dict(body, "config.json: facts"), stages if isinstance(stages, Mapping) else {})
+
+    def step_speedup(self, precision_map: PrecisionMap) -> float | None:
+        """Return the predicted speedup of the whole step under a map; None if it is not known."""
+        if precision_map.step_speedup is not None:
+            return precision_map.step_speedup
+        try:
+            stages = {name: int(self.stages[name]) for name in map(str, precision_map.linears())}
+            return self.times.step_speedup(precision_map, stages)
+        except (SnipError, KeyError, TypeError, ValueError):  # a format without a time, a linear without a stage
+            return None
+
+    def over_fp8(self, precision_map: PrecisionMap) -> tuple[Format, float] | None:
+        """Return the fastest 8-bit format, and how much faster a step under the map is; None if unknown."""
+        own, names = self.step_speedup(precision_map), [str(linear) for linear in precision_map.linears()]
+        uniform = {fmt: self.step_speedup(PrecisionMap.uniform(names, fmt)) for fmt in _FP8}
+        known = {fmt: speedup for fmt, speedup in uniform.items() if speedup is not None}
+        if own is None or not known:
+            return None
+        best = max(known, key=lambda fmt: known[fmt])
+        return best, own / known[best]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.records.run_data import Adoption, RunData, number
 from snip_megatron.reporting.phases import RunPhase, differences, remaining_phases
-from snip_megatron.reporting.prediction import Prediction
+from snip_megatron.reporting.stage_view import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
 
 SCHEMA = "snip.worth/1"

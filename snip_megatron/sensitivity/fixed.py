@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.request import SolveRequest
 
 FIXED = ("uniform-fp8", "uniform-fp4", "bf16", "nvidia", "mxfp8-forward")

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id, split_option_id
+from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
-from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.items import Choice, Item, Phase, Spent
-from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
 from snip_megatron.statistics.table import StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]

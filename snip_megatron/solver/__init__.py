@@ -2,9 +2,8 @@
 
 from snip_megatron.solver.api import solve
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.items import Choice, Item, Phase, Spent
 from snip_megatron.solver.pareto import sweep
-from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
 from snip_megatron.solver.solution import Infeasibility, Solution
 
 __all__ = [

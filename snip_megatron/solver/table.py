@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format
-from snip_megatron.solver.items import Choice, Item, Phase
-from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.problem import Choice, Item, Phase, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

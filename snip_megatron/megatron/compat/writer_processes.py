@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
 
-from snip_megatron.runtime.child_signals import blocked_in_children
+from snip_megatron.runtime.sidecar.client import blocked_in_children
 
 #: (module, class or None, function that starts a process), of Megatron and of nvidia-resiliency-ext.
 _STARTERS = (

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from snip_megatron.runtime.child_signals import blocked_in_children
 from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
 
 SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
@@ -190,3 +190,20 @@ def _end(process: subprocess.Popen[bytes]) -> str:
         return f"the solver process ended with exit code {code}"
     hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
     return f"the solver process was killed by {signal.Signals(-code).name}{hint}"
+
+
+@contextlib.contextmanager
+def blocked_in_children(signals: Iterable[signal.Signals] = (signal.SIGTERM,)) -> Iterator[None]:
+    """Block ``signals`` in every process that this thread starts in the meantime, for the life of that process.
+
+    SLURM's ``proctrack/linuxproc`` sends the SIGTERM of a preemption to every process of a step. A rank has a handler
+    for it and saves a checkpoint; a helper would die, and the rank then fail in the middle of its save.
+
+    A process inherits the signal mask of the thread that starts it. The mask also survives ``exec``, so that no moment
+    remains in which the process has no protection. A signal to this process in the meantime is delivered afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

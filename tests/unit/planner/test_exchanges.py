@@ -19,7 +19,7 @@ from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, dense_names, option_id, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Problem, Solution, solve
-from snip_megatron.solver.items import Choice, Item
+from snip_megatron.solver.problem import Choice, Item
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 from snip_megatron.timing.shapes import ALL_BF16, LinearShape
 

@@ -8,8 +8,8 @@ import pytest
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.fixed import fixed_map
-from snip_megatron.sensitivity.globs import pinned_formats
 from snip_megatron.sensitivity.policies import (
     ESTIMATORS,
     POLICIES,

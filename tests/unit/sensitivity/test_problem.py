@@ -18,8 +18,7 @@ from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, che
 from snip_megatron.sensitivity.policies import UNSOLVED
 from snip_megatron.sensitivity.problem import list_options
 from snip_megatron.solver import solve
-from snip_megatron.solver.items import Item
-from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.problem import Item, Problem
 
 from .synthetic import linear_rows, make_table, scaled_loss, with_columns, with_experts
 
