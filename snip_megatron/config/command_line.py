@@ -48,10 +48,8 @@ def given_arguments(argv: Sequence[str]) -> dict[str, Any]:
 def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
     """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
 
-    What the arguments leave open has the value of a machine that emulates formats, if that is valid.
-
-    Raises:
-        SnipError: an argument is invalid.
+    What the arguments leave open has the value of a machine that emulates formats, if that is valid. Raises SnipError
+    if an argument is invalid.
     """
     known = _known(argv)
     faults: list[SnipError] = []

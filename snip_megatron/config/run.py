@@ -342,16 +342,12 @@ class SnipConfig:
     def from_options(
         cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
     ) -> SnipConfig:
-        """Build the configuration of a training under SNIP from the fields that were given.
+        """Build the configuration of a training under SNIP from the fields that were given, by name; a tuple may be
+        text with commas.
 
-        Args:
-            options: fields by name. A tuple may be given as text with commas.
-            backend: the GEMM backend that decides what is left open; None if formats are emulated.
-            ends: whether the end of training is known.
-            recipe: candidate formats in place of the backend's.
-
-        Raises:
-            SnipError: there is no such field, or a value is invalid or conflicts with another.
+        ``backend`` is the GEMM backend that decides what is left open, None if formats are emulated; ``ends`` says
+        whether the end of training is known; ``recipe`` are candidate formats in place of the backend's. Raises
+        SnipError if there is no such field, or a value is invalid or conflicts with another.
         """
         known = {field.name: field for field in dataclasses.fields(cls)}
         if unknown := sorted(set(options) - set(known)):

@@ -42,14 +42,10 @@ its squared floor on."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """The correlation of one estimator with the measurement in one quantity.
+    """The correlation of one estimator with the measurement in one of QUANTITIES.
 
-    Attributes:
-        quantity: one of QUANTITIES.
-        estimator: the estimator's name.
-        rho: Spearman correlation over all options; None if there are too few.
-        options: number of options.
-        trusted_rho, trusted: the same over the options whose value is above rounding noise.
+    ``rho`` is Spearman's correlation over all ``options``, None if there are too few; ``trusted_rho`` and ``trusted``
+    are the same over the options whose value is above rounding noise.
     """
 
     quantity: str
@@ -62,13 +58,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the default estimator predicts for the linears of one kind, and what was measured.
-
-    Attributes:
-        kind: the path in a block, such as ``mlp.experts.linear_fc1``.
-        quantity: ``loss`` or ``drift: all``.
-        rho: Spearman correlation over the options of this kind; None if there are too few.
-        predicted, measured: the sums over these options.
+    """What the default estimator predicts for the linears of one kind, such as ``mlp.experts.linear_fc1``, and what was
+    measured, in one of the first two QUANTITIES: sums over the options of this kind, and their Spearman correlation
+    ``rho``; None if there are too few.
     """
 
     kind: str
@@ -146,15 +138,9 @@ def _measured(table: StatisticsTable, truth: Truth, fmt: str) -> tuple[_Scores, 
 
 
 def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
-    """Compare every estimator and every rule of other methods with ``table.truth``.
-
-    Args:
-        table: the statistics.
-        fmt: the candidate format.
-        source: name of the table's run or file.
-
-    Raises:
-        SnipError: the table holds no truth, or was recorded without ``fmt``.
+    """Compare every estimator and every rule of other methods with ``table.truth`` in the candidate format ``fmt``.
+    ``source`` names the table's run or file. Raises SnipError if the table holds no truth, or was recorded without
+    ``fmt``.
     """
     if table.truth is None:
         raise SnipError(f"the statistics of step {table.step} hold no truth; give snip validate-proxy an experiment")

@@ -70,14 +70,10 @@ def load_results(path: Path) -> Results:
 def measure(run: Run, directory: Path) -> dict[str, Any]:
     """Read a finished run's figures from its run directory.
 
-    Returns:
-        A dictionary with, among others, ``validation`` (mean token loss in nats after the last step by formats, ``map``
-        and ``bf16``), ``train_loss`` (mean over the last steps), ``fp4_share`` (of the decoder linears' FLOPs after the
-        last step), ``average_share`` (its mean over the steps) and
-        ``update_seconds`` (times for which the updates blocked the training thread).
-
-    Raises:
-        ValueError: a figure is missing, or a bf16 branch does not continue the warm checkpoint.
+    Among others: ``validation`` (mean token loss in nats after the last step by formats, ``map`` and ``bf16``),
+    ``train_loss`` (mean over the last steps), ``fp4_share`` (of the decoder linears' FLOPs after the last step),
+    ``average_share`` (its mean over the steps) and ``update_seconds`` (for which the updates blocked the training
+    thread). Raises ValueError if a figure is missing, or a bf16 branch does not continue the warm checkpoint.
     """
     events, metrics = read_events(directory), read_metrics(directory)
     if not metrics:

@@ -67,14 +67,11 @@ def linear_update_error(
 ) -> LinearUpdateError:
     """Evaluate the update error of this rank's elements [start, end) of a linear's local weight.
 
-    Args:
-        recorder: recorder of the linear, after :func:`snip_megatron.statistics.reduction.reduce_columns`.
-        gradient: local main gradient [N local, K local], summed over data parallel ranks, in recorded units.
-        state: the optimizer's update of the elements.
-        scale: factors of units.
-        s2, x2, g2: reduced entries of the table (global, in units of the table).
-        seed, words: seed of the random signs, and what returns their words for the kernel.
-        tokens: number of tokens that the linear saw. Default: all tokens of the probe.
+    The ``recorder`` is that of the linear after :func:`snip_megatron.statistics.reduction.reduce_columns`; ``gradient``
+    the local main gradient [N local, K local], summed over data parallel ranks, in recorded units; ``state`` the
+    optimizer's update of the elements; ``s2``, ``x2`` and ``g2`` reduced entries of the table (global, in its units);
+    ``seed`` that of the random signs, whose ``words`` the kernel takes; ``tokens`` the number that the linear saw, by
+    default all of the probe.
     """
     handle = recorder.handle
     x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols

@@ -95,8 +95,8 @@ def parse_request(
 ) -> PlanRequest:
     """Return the request of ``snip plan``, which has the defaults of a training on the device of the cost model.
 
-    ``given`` are the fields of the configuration that were given. Raises SnipError if a training would refuse the
-    configuration, or if the cost model lacks a format.
+    ``given`` are the fields of the configuration that were given. Raises SnipError if a training would refuse them, or
+    if the cost model lacks a format.
     """
     with plain_arguments():
         config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None)

@@ -43,17 +43,12 @@ def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
 def update_cost(
     layout: Layout, config: SnipConfig, links: Links, *, work: float, bf16: float, running: float
 ) -> dict[str, Any]:
-    """Predict the cost of an update.
+    """Predict the cost of an update: the calls of the pipeline schedule (``passes``), the ``microbatches`` that a rank
+    runs in them, ``by_kind`` of ``probe`` event; its duration in bf16 ``steps`` and in ``seconds``, of which probe
+    gradients are reduced over data parallel ranks for ``reducing_seconds``; and the ``share`` of training time.
 
-    Args:
-        layout, config, links: what is trained, and on what.
-        work, bf16: seconds of the slowest stage's work in a bf16 step, and of the step.
-        running: seconds of a step between updates.
-
-    Returns:
-        ``passes``, the calls of the pipeline schedule; ``microbatches`` that a rank runs in them, and ``by_kind`` of
-        ``probe`` event; the duration in bf16 ``steps`` and in ``seconds``, of which probe gradients are reduced over
-        data parallel ranks for ``reducing_seconds``; the ``share`` of training time.
+    ``work`` and ``bf16`` are the seconds of the slowest stage's work in a bf16 step, and of that step, ``running``
+    those of a step between updates.
     """
     by_kind = passes(layout, config)
     ends = (layout.pp - 1) / layout.vpp

@@ -50,7 +50,6 @@ class RunDirectory:
     """The writer of a run directory. Only rank 0 constructs one.
 
     Args:
-        path: the directory, which need not exist.
         config: the configuration of the run, compared on a restart with the one in the directory.
         facts: values that may differ between restarts (layout, versions). The latest are kept.
         overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
@@ -107,10 +106,8 @@ class RunDirectory:
 
     # -- lines -------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
-        """Record an event ``kind`` of a training step, with its own fields.
-
-        ``wait_s`` among them is the seconds for which the event blocked the training thread; ``step_s`` is the duration
-        of the last step, by default the attribute.
+        """Record an event ``kind`` of a training step, with its own fields: ``wait_s`` among them is the seconds for
+        which it blocked the training thread, ``step_s`` the duration of the last step, by default the attribute.
         """
         self._append(EVENTS, step, {"event": kind, "step_s": self.step_s, "wait_s": None} | fields | {"event": kind})
 

@@ -22,12 +22,8 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """Rank 0's decision at the step at which an update is due.
-
-    Attributes:
-        precision_map: the map to adopt; None for none.
-        plan: the maps of all remaining phases in a run with phases.
-        ready: whether the outcome of the update is known. Otherwise the decision is postponed.
+    """Rank 0's decision at the step at which an update is due: the map to adopt (None for none), in a run with phases
+    the ``plan`` of all remaining ones. If the outcome is not known it is not ``ready``, and the decision is postponed.
     """
 
     precision_map: PrecisionMap | None = None
@@ -42,11 +38,8 @@ class MapMismatchError(SnipError):
 
 
 class MapChannel:
-    """Broadcasts decisions of rank 0. Its methods are collectives, which all ranks must call at the same step.
-
-    Args:
-        names: global names of all linears, in order. They are a part of the hash.
-        device: the device of tensors in collectives.
+    """Broadcasts decisions of rank 0. Its methods are collectives, which all ranks must call at the same step. The
+    global ``names`` of all linears, in order, are a part of the hash.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:

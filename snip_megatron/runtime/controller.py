@@ -30,18 +30,11 @@ from snip_megatron.runtime.updates import Updates, since
 class Controller:
     """The loop of SNIP on one rank.
 
-    Args:
-        config: the run's configuration.
-        registry: this rank's linears.
-        channel: broadcasts maps and checks that all ranks have the same.
-        report: the collective that carries the loss of each step.
-        coordinator: the work of rank 0; None on other ranks.
-        sink: Megatron's wandb run and TensorBoard log. It does nothing on ranks that have none.
-        clip_grad: Megatron's ``--clip-grad``; 0 for none.
-        restored: state from a checkpoint; None for a fresh run.
-        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
-        kernels: the kernels that maps and updates need; None if they need none.
-        timeline: the time of the run; None if its end is unknown.
+    ``coordinator`` is the work of rank 0, None on other ranks. ``sink`` is Megatron's wandb run and TensorBoard log,
+    which does nothing on ranks that have none. ``clip_grad`` is Megatron's ``--clip-grad``, 0 for none; ``restored``
+    the state of a checkpoint, None for a fresh run; ``unquantised`` the FLOPs a token of the decoder's linears that no
+    map covers, for all GEMMs together; ``kernels`` what maps and updates need, None if they need none; ``timeline`` the
+    time of the run, None if its end is unknown.
     """
 
     def __init__(
@@ -91,11 +84,8 @@ class Controller:
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        """Run everything that precedes ``train_step(step)``: adoptions that are due, and an update that is due.
-
-        Args:
-            step: the 0-based training step.
-            probe: runs the probes of this step; its argument is the factor of gradient clipping.
+        """Run everything that precedes ``train_step(step)``, a 0-based step: adoptions that are due, and an update that
+        is due. ``probe`` runs the probes of this step; its argument is the factor of gradient clipping.
         """
         self._sink.begin_step(step)
         if not self._started:

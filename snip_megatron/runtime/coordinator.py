@@ -36,20 +36,17 @@ class RankZeroCoordinator:
     """Rank 0's side of updates: the sidecar and the run directory.
 
     Args:
-        config: the run's configuration.
         request: the solve request of all updates, but for its version.
-        linears: the model's linears.
         static_map: the checked map of ``--snip-map``, if any.
         run: the run directory; None if the run keeps none.
         tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
         finished: called with the path of the run directory after its last record.
         unjudged: why step times under maps are not compared with those in bf16, in the words of the line that the run
-            prints at Megatron's log interval; None if they are.
+            prints; None if they are.
         solver: what solves updates; None for the sidecar.
         times: measures the times that ``request`` needs and lacks, before the first update; None if it has them.
 
-    Attributes:
-        replay: the maps of ``--snip-replay`` by the step at which they were adopted.
+    ``replay`` holds the maps of ``--snip-replay`` by the step at which they were adopted.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ class Timeline:
         schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
         fixed: (first step of the run, ``last``, first step of the plan, Σ of the fp4 shares of the steps before it) →
             the plan of a policy that needs no statistics; None for other policies.
-        carried: (first step of the run, first steps of its remaining phases, ``last``) → the weight of the carried loss
-            in every phase (``sensitivity.phased``).
-        standing: weight of the standing loss in the last phase (``sensitivity.phased.STANDING_WEIGHTS``).
+        carried: (first step of the run, first steps of its remaining phases, ``last``) → weight of the carried loss of
+            each.
+        standing: weight of the standing loss in the last phase (``sensitivity.phased``).
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 

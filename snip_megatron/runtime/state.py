@@ -85,14 +85,9 @@ class BudgetSpent(JsonFields):
 
 @dataclass
 class Pending(JsonFields):
-    """An update that was submitted and is not decided yet.
-
-    Attributes:
-        step: the step before which the statistics were measured.
-        due: the step before which the decision is due.
-        version: the version of the map that the update will give.
-        table: the statistics.
-        phases: the phases that the update plans; None if it solves a single map.
+    """An update that was submitted and is not decided yet: measured before ``step``, to be decided before the step
+    ``due``, for the map of this ``version``, with its statistics, and the ``phases`` that it plans; None if it solves a
+    single map.
     """
 
     step: int

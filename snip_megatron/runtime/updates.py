@@ -19,13 +19,9 @@ from snip_megatron.runtime.state import ControllerState, Pending
 class Updates:
     """Starts updates.
 
-    Attributes:
-        state: the controller's state, which holds the pending update.
-        schedule: what an update of a run with phases plans from.
-        coordinator: the work of rank 0; None on other ranks.
-        event, say: record an event, and print a line on rank 0.
-        ready: returns whether all ranks have the kernels of an update.
-        clip_grad: Megatron's ``--clip-grad``; 0 for none.
+    ``schedule`` is what an update of a run with phases plans from, ``coordinator`` the work of rank 0, None on other
+    ranks; ``event`` and ``say`` record an event, and print a line on rank 0; ``ready`` returns whether all ranks have
+    the kernels of an update; ``clip_grad`` is Megatron's ``--clip-grad``, 0 for none.
     """
 
     config: SnipConfig

@@ -199,14 +199,12 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
 
 
 def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
-    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the table (recipe, step 6).
+    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the table (recipe, step 6): the squared
+    update error ``drift2`` [owners, grid] over ``w2``, ‖W‖² [owners], at ``rho`` [options, owners], the shape of the
+    result.
 
     F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
     It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.
-
-    Args:
-        drift2, w2: tabulated squared update error [owners, grid], and ‖W‖² [owners].
-        rho: relative errors [options, owners], as the result.
     """
     log_grid = np.log(RHO_GRID)
     log_error = 0.5 * np.log(np.maximum(_without_zeros(drift2), _TINY))

@@ -116,10 +116,9 @@ def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, toke
 def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Problem, Scores]:
     """Return the Problem of one update, over ``request.phases`` if there are any, and the scores behind it.
 
-    Raises:
-        SnipError: the policy, estimator, rule or a format is unknown, a pin or a phase's glob matches nothing, a phase
-            has a budget of its own beside ``loss``, or the table holds a NaN or Inf (how-it-works.md, rules of a run:
-            such an update is dropped).
+    Raises SnipError if the policy, estimator, rule or a format is unknown, a pin or a phase's glob matches nothing, a
+    phase has a budget of its own beside ``loss``, or the table holds a NaN or Inf (how-it-works.md, rules of a run:
+    such an update is dropped).
     """
     broken = table.non_finite()
     if broken:

@@ -51,15 +51,11 @@ class OptionTimes(JsonFields):
         formats: Iterable[Format],
         exchanged: Callable[[str, Gemm, Format], float] | None = None,
     ) -> OptionTimes:
-        """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``. Raises SnipError if the model has no figures for
-        a format.
+        """Predict all GEMMs of ``shapes``, by the linear's name or its path in the layer, in bf16 and in ``formats``.
+        Raises SnipError if the model has no figures for a format.
 
-        Args:
-            model: the cost model.
-            shapes: name of a linear, or path in its layer, → its shape.
-            formats: candidate formats.
-            exchanged: name or path, GEMM, format → seconds of exchanges of one microbatch. They are predicted for all
-                formats of the model, for the sake of other requests about the same run.
+        ``exchanged`` is name or path, GEMM, format → seconds of exchanges of one microbatch. They are predicted for all
+        formats of the model, for the sake of other requests about the same run.
         """
 
         def table(of: Callable[[str, LinearShape, Gemm, Format], float], wanted: Iterable[Format]) -> Seconds:

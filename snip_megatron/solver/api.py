@@ -33,10 +33,9 @@ def solve(
     """Choose one format for every item of a problem, or for every item and phase, within its budget.
 
     Args:
-        problem: the problem.
-        time_limit_s: limit in wall-clock seconds. If neither limit is given, it is 60. A solve that reaches this limit
-            may end differently on another machine.
-        deterministic_time: limit of the whole solve in CP-SAT's deterministic seconds. Use it if results must be
+        time_limit_s: limit in wall-clock seconds, 60 if neither limit is given. A solve that reaches it may end
+            differently on another machine.
+        deterministic_time: limit of the whole solve in CP-SAT's deterministic seconds, for results that must be
             repeatable.
         seed: CP-SAT's seed. Equal seeds give equal results.
         solver: ``cpsat``, which proves how good its solution is, or ``greedy``, which rounds and gives a bound.

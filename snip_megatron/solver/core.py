@@ -43,16 +43,11 @@ class Limits:
 def solve_core(
     table: Table, open_: Bools, hint: Ints, limits: Limits, *, effort: float, gap: float
 ) -> tuple[Ints | None, float]:
-    """Minimise Σ loss over the open choices [D, F], starting from ``hint``, which is feasible and among them.
+    """Minimise Σ loss over the open choices [D, F], starting from ``hint``, which is feasible and among them, in
+    ``effort`` deterministic seconds or up to this ``gap``.
 
-    Args:
-        table, open_, hint, limits: the problem, and where and within what the whole search goes.
-        effort: deterministic seconds that this core may spend.
-        gap: stop at this gap.
-
-    Returns:
-        The best picks, or None if none were found; and a lower bound of Σ shifted loss over the open choices. Numbers
-        are rounded so that no feasible picks are lost: the bound holds, and the picks may miss a need by rounding.
+    Returns the best picks, or None if none were found; and a lower bound of Σ shifted loss over the open choices.
+    Numbers are rounded so that no feasible picks are lost: the bound holds, and the picks may miss a need by rounding.
     """
     model = _Model(table, open_, hint)
     for presolve in (True, False):

@@ -18,13 +18,9 @@ from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A bound on the score of every pick among the given choices.
-
-    Attributes:
-        bound: lower bound of the score.
-        reduced: by how much the score of a pick with this choice exceeds the bound at least, [D, F]; inf if the choice
-            was not given.
-        worth: w of each phase in the relaxation, [P].
+    """A lower ``bound`` of the score of every pick among the given choices. ``reduced`` [D, F] is by how much the score
+    of a pick with this choice exceeds it at least, inf if the choice was not given; ``worth`` [P] is w of each phase in
+    the relaxation.
     """
 
     bound: float

@@ -46,21 +46,19 @@ def tensor_sums(
     rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
-    """Sum over an activation or a gradient.
+    """Sum over an activation or a gradient x, FP32, bf16 or fp16 [R, C], tokens by features.
 
     Args:
-        x: fp32, bf16 or fp16 [R, C], tokens by features.
-        formats: names of candidate formats. A variant gets zeros for a GEMM that cannot run in it.
+        formats: candidate formats. A variant gets zeros for a GEMM that cannot run in it.
         stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
-        rotations: how formats with a Hadamard transform transform x; None: without sign changes. Their
-            errors are those of the transformed tensor, whose norms are the same.
+        rotations: how formats with a Hadamard transform transform x; None: without sign changes. Their errors are those
+            of the transformed tensor, whose norms are the same.
         d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
             nearest, are summed as well.
 
-    Raises:
-        SnipError: a format, the dtype or the number of dimensions is not supported.
+    Raises SnipError if a format, the dtype or the number of dimensions is not supported.
     """
     known, first = rotations or {}, Gemm.DGRAD if stochastic else Gemm.FPROP
     none = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -64,14 +64,10 @@ def truth_of(
     names: Sequence[str],
     formats: Sequence[str],
 ) -> Truth:
-    """Return the columns of the truth.
+    """Return the columns of the truth for all of :func:`plan_trials`, in order.
 
-    Args:
-        trials: all of :func:`plan_trials`, in order.
-        drift2: ‖u(g_j + δ_j) − u(g_j)‖² [trials, owners], the linears first, then the sinks.
-        loss: ΔL − ⟨G, E⟩ of fprops, ΔL of perturbations, [trials], nats.
-        w2: ‖W_j‖² [owners].
-        names, formats: the linears and formats of the columns.
+    ``drift2`` is ‖u(g_j + δ_j) − u(g_j)‖² [trials, owners], the linears first, then the sinks; ``loss`` is ΔL − ⟨G, E⟩
+    of fprops and ΔL of perturbations, [trials], nats; ``w2`` is ‖W_j‖² [owners].
     """
     truth = {column: np.zeros((len(names), len(Gemm), len(formats))) for column in TRUTH_COLUMNS}
     relative2 = drift2 / np.where(w2 > 0.0, w2, np.inf)

@@ -47,14 +47,9 @@ _GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS
 class CostModel:
     """Predicts the seconds that a training step spends in one GEMM of one linear on one rank, from measured times.
 
-    Args:
-        table: the measured times.
-
-    Attributes:
-        table: the table; None for times that were not measured.
-        name: the device of the table, or ``flops``.
-        formats: the formats that the model knows times of. The times of another variant are those of its base.
-        assumptions: the assumptions behind the predictions, a sentence each.
+    ``table`` has the times; None for times that were not measured. ``name`` is its device, or ``flops``; ``formats``
+    are those that it has times of, and the times of another variant are those of its base; ``assumptions`` are a
+    sentence each.
     """
 
     def __init__(self, table: TimingTable) -> None:
@@ -158,14 +153,10 @@ class CostModel:
         return both if alone else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
-        """Return the seconds of a quantisation that one of its two GEMMs is charged.
+        """Return the seconds of a quantisation that its first GEMM (``side`` 0) or wgrad (1) is charged, from the
+        ``times`` of quantising for the first GEMM only, for wgrad only, and for both in one call.
 
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
-
-        Args:
-            shape, fmt, operand: what is quantised.
-            times: seconds for the first GEMM only, for wgrad only, and for both in one call.
-            side: 0 for the first GEMM, 1 for wgrad.
         """
         own, other, both = times[side], times[1 - side], times[2]
         if self._is_grouped(shape) and shape.fused == operand:
@@ -208,10 +199,7 @@ class FlopsModel(CostModel):
 
 
 def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
-    """Return the seconds of a kernel that adds bf16 gradients to ``main_grad``.
-
-    Args:
-        parameters: number of parameters.
-        copy_rate: bytes a second of a copy; None if not measured.
+    """Return the seconds of a kernel that adds bf16 gradients of so many parameters to ``main_grad``. ``copy_rate`` is
+    bytes a second of a copy; None if not measured.
     """
     return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))

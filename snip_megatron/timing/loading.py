@@ -24,16 +24,12 @@ class NoTableError(SnipError):
 
 
 def load_cost_model(name_or_path: str | Path, device_name: str | None = None) -> CostModel:
-    """Load a cost model.
+    """Load a cost model: ``flops``; the table of the package of a name such as ``h200``, or of a GPU such as ``NVIDIA
+    H100 NVL`` or ``h100-nvl``; or the ``snip.timings/1`` file of a path, which ``snip calibrate`` writes.
 
-    Args:
-        name_or_path: ``flops``; the name of a table of the package, such as ``h200``; the name of a GPU, such as
-            ``NVIDIA H100 NVL`` or ``h100-nvl``; or the path of a ``snip.timings/1`` file, which ``snip calibrate``
-            writes. A GPU without a table takes that of its nearest relative, with a warning.
-        device_name: the GPU's name in torch, such as ``NVIDIA H200``. If it is not None, a table of another device is
-            refused, unless they are relatives.
-
-    Raises NoTableError if the package has no table of this GPU, SnipError if there is none, or a bad or another one.
+    A GPU without a table takes that of its nearest relative, with a warning. If ``device_name``, the GPU's name in
+    torch, is given, a table of another device is refused, unless they are relatives. Raises NoTableError if the package
+    has no table of this GPU, SnipError if there is none, or a bad or another one.
     """
     return FlopsModel() if str(name_or_path) == "flops" else CostModel(load_table(name_or_path, device_name))
 

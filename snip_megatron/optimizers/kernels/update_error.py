@@ -63,14 +63,10 @@ def error_sums(
 ) -> ErrorSums:
     """Return Σ (u(g + δ) − u(g))² over this rank's elements, for every error δ.
 
-    Args:
-        gradient: this rank's elements in recorded units, flat, any floating dtype.
-        state: AdamW's state of the elements. ``start`` is their position in the flattened [N, K] parameter.
-        sizes: sizes of the errors, in units of the gradient that the optimizer of a step sees.
-        scales: values of ρ.
-        factor: factor from recorded units to those units.
-        noise: see :func:`snip_megatron.optimizers.updates.gradient_of_a_step`.
-        words: returns the words of rows and columns.
+    ``gradient`` are this rank's elements in recorded units, flat, any floating dtype, and ``factor`` brings them to the
+    units of the gradient that the optimizer of a step sees, in which ``sizes`` are. ``state`` has their position in the
+    flattened [N, K] parameter. ``scales`` are values of ρ; for ``noise`` see
+    :func:`snip_megatron.optimizers.updates.gradient_of_a_step`; ``words`` returns the words of rows and columns.
     """
     size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
     blocks = -(-size // LAUNCH["BLOCK"])

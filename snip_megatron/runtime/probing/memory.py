@@ -54,14 +54,10 @@ def needed(
 ) -> float:
     """Return the bytes that an update takes on this rank beyond the memory that is allocated between two steps.
 
-    Args:
-        registry: linears of this rank. Their formats tell what training saves of their inputs.
-        host: the training loop, which knows its tokens.
-        probe_tokens: the setting of this name.
-        peak: bytes that training steps took, or None before the first step of this process. Inputs and outputs of the
-            linears are then used as an estimate.
-        microbatches, step_microbatches: microbatches of the probe, and of a training step, on this rank.
-        part: the part of each microbatch that the probe runs.
+    The formats of the ``registry``'s linears tell what training saves of their inputs. ``peak`` are the bytes that
+    training steps took, or None before the first step of this process; inputs and outputs of the linears are then used
+    as an estimate. ``microbatches`` and ``step_microbatches`` are those of the probe and of a training step on this
+    rank, ``part`` the part of each microbatch that the probe runs.
     """
     assert host.tokens is not None
     handles, shapes = list(registry), probed_shapes(registry, host, max(1, int(part * host.tokens)))

@@ -23,14 +23,9 @@ _FORWARD, _BACKWARD = 0, 1
 class ResidualStream:
     """The boundaries of this rank's model chunks: residual streams before each sub-block, and after the last one.
 
-    Args:
-        chunks, shard, recomputing: those of the :class:`snip_megatron.runtime.host.Host`.
-        context: state that the converted linears share.
-        sample_tokens: the setting ``probe_tokens``.
-        seed: seed of the noise.
-
-    Attributes:
-        reported: boundaries whose sums go to the table. Each boundary is reported by one pipeline stage.
+    ``chunks``, ``shard`` and ``recomputing`` are those of the :class:`snip_megatron.runtime.host.Host`, ``context`` the
+    state that the converted linears share, ``sample_tokens`` the setting ``probe_tokens``, ``seed`` that of the noise.
+    The sums of the boundaries ``reported`` go to the table. Each boundary is reported by one pipeline stage.
     """
 
     def __init__(

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolveJob:
-    """One update for the sidecar.
-
-    Attributes:
-        table: the update's statistics.
-        request: the solve request. The result has the same ``version``.
-    """
+    """One update for the sidecar. The result has the ``version`` of the request."""
 
     table: StatisticsTable
     request: SolveRequest
@@ -37,18 +32,16 @@ class SidecarResult:
     """The outcome of one job. ``precision_map`` or ``failure`` is set.
 
     Attributes:
-        version: the version of the request. The client sets it.
+        version, latency_s: the version of the request, and seconds from ``submit`` to the arrival of the answer, or to
+            the detection of the failure. The client sets them.
         failure: why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
             answer in time) or ``oom``; None if there is one.
         message: the failure in one line.
-        precision_map: the map, of a plan its first.
-        plan: the plan of a request with phases.
+        precision_map, plan: the map, and the plan of a request with phases, whose first map it is.
         out_of_reach: why past steps have made the request's budget over the run impossible, so that ``plan`` has the
             highest reachable one; None if it has the request's.
-        problem_json: the Problem; None if the job failed before it was built.
-        scores: the scores from which the Problem was built, as the builder returned them.
-        latency_s: seconds from ``submit`` to the arrival of the answer, or to the detection of the failure. The client
-            sets it.
+        problem_json, scores: the Problem, and the scores from which it was built; None and none if the job failed
+            before.
     """
 
     version: int = 0

@@ -62,16 +62,13 @@ def calibrate(
     seconds: float | None = None,
     compilation: Compilation | None = None,
 ) -> TimingTable:
-    """Measure ``workload``, or as much of it as ``seconds`` allow.
+    """Measure ``workload``, or as much of it as ``seconds`` allow (see :func:`stopped_after`; None: no limit, and
+    signals are left alone).
 
-    Args:
-        measurer, workload: what measures one size, and the sizes.
-        about: facts about the measurement for the table. ``versions``, ``complete`` and ``notes`` are added.
-        seconds: see :func:`stopped_after`. None: there is no limit, and signals are left alone.
-        compilation: see :func:`compile_kernels`. Attention and copies are measured beside it. The rest waits for it,
-            but not for most of ``seconds``. None: what is not compiled yet is compiled at its first launch.
-
-    Raises SnipError if no size of some kind was measured, so that nothing could read the table.
+    ``about`` are facts for the table, to which ``versions``, ``complete`` and ``notes`` are added. Attention and copies
+    are measured beside the ``compilation`` of :func:`compile_kernels`. The rest waits for it, but not for most of
+    ``seconds``. Without one, what is not compiled yet is compiled at its first launch. Raises SnipError if no size of
+    some kind was measured, so that nothing could read the table.
     """
     rows: dict[str, dict[Size, Any]] = {kind: {} for kind in _KINDS}
     notes: list[str] = []

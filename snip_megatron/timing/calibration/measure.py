@@ -59,10 +59,8 @@ class Measurer:
         return {fmt: (times[fmt, 0], times[fmt, 1], times[fmt, 2]) for fmt in formats}
 
     def activations(self, size: Size) -> dict[str, dict[Format, Triple]]:
-        """Time the quantisation of activations and gradients of a size (tokens, features).
-
-        Returns:
-            Operand → format → seconds of quantising for the first GEMM only, for wgrad only, and for both in one call.
+        """Time the quantisation of activations and gradients of a size (tokens, features). Returns operand → format →
+        seconds of quantising for the first GEMM only, for wgrad only, and for both in one call.
         """
         m, features = size
         sets = [self._normal(m, features) for _ in range(_sets(2 * m * features))]
@@ -113,15 +111,10 @@ class Measurer:
 
     # -- the rest of a step --------------------------------------------------------------------------------------
     def attention(self, size: Size) -> tuple[float, float]:
-        """Time causal attention with the faster of torch's fused kernels (on a CPU, the unfused one).
+        """Time causal attention of a size (sequence, heads, head size) with the faster of torch's fused kernels (on a
+        CPU, the unfused one). Returns the seconds of the forward and of the backward of one sequence.
 
         On a GPU, 16,384 tokens are computed at once, because one short sequence with few heads does not fill it.
-
-        Args:
-            size: (sequence, heads, head size).
-
-        Returns:
-            Seconds of the forward and of the backward of one sequence.
         """
         kernels = [SDPBackend.MATH]
         if self.clock.device.type == "cuda":

@@ -22,14 +22,9 @@ _CPU_GROUPED = ((2,), (128,), (64, 128), (64, 128))
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid.
-
-    Attributes:
-        gemms: (tokens, n, k).
-        activations: (tokens, features).
-        weights: (n, k).
-        attention: (sequence, heads, head size).
-        grouped: (experts, tokens of all experts, n, k).
+    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid: ``gemms``
+    (tokens, n, k), ``activations`` (tokens, features), ``weights`` (n, k), ``attention`` (sequence, heads, head size),
+    ``grouped`` (experts, tokens of all experts, n, k).
     """
 
     gemms: tuple[Size, ...]
