@@ -40,13 +40,10 @@ DEPLOYED = ("map", "bf16")
 
 @dataclass(frozen=True)
 class SnipConfig:
-    """The SNIP settings of a run.
+    """The SNIP settings of a run. If ``enabled``, raises SnipError if a value is invalid or conflicts with another.
 
     An option ``x_y`` is the argument ``--snip-x-y``. A setting has no argument of its own: an experiment file of ``snip
     compare``, ``--snip-settings`` or a script sets it.
-
-    Raises:
-        SnipError: ``enabled`` is set, and a value is invalid or conflicts with another.
     """
 
     enabled: bool = False

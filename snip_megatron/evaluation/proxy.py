@@ -72,17 +72,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Validation:
-    """The validation of all estimators on one statistics table.
-
-    Attributes:
-        source: name of the table's run or file.
-        step: training step of the table.
-        tokens: number of tokens of the measurement.
-        format: the candidate format.
-        comparisons: the correlations.
-        kinds: the default estimator by kind of linear.
-        points: ``loss`` or ``drift`` → option → estimator → score. ``measured`` and ``measured again`` are included as
-            estimators.
+    """The validation of all estimators on one statistics table: of a run or file ``source``, at a training step, over
+    so many tokens, in the candidate format. ``kinds`` has the default estimator by kind of linear, ``points`` is
+    ``loss`` or ``drift`` → option → estimator → score, ``measured`` and ``measured again`` among the estimators.
     """
 
     source: str

@@ -24,14 +24,8 @@ MOST_RISE = 1.25
 
 @dataclass
 class Results:
-    """The results of an experiment so far.
-
-    Attributes:
-        path: the result file.
-        experiment: name and content of the experiment file.
-        data: hash and number of the tokens.
-        warm: hash of the warm weights → facts about their training.
-        runs: the entry of each run by its identity; see :func:`record`.
+    """The results of an experiment so far: name and content of its file, hash and number of the tokens (``data``), hash
+    of the warm weights → facts about their training, and the entry of each run by its identity (:func:`record`).
     """
 
     path: Path

@@ -49,12 +49,8 @@ class _Running:
 
 @dataclass
 class Pool:
-    """Runs jobs in a fixed number of slots.
-
-    Args:
-        devices: the CUDA device of each slot; None for the CPU.
-        environment: additional environment variables of every process.
-        deadline: the ``time.monotonic()`` at which jobs are ended; None for no limit.
+    """Runs jobs in a fixed number of slots, each on its CUDA device of ``devices``, None for the CPU, with additional
+    variables of the environment, until the ``deadline``, a ``time.monotonic()``; None for no limit.
     """
 
     devices: Sequence[str | None]

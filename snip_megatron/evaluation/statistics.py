@@ -45,13 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of recovered gap between two policies, over the blocks that both have.
+    """The difference of recovered gap between two policies, over the blocks that both have: ours less theirs, by their
+    labels.
 
-    Attributes:
-        ours, theirs: the labels of the first policy, and of the one that is subtracted.
-        mean, low, high: the mean difference, and its 95 % confidence interval (Student's t).
-        p, adjusted: two-sided p-value, and the same by Holm's procedure over all differences of the table. These and
-            the interval are None with fewer than two blocks.
+    ``mean``, ``low`` and ``high`` are the mean difference and its 95 % confidence interval (Student's t), ``p`` and
+    ``adjusted`` the two-sided p-value and the same by Holm's procedure over all differences of the table. They and the
+    interval are None with fewer than two blocks.
     """
 
     ours: str

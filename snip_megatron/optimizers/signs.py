@@ -22,11 +22,8 @@ _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 
 def words(seed: int, rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one int32 word for each row and one for each column.
-
-    Args:
-        seed: 64-bit seed.
-        rows, cols: 1-D integer tensors of global ids in [0, 2^32), in any order.
+    """Return one int32 word for each row and one for each column, whose global ids in [0, 2^32), 1-D in any order, are
+    given.
     """
     return _mixed(derive_seed(seed, 0), rows), _mixed(derive_seed(seed, 1), cols)
 

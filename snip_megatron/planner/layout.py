@@ -44,12 +44,10 @@ class Layout:
         model: the model. Its rows name their pipeline stages.
         vpp: virtual pipeline size, the number of chunks of each stage.
         etp: tensor parallel size of experts; None for ``tp``.
-        recompute: what the backward recomputes: ``none``, ``selective`` (modules) or ``full`` (whole layers).
-        recompute_layers: the first layers of each chunk that ``full`` recomputes; None for all.
-        recompute_modules: the modules that ``selective`` recomputes.
+        recompute: what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (whole
+            layers: the first ``recompute_layers`` of each chunk; None for all).
         gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
-        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives where Apex is
-            missing.
+        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives without Apex.
         grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
             Engine.
         fused_experts: whether SwiGLU between them is fused with quantisation.

@@ -37,8 +37,8 @@ class StageMemory:
 
     Attributes:
         optimizer: FP32 master weights and moments.
-        quantised_weights: quantised weights, which are kept from a step's first microbatch to its end.
-        activations: activations that are kept for the backward at the schedule's peak.
+        quantised_weights: kept from a step's first microbatch to its end.
+        activations: kept for the backward at the schedule's peak.
         logits: logits and their gradients on the last stage.
         working: temporaries of the backward.
         probe: activations and copies of a probe of whole microbatches, which has no quantised weights.

@@ -49,12 +49,10 @@ _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data p
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that one GPU of a stage works in a step.
-
-    Attributes:
-        seconds: ``linears`` with their quantisation and with those exchanges that formats decide (``exchanges.py``);
-            ``attention``; element-wise kernels of the layers (``elementwise``); embedding, output layer and loss
-            (``ends``); and exposed communication of ``tensor_parallel`` ranks, ``experts`` and ``pipeline``.
+    """Seconds that one GPU of a stage works in a step: ``linears`` with their quantisation and with those exchanges
+    that formats decide (``exchanges.py``); ``attention``; element-wise kernels of the layers (``elementwise``);
+    embedding, output layer and loss (``ends``); and exposed communication of ``tensor_parallel`` ranks, ``experts`` and
+    ``pipeline``.
     """
 
     seconds: dict[str, float]
@@ -75,12 +73,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a training step, in seconds.
-
-    Attributes:
-        bubble: the pipeline's time divided by the slowest stage's work.
-        data_parallel: exposed data parallel communication after the pipeline.
-        optimizer: the optimizer.
+    """The time of a training step, in seconds: of all stages; the ``bubble``, the pipeline's time divided by the
+    slowest stage's work; exposed data parallel communication after the pipeline; and the optimizer.
     """
 
     stages: tuple[StageTime, ...]

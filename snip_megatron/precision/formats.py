@@ -61,14 +61,9 @@ class Gemm(str, Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a format may be used that differs from another one in scales or rounding, but not in its numbers' bits.
-
-    ``quantization/formats.py`` defines the numerics.
-
-    Attributes:
-        base: the format that it is a variant of. Its GEMM runs on the same hardware in the same time.
-        gemms: the GEMMs that may run in it.
-        own_weight: whether fprop and dgrad cannot share one quantised W.
+    """How a format may be used that differs from its ``base`` in scales or rounding (``quantization/formats.py``), but
+    not in its numbers' bits: its GEMM runs on the same hardware in the same time. ``gemms`` are those that may run in
+    it; ``own_weight`` says that fprop and dgrad cannot share one quantised W.
     """
 
     base: Format

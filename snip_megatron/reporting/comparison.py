@@ -39,11 +39,9 @@ _BLOCKS = 10
 class Against:
     """A run against the first one.
 
-    Attributes:
-        name: the run.
-        speed: its tokens a second over those of the first run, costs of SNIP included; None if either is unknown.
-        loss: its loss less that of the first run, over the last tenth of the common steps; None without such steps.
-        error: the standard error of ``loss``, from the means of blocks of steps; None with too few steps.
+    ``speed`` is its tokens a second over those of the first run, costs of SNIP included; None if either is unknown.
+    ``loss`` is its loss less that of the first run, over the last tenth of the common steps; None without such steps.
+    ``error`` is the standard error of ``loss``, from the means of blocks of steps; None with too few steps.
     """
 
     name: str

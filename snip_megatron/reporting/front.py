@@ -35,14 +35,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Front:
-    """Loss against budget for the update of ``step``.
-
-    Attributes:
-        share: whether x is the fp4 share of FLOPs; else a predicted speedup.
-        points: the points, ascending by x.
-        asked: the run's budget.
-        chosen: the run's own map as (x, sum of losses); None if the run adopted no map from this Problem.
-        seconds: the solving time.
+    """Loss against budget for the update of ``step``: the ``points``, ascending by x, which is the fp4 share of FLOPs
+    (``share``) or a predicted speedup; the budget that was ``asked``; the run's own map as (x, sum of losses), None if
+    it adopted none from this Problem; and the solving time.
     """
 
     step: int

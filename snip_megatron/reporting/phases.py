@@ -35,13 +35,10 @@ class RunPhase:
 class PhaseView:
     """The phases of a run.
 
-    Attributes:
-        rows: the last MAX_ROWS phases in the order of time; of each its state (``over``, ``in force`` or ``to come``)
-            and what it changes.
-        timed: whether the budget is one of predicted times instead of the fp4 share.
-        budget: the run's budget as text.
-        target: the wanted average over the run; None for a bound of the loss.
-        expected: this average if the latest plan is followed; None if it was dropped.
+    ``rows`` are the last MAX_ROWS phases in the order of time; of each its state (``over``, ``in force`` or ``to
+    come``) and what it changes. ``timed`` says whether the ``budget`` is one of predicted times instead of the fp4
+    share. ``target`` is the wanted average over the run, None for a bound of the loss; ``expected`` what the latest
+    plan reaches, None if it was dropped.
     """
 
     rows: Sequence[tuple[RunPhase, str, Mapping[str, str]]]

@@ -37,7 +37,6 @@ class LossCost:
     """The loss that the current map costs, as predicted from the statistics of its update.
 
     Attributes:
-        version: the map.
         nats: predicted rise of the loss over bf16 at equal weights, while the map is in force.
         at_end: with phases, the rise that the plan is predicted to leave when training ends; None without phases.
         bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without; None under another one.
@@ -81,10 +80,8 @@ class RunSummary:
         saved_s: time saved so far, minus all costs.
         saved_run_s: the same at the end of the run, under the assumption ``assumes``, which is half a sentence: that
             the current map stays, or that the plan of a run with phases is followed.
-        updates: number of updates.
         costs: seconds by kind of event.
-        loss: predicted cost in loss; None if it cannot be predicted.
-        memory: None if it was not recorded.
+        loss, memory: None if it cannot be predicted, or was not recorded.
         tokens_s: tokens a second of the usual steps under the latest map that has a median.
         over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
             fastest 8-bit format.

@@ -47,12 +47,11 @@ class MapChannel:
         self._device = device
 
     def agree[T](self, own: T | None) -> T:
-        """Broadcast what rank 0 has, such as a decision, and compare the hashes of what arrived.
+        """Broadcast what rank 0 has, such as a decision (``own``, None on other ranks), and compare the hashes of what
+        arrived.
 
-        ``own`` is None on other ranks. Figures and plans go with a map, because all ranks keep them for the checkpoint.
-
-        Raises:
-            MapMismatchError: the hashes differed in each of three attempts.
+        Figures and plans go with a map, because all ranks keep them for the checkpoint. Raises MapMismatchError if the
+        hashes differed in each of three attempts.
         """
         if not dist.is_initialized():  # a process of its own
             assert own is not None

@@ -153,8 +153,7 @@ class Controller:
     def close(self, *, together: bool) -> None:
         """End the run: record the last step's figures, and close rank 0's process and files.
 
-        Args:
-            together: whether all ranks call this method. Only then can the outstanding collective be waited for.
+        Only if all ranks call this ``together``, the outstanding collective can be waited for.
         """
         if self._kernels is not None:
             self._kernels.close()

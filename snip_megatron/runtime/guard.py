@@ -46,8 +46,8 @@ class GuardState(JsonFields):
     Attributes:
         losses: the last losses that are no spikes, outside probations.
         probation: the step of the adoption that is watched; None outside a probation.
-        strikes: spikes in a row on probation, which count against the map.
-        spikes: spikes in a row outside a probation. A window of them is a higher loss, not spikes.
+        strikes, spikes: spikes in a row on probation, which count against the map, and outside of one, of which a
+            window of them is a higher loss.
         bar: limit of the next map's predicted loss.
         refusals: maps in a row that were refused.
         good: the last map that passed its probation; None for bf16 everywhere, with which training began.

@@ -43,10 +43,8 @@ class Place:
 class Strand:
     """Consecutive sub-blocks of this rank on one residual stream.
 
-    Attributes:
-        places: their beginnings, in order.
-        output: the module whose output, or the first of whose outputs, is the stream after the last of them.
-        ends: whether the stream ends there. Otherwise another chunk of the model goes on.
+    ``output`` is the module whose output, or the first of whose outputs, is the stream after the last of them. Unless
+    the stream ``ends`` there, another chunk of the model goes on.
     """
 
     places: Sequence[Place]
@@ -84,20 +82,16 @@ class Host:
     """What does not change during a run.
 
     Attributes:
-        device: device of tensors in collectives.
-        chunks: the model chunks of this rank.
         hidden: features of the residual stream.
         shard: the tokens of the residual stream on this rank.
-        sinks: the sinks of the whole model.
-        local_sinks: those of this rank.
+        sinks, local_sinks: the sinks of the whole model, and those of this rank.
         sharded: whether a rank holds a part of the optimizer's state only.
         tokens: tokens of a microbatch on this rank; None if only the passes tell.
         pass_group: a pass runs a multiple of this number of microbatches, if the step has so many.
         in_flight: number of microbatches of a pass → how many of them hold activations at a time.
         gathers: whether inputs of column-parallel linears are kept as token shards (sequence parallelism).
         recomputes: whether the backward recomputes whole blocks, one at a time.
-        recomputing: whether a forward pass that runs now may be a repetition in the backward, of one that had
-            gradients.
+        recomputing: whether a forward that runs now may be a repetition in the backward, of one that had gradients.
         whole: returns all of a tensor that torch may have sharded over ranks. Collective if it has.
     """
 
@@ -152,10 +146,8 @@ class HostStep(Protocol):
         """Add up the gradients of a parameter that two pipeline stages share, in place. Collective."""
 
     def update_of(self, weight: nn.Parameter) -> Update | None:
-        """Return the optimizer's next update of this rank's elements. None if it has none.
-
-        Raises:
-            SnipError: the update of this optimizer is not known.
+        """Return the optimizer's next update of this rank's elements, None if it has none. Raises SnipError if it is
+        unknown.
         """
 
 

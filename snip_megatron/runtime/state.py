@@ -102,9 +102,7 @@ class ControllerState(JsonFields):
     """The state of the controller. What there is none of is None.
 
     Attributes:
-        precision_map: the map in force.
         version: the version of the latest submitted update.
-        pending: the update that is not decided yet.
         grad_norm: the gradient norm of the last step before clipping; None if it is unknown or not finite.
         alarm: an alarm of the guard that the next step acts on.
         in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.

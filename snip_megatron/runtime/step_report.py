@@ -29,12 +29,10 @@ class StepFigures(JsonFields):
     """The figures of one training step, equal on all ranks.
 
     Attributes:
-        step: the 0-based training step.
         loss: mean loss over the ranks that have it; None if no rank has it or it is not finite.
-        grad_norm: the gradient norm; None if it is unknown or not finite.
+        grad_norm: None if it is unknown or not finite.
         broken: whether the loss or the gradient norm was NaN or Inf on any rank.
-        answered: whether rank 0 knew the outcome of the pending update.
-        ready: whether all ranks had their kernels.
+        answered, ready: whether rank 0 knew the outcome of the pending update, and all ranks had their kernels.
         account: rank 0's figures about the run's speed, at the steps that it gives them: ``step_s``, and where they are
             known ``speedup`` over bf16 and ``saved_h``, hours saved so far.
     """

@@ -241,9 +241,8 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     """Return ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks, of every option, float64 [linears, 3, formats].
 
     ΔW is a sum of relative changes of the optimizer's update and has no unit. wgrad changes its own linear only
-    (recipe, step 5).
-
-    Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's update error.
+    (recipe, step 5). Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's update
+    error.
     """
     if not np.any((table.drift2 if any(row.trained for row in table.linears) else table.sink_drift2) > 0.0):
         raise SnipError(

@@ -39,10 +39,9 @@ _GRID = 4096  # points of the integral over a run
 
 
 def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequence[float]) -> tuple[float, ...]:
-    """Return the weight κ of the carried loss of every phase.
-
-    κ of a phase is ∫ η(t) dt over its steps, divided by that over the run. η is the learning rate. The phases of a
-    whole run sum to 1. Raises SnipError if rates are not finite with one above 0.
+    """Return the weight κ of the carried loss of every phase: ∫ η(t) dt over its steps, divided by that over the run,
+    of the learning rate η. The phases of a whole run sum to 1. Raises SnipError if rates are not finite with one above
+    0.
 
     Args:
         origin, end: first step of the run, and the step before which it ends.

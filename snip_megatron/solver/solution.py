@@ -14,12 +14,8 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """The reason why a budget cannot be met.
-
-    Attributes:
-        why: one line.
-        stage: the stage that limits the budget, or the one that can save the least; None for a budget of kind ``loss``.
-        reachable: the highest feasible target or speedup, or the smallest feasible loss; None if there is none.
+    """Why a budget cannot be met, in one line; the stage that limits it, or that can save the least, None for a budget
+    of kind ``loss``; and the highest feasible target or speedup, or the smallest feasible loss, None if there is none.
     """
 
     why: str

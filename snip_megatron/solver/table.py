@@ -37,14 +37,9 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a phase, [R] each.
-
-    Attributes:
-        active: whether the row counts.
-        divisor, offset: as above.
-        hard: whether the row costs nothing, so that its savings must not be negative.
-        cap: the most that a phase is worth, whatever is saved; may be inf.
-        reference: time of the slowest stage when nothing is saved; 1 under ``fp4``.
+    """The rows of a phase, [R] each: whether the row counts, its divisor and offset as above, and whether it costs
+    nothing, so that its savings must not be negative (``hard``). A phase is worth ``cap`` at most, whatever is saved,
+    which may be inf. ``reference`` is the time of the slowest stage when nothing is saved; 1 under ``fp4``.
     """
 
     active: Bools

@@ -18,12 +18,9 @@ from snip_megatron.statistics.table import BOUNDARY_COLUMNS
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream.
-
-    Attributes:
-        rank, size: this rank holds share ``rank`` of ``size`` equal contiguous shares. The size is 1 if the stream is
-            replicated.
-        reports: whether this rank reports its tokens. Where they are replicated, exactly one rank does.
+    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream: share ``rank`` of
+    ``size`` equal contiguous ones. The size is 1 if the stream is replicated; exactly one rank then ``reports`` its
+    tokens.
     """
 
     rank: int

@@ -31,10 +31,8 @@ _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.p
 class ProbeRunner:
     """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
 
-    ``weighs_updates`` says whether the policy uses weight divergence. The noise passes run only if it does.
-
-    Attributes:
-        has_trained: whether this process has run a training step. Its peak memory predicts what a pass takes.
+    The noise passes run only if the policy ``weighs_updates``. Once this process ``has_trained`` a step, its peak
+    memory predicts what a pass takes.
     """
 
     def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
@@ -182,10 +180,8 @@ class ProbeRunner:
         return self._reduced(table)
 
     def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
-        """Standard deviation of a pass's noise.
-
-        It is ``probe_noise`` times the root mean square of the residual stream at the embedding (forward noise)
-        or of its gradient at the output of the decoder's last block (backward noise).
+        """Standard deviation of a pass's noise: ``probe_noise`` times the root mean square of the residual stream at
+        the embedding (forward noise) or of its gradient at the output of the decoder's last block (backward noise).
         """
         if phase is Pass.FORWARD_NOISE:
             power = float(table.arrays["boundary.h2"][0])

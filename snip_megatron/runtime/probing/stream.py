@@ -70,10 +70,8 @@ class ResidualStream:
             boundary.start(phase)
 
     def finish_statistics(self, microbatches: int, *, once: bool = False) -> None:
-        """Compute the norms of the residual branches after the statistics pass.
-
-        Raises:
-            SnipError: a boundary was not passed equally often in each microbatch, or ``once``, forward and backward.
+        """Compute the norms of the residual branches after the statistics pass. Raises SnipError if a boundary was not
+        passed equally often in each microbatch, or ``once``, forward and backward.
         """
         for boundary in self.all:
             runs = len(boundary.h)

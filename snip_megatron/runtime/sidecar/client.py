@@ -42,11 +42,8 @@ class SidecarClient:
 
     A job fails if its process dies, or does not answer within ``deadline_s`` and is killed. Jobs behind it wait for the
     next process, which starts after a pause of ``restart_backoff_s``, doubled up to a minute until there is an answer.
-    ``solve`` is the ``module:function`` that the process calls for each job.
-
-    Attributes:
-        restarts: number of processes that were started to replace another.
-        last_error: why there was no process the last time that one was missing; None if one was never missing.
+    ``solve`` is the ``module:function`` that the process calls for each job. ``restarts`` counts processes that
+    replaced another; ``last_error`` is why there was none the last time that one was missing.
     """
 
     def __init__(self, *, restart_backoff_s: float = 1.0, deadline_s: float = 600.0, solve: str = SOLVE) -> None:
