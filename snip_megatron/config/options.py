@@ -129,7 +129,8 @@ def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "s
     for f in dataclasses.fields(configuration):
         value = getattr(args, f"{prefix}{f.name}", None)
         if is_option(f) and value is not None and value is not False:
-            values[f.name] = _tuple(f.name, value) if isinstance(f.default, tuple) else value
+            words = filter(None, value.split(",")) if f.name in LISTS else value
+            values[f.name] = tuple(words) if isinstance(f.default, tuple) else value
     return values
 
 
@@ -155,10 +156,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _tuple(name: str, value: Any) -> tuple[str, ...]:
-    return tuple(part for part in value.split(",") if part) if name in LISTS else tuple(value)
 
 
 # -- values that are more than a number or a name ----------------------------------------------------------------

@@ -349,9 +349,8 @@ class SnipConfig:
         known = {field.name: field for field in dataclasses.fields(cls)}
         if unknown := sorted(set(options) - set(known)):
             raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
-        given = {name: _tuple(v) if isinstance(known[name].default, tuple) else v for name, v in options.items()}
+        given = dict(options)
+        for name, value in options.items():
+            if isinstance(known[name].default, tuple):
+                given[name] = tuple(value.split(",") if isinstance(value, str) else value)
         return cls(enabled=True, **(defaults(given, backend, ends=ends, recipe=recipe) | given))
-
-
-def _tuple(value: Any) -> tuple[str, ...]:
-    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)

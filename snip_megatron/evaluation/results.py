@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     train_loss = sum(tail) / len(tail) if tail else None
     if train_loss is not None and run.kind == "from_warm" and run.policy == "bf16":
         _check_it_continues(losses[0], train_loss)
+    gaps = [after["time"] - before["time"] for before, after in itertools.pairwise(metrics)]
     return {
         "validation": validation,
         "train_loss": train_loss,
@@ -96,7 +98,7 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         "average_share": sum(m["fp4_fraction"] for m in metrics) / len(metrics),
         "adopted": [{key: event.get(key) for key in ("step", "status", "changed")} for event in adopted],
         "update_seconds": [e["update_seconds"] for e in events if e["event"] == "submit"],
-        "step_seconds": _median_step(metrics),
+        "step_seconds": round(statistics.median_high(gaps), 4) if gaps else None,
     }
 
 
@@ -124,10 +126,3 @@ def _reason(events: list[dict[str, Any]]) -> str:
     if not told:
         return "no update was made"
     return f"{told[-1]['event']}: {told[-1].get('message') or told[-1].get('reason') or 'the solver was too late'}"
-
-
-def _median_step(metrics: list[dict[str, Any]]) -> float | None:
-    """Return the median seconds between two recorded steps. Runs that share the machine make steps longer."""
-    times = [m["time"] for m in metrics]
-    gaps = sorted(b - a for a, b in itertools.pairwise(times))
-    return round(gaps[len(gaps) // 2], 4) if gaps else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -71,7 +72,8 @@ class Pool:
         Returns the number of jobs that were not run, or that were ended at the deadline or by :meth:`stop`.
         """
         try:
-            while (self._waiting or self._running) and not self.stopped and self._left() > 0:
+            until = math.inf if self.deadline is None else self.deadline
+            while (self._waiting or self._running) and not self.stopped and time.monotonic() < until:
                 self._start()
                 time.sleep(POLL_S)
                 for running in [r for r in self._running if r.process.poll() is not None]:
@@ -89,9 +91,6 @@ class Pool:
     @property
     def busy(self) -> int:
         return len(self._running)
-
-    def _left(self) -> float:
-        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
     def _start(self) -> None:
         taken = {running.slot for running in self._running}

@@ -23,15 +23,10 @@ def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_token
         recorder.start(phase)
         for _ in range(2):
             recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
-    _warm_up_squares(linear.x)
+    for dtype in {linear.x.dtype, torch.float32}:
+        for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
+            sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))
     return recorder
-
-
-def _warm_up_squares(like: torch.Tensor) -> None:
-    """Sum tensors of two lengths, because Triton compiles different kernels for multiples of 16 and other lengths."""
-    for dtype in {like.dtype, torch.float32}:
-        for size in (1024, 1025):
-            sum_squares(torch.zeros(size, dtype=dtype, device=like.device))
 
 
 def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:

@@ -48,7 +48,9 @@ class Exchanges:
         if gemm is Gemm.FPROP:
             if column:
                 return forwards * self._send(elements, packed_bytes(fmt))
-            return forwards * self._sum(elements, fmt) if self._reduces else 0.0
+            sent = packed_bytes(fmt if fmt is Format.BF16 else Format.FP8)  # partial results of the GEMM
+            summed = self._sum_kernels(elements, fmt) + self._send(elements, sent)
+            return forwards * summed if self._reduces else 0.0
         if column:
             return self._sum_kernels(elements, fmt) if gemm is Gemm.DGRAD else 0.0
         each = packed_bytes(fmt)
@@ -61,11 +63,6 @@ class Exchanges:
             return 0.0
         shape = self._layout.shapes[row.name]
         return float(shape.tokens * (shape.k if row.sharded is Side.OUTPUT else shape.n))
-
-    def _sum(self, elements: float, fmt: Format) -> float:
-        """Return the seconds of summing the partial results of a GEMM in a format."""
-        sent = packed_bytes(fmt if fmt is Format.BF16 else Format.FP8)
-        return self._sum_kernels(elements, fmt) + self._send(elements, sent)
 
     def _sum_kernels(self, elements: float, fmt: Format) -> float:
         """Return the seconds of the kernels that quantise partial results of a GEMM and add them; 0 in bf16."""

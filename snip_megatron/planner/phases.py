@@ -52,7 +52,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
         raise SnipError(
-            f"--budget {cut(str(request.budget))} over --schedule {cut(config.schedule)}: {solution.fault}; lower the"
+            f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}: {solution.fault}; lower the"
             " budget, or those of the phases",
             exit_code=INFEASIBLE_EXIT,
         )
@@ -62,7 +62,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
         "schedule": config.schedule,
         "train_iters": request.train_iters,
         "deployed": config.deployed,
-        "asked": str(request.budget),
+        "asked": str(config.wanted),
         "status": solution.status,
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,

@@ -39,8 +39,10 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     problem = build_problem(request, step)
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
     if solution.fault is not None:
-        unit = " (times in seconds a step)" if request.budget.kind == "speedup" else ""
-        raise SnipError(f"--budget {cut(str(request.budget))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT)
+        unit = " (times in seconds a step)" if request.config.wanted.kind == "speedup" else ""
+        raise SnipError(
+            f"--budget {cut(str(request.config.wanted))}: {solution.fault}{unit}", exit_code=INFEASIBLE_EXIT
+        )
     variants = _variants(step, solution)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
     work, seconds = steps["bf16"].slowest, {name: time.total for name, time in steps.items()}
@@ -48,6 +50,8 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         layout, request.config, step.links, work=work, bf16=seconds["bf16"], running=seconds["map"]
     )
     stages = [_stage(step, stage, variants, steps, request.config) for stage in range(layout.pp)]
+    # The most that a GPU needs, in training under the map or during its updates, and what it has.
+    peak, gpu = max(stage["bytes"]["map"]["peak"] for stage in stages), gpu_memory or step.rates.gpu_memory
     return {
         "schema": PLAN_SCHEMA,
         "model": _fields(layout.model, "rows") | {"blocks": layout.model.blocks, "parameters": layout.model.parameters},
@@ -56,7 +60,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "timings": step.model.name,
         "linears": [_linear(step, kind, row) for kind, row in _kinds(layout)],
         "stages": stages,
-        "memory": _fit(stages, gpu_memory or step.rates.gpu_memory),
+        "memory": {"peak": peak, "gpu": gpu, "fits": None if gpu is None else peak <= gpu},
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, request, solution, steps),
         "phases": plan_phases(step, request, problem, solution),
@@ -136,12 +140,6 @@ def _runs(layers: Sequence[int]) -> list[list[int]]:
     return [[run[0], run[-1]] for run in runs]
 
 
-def _fit(stages: Sequence[Body], gpu: float | None) -> Body:
-    """Compare the most that a GPU needs, in training under the map or during its updates, with what it has."""
-    peak = max(stage["bytes"]["map"]["peak"] for stage in stages)
-    return {"peak": peak, "gpu": gpu, "fits": None if gpu is None else peak <= gpu}
-
-
 def _step(layout: Layout, time: StepTime, bf16: StepTime) -> Body:
     tokens = layout.seq_length * layout.global_batch_size
     linears = tokens * layout.model.flops
@@ -164,9 +162,9 @@ def _budget(step: StepModel, request: PlanRequest, solution: Solution, steps: Ma
     share = fp4_fraction(chosen, {row.name: row.flops for row in rows})
     planned = {"speedup": steps["bf16"].linears / steps["map"].linears, "loss": solution.loss, "fp4": share}
     return {
-        "asked": str(request.budget),
-        "planned": planned[request.budget.kind],
-        "dominated": dominated(request.budget, request.config.formats, backend_of(step.model)),
+        "asked": str(request.config.wanted),
+        "planned": planned[request.config.wanted.kind],
+        "dominated": dominated(request.config.wanted, request.config.formats, backend_of(step.model)),
         "formats": list(request.config.formats),
         "granularity": request.config.granularity,
         "losses": "synthetic" if request.statistics is None else str(request.statistics),

@@ -17,7 +17,6 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role, option_id
-from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.problem import list_options, make_item
 from snip_megatron.solver.problem import Problem
@@ -65,22 +64,13 @@ class PlanRequest:
     seed: int = 1
     train_iters: int | None = None
 
-    @property
-    def budget(self) -> Budget:
-        """The budget."""
-        return self.config.wanted
-
-    @property
-    def formats(self) -> tuple[Format, ...]:
-        """The candidate formats."""
-        return tuple(map(Format, self.config.formats))
-
     def training_arguments(self) -> str:
         """Return the arguments with which a training solves this request."""
-        config, arguments = self.config, f"--snip-budget {self.budget} --snip-formats {','.join(self.config.formats)}"
+        config = self.config
+        arguments = f"--snip-budget {config.wanted} --snip-formats {','.join(self.config.formats)}"
         if config.granularity != SnipConfig.granularity:
             arguments += f" --snip-granularity {config.granularity}"
-        if self.budget.kind == "fp4" and config.stage_tolerance != SnipConfig.stage_tolerance:
+        if config.wanted.kind == "fp4" and config.stage_tolerance != SnipConfig.stage_tolerance:
             arguments += f" --snip-stage-tolerance {config.stage_tolerance}"
         return arguments
 
@@ -119,13 +109,14 @@ def parse_request(
 def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     """Build the Problem of one map. Raises SnipError if the statistics are of another model or lack a format."""
     config, layout = request.config, step.layout
-    formats = {*request.formats, *(Format(fmt) for _, fmt in config.pins)}
+    candidates = tuple(map(Format, config.formats))
+    formats = {*candidates, *(Format(fmt) for _, fmt in config.pins)}
     asked = config.request(times=step.option_times(formats) if config.timed else None)
     with plain_arguments():
         if request.statistics is not None:
             return score_problem(_restaged(request, layout, request.statistics), asked)[0]
         options = list_options(layout.model.rows, asked, layout.seq_length * layout.global_batch_size)
-        losses = synthetic_losses(layout.model.rows, request.formats, request.seed, granularity=config.granularity)
+        losses = synthetic_losses(layout.model.rows, candidates, request.seed, granularity=config.granularity)
         scores = {key: {fmt.value: {"q": loss} for fmt, loss in own.items()} for key, own in losses.items()}
         items = tuple(make_item(option, asked, scores[option.id]) for option in options)
         return Problem(asked.budget, items, asked.tolerance)

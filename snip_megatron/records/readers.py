@@ -94,7 +94,7 @@ def read_scores(
     run: Path | str, *, skipped: list[str] | None = None, last: int | None = None
 ) -> dict[int, dict[str, Any]]:
     """Return the scores files by step, ascending: all, or the ``last`` ones. See :func:`read_maps`."""
-    return _parsed(Path(run), "scores", _scores, skipped, last)
+    return _parsed(Path(run), "scores", functools.partial(_object, schema=SCORES_SCHEMA, name="scores"), skipped, last)
 
 
 @functools.cache  # the model, the warm-up and rank 0 need the same maps, and each file is read over the network
@@ -131,10 +131,6 @@ def _object(text: str, where: str, schema: str, name: str) -> dict[str, Any]:
     except SnipError as error:
         raise SnipError(f"{where}: {error}") from None
     return body
-
-
-def _scores(text: str, *, where: str) -> dict[str, Any]:
-    return _object(text, where, SCORES_SCHEMA, "scores")
 
 
 def _parsed[T](

@@ -150,7 +150,9 @@ class Writer:
                     self._size -= len(data)
                     continue
             except OSError as error:
-                self._fail(error)
+                self.failures, self.error = self.failures + 1, str(error)
+                if self.failures == 1:
+                    self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
                 failed.add(path)
             self._kept.append((path, write, data))
         if failed:
@@ -165,12 +167,6 @@ class Writer:
             self._release(path)
         if self.lost:
             self._say(f"{self.lost} records were lost ({self.error})")
-
-    def _fail(self, error: OSError) -> None:
-        self.failures += 1
-        self.error = str(error)
-        if self.failures == 1:
-            self._say(f"cannot write ({error}); training goes on, the records are kept and written later")
 
     def _say(self, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed

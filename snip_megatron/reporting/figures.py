@@ -116,16 +116,19 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
         if len(values) <= 40:
             marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
             figure.data[-1] |= {"mode": "markers", "marker": marker}
+    guards = [(e["step"], html.escape(f"guard: {e.get('reason', '')}")) for e in run.events if e["event"] == "guard"]
     marks: list[tuple[str, list[tuple[int, str]], str, str]] = [
         ("map adopted", [(a.step, _adoption_text(a)) for a in run.adoptions], MARK, "diamond"),
-        ("guard", _reasons(run, "guard", "guard"), FAULT, "x"),
+        ("guard", guards, FAULT, "x"),
     ]
     for name, found, colour, symbol in marks:
         if found:
             at = [step for step, _ in found]
             heights = [next((loss for s, loss in points if s >= step), points[-1][1]) for step in at]
             figure.marks(name, at, heights, [text for _, text in found], colour, symbol)
-    figure.layout["shapes"] = [_dotted_line(adoption.step) for adoption in run.adoptions]
+    dotted = {"type": "line", "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
+    dotted |= {"xref": "x", "yref": "y domain", "y0": 0, "y1": 1}
+    figure.layout["shapes"] = [dotted | {"x0": a.step, "x1": a.step} for a in run.adoptions]
     return figure.as_dict()
 
 
@@ -200,21 +203,12 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-def _dotted_line(step: int) -> dict[str, Any]:
-    place = {"xref": "x", "x0": step, "x1": step, "yref": "y domain", "y0": 0, "y1": 1}
-    return {"type": "line", **place, "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
-
-
 def _shares(chosen: PrecisionMap, flops: Mapping[str, float], unquantised: float) -> dict[Format, float]:
     found: dict[Format, float] = defaultdict(float, {Format.BF16: unquantised})
     for (name, each), gemm in itertools.product(flops.items(), Gemm):
         found[chosen.format_of(name, gemm)] += each
     whole = math.fsum(found.values())
     return {fmt: each / whole for fmt, each in found.items()}
-
-
-def _reasons(run: RunData, kind: str, what: str) -> list[tuple[int, str]]:
-    return [(e["step"], html.escape(f"{what}: {e.get('reason', '')}")) for e in run.events if e["event"] == kind]
 
 
 def _point_text(point: Point, form: str) -> str:

@@ -68,13 +68,7 @@ def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[
     if not isinstance(options, Mapping):
         return None
     return {
-        fmt.value: [_short(option.get(name)) for name in SCORE_FIELDS]
+        fmt.value: [None if (x := number(option.get(name))) is None else float(f"{x:.3e}") for name in SCORE_FIELDS]
         for fmt in Format
         if isinstance(option := options.get(fmt.value), Mapping)
     }
-
-
-def _short(value: Any) -> float | None:
-    """Return four significant digits, as many as the page shows. This makes the page smaller."""
-    finite = number(value)
-    return None if finite is None else float(f"{finite:.3e}")

@@ -59,7 +59,7 @@ def _environment() -> jinja2.Environment:
         autoescape=True, loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["data"] = _data
-    environment.filters["figure"] = _significant
+    environment.filters["figure"] = lambda value: "" if value is None else f"{value:.4g}"
     environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
     return environment
 
@@ -77,7 +77,3 @@ def _data(value: Any) -> Markup:
 @functools.cache
 def _csp_hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _significant(value: float | int | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -126,6 +126,7 @@ class StepReport:
         (step, norm, _, host, wait), self._flight = self._flight, None
         wait()
         sums = host.tolist()
+        account = zip(_ACCOUNT, sums[_STEP_S:_SUM], strict=True) if sums[_STEP_S] > 0 else ()  # a step takes some time
         loss = sums[_LOSS] / sums[_RANKS] if sums[_RANKS] > 0 and math.isfinite(sums[_LOSS]) else None
         return StepFigures(
             step,
@@ -134,12 +135,5 @@ class StepReport:
             broken=sums[_BROKEN] > 0,
             answered=sums[_ANSWERED] > 0,
             ready=sums[_WAITING] == 0,
-            account=_account(sums[_STEP_S:_SUM]),
+            account={name: value for name, value in account if math.isfinite(value)},
         )
-
-
-def _account(sums: list[float]) -> dict[str, float]:
-    """Return rank 0's figures. A step takes some time, so that a ``step_s`` of 0 means that there are none."""
-    if not sums[0] > 0:
-        return {}
-    return {name: value for name, value in zip(_ACCOUNT, sums, strict=True) if math.isfinite(value)}

@@ -80,7 +80,9 @@ class Updates:
         if self.coordinator is not None:
             self.coordinator.submit(step, result.table, pending.version, phases)
         rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
-        self.event(step, "submit", **_submitted(pending), wait_s=round(rest, 6), update_seconds=seconds)
+        fields: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
+        fields |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays().values())}
+        self.event(step, "submit", **fields, wait_s=round(rest, 6), update_seconds=seconds)
 
     def _drop(self, step: int, reason: str, **fields: Any) -> None:
         """Record an update that ends without statistics. Rank 0 prints it."""
@@ -93,12 +95,6 @@ class Updates:
         if norm is None or self.clip_grad <= 0:
             return 1.0
         return min(1.0, self.clip_grad / (norm + 1e-6))
-
-
-def _submitted(pending: Pending) -> dict[str, Any]:
-    size = sum(array.nbytes for array in pending.table.arrays().values())
-    planned = {} if pending.phases is None else {"phases": pending.phases.as_dict()}
-    return {"version": pending.version, "table_bytes": size, **planned}
 
 
 def since(started: float) -> float:

@@ -80,10 +80,6 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
     return {stage: 1.0 + extra[stage] / own[stage] + elsewhere for stage in stages}
 
 
-def _formats(option: Option, request: SolveRequest) -> tuple[str, ...]:
-    return (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
-
-
 def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> Problem:
     options = list_options(linears, request, tokens_per_step)
     return Problem(request.budget, tuple(make_item(o, request, {}) for o in options if o.flops), request.tolerance)
@@ -224,7 +220,7 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
 
 def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
     """Return the item of an option: its cost, and saving and loss of every format it may take."""
-    formats = _formats(option, request)
+    formats = (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     if request.timed:
         cost, savings = _times(option.id, formats, request)

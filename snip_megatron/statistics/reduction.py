@@ -155,10 +155,6 @@ class PartialTable:
     def linear(self, name: str, column: str) -> float:
         return float(self.arrays[f"linear.{column}"][self._row[name]])
 
-    def matrices(self) -> torch.Tensor:
-        """Return the number of matrices that each row stands for, float64 [linears]."""
-        return torch.tensor([row.experts for row in self.shape.linears], dtype=torch.float64)
-
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
         """Return the finished table, with the entries that follow from others."""
         arrays = {name: array.numpy() for name, array in self.arrays.items()}

@@ -74,7 +74,7 @@ class CostModel:
         time = self.gemm_seconds(shape, gemm, fmt)
         once = 0.0
         if fmt is not Format.BF16:
-            x, g = self._input(shape, fmt), self._gradient(shape, fmt)
+            x, g = self._input(shape, fmt), self._quantise("gradient", shape, shape.n, fmt)
             if gemm is Gemm.FPROP:
                 time += self._portion(shape, fmt, "input", x, 0)
             elif gemm is Gemm.DGRAD:
@@ -82,8 +82,8 @@ class CostModel:
             else:
                 time += self._portion(shape, fmt, "input", x, 1) + self._portion(shape, fmt, "gradient", g, 1)
             once = 0.0 if gemm is Gemm.WGRAD else self._weight(shape, fmt)
-        elif gemm is Gemm.WGRAD:
-            time += self._added(shape)
+        elif gemm is Gemm.WGRAD and not shape.fused_accumulation:  # Megatron's own linear adds ∇W outside of its GEMM
+            time += accumulation_seconds(shape.n * shape.k, self._copy_rate)
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
         return shape.microbatches * time + shape.matrices * once
@@ -102,10 +102,6 @@ class CostModel:
             return self._share(shape, "gemms", lambda times: times[fmt][place])
         return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
 
-    def _added(self, shape: LinearShape) -> float:
-        """Return the seconds in which Megatron's own linear adds ∇W of a microbatch, outside of its GEMM."""
-        return 0.0 if shape.fused_accumulation else accumulation_seconds(shape.n * shape.k, self._copy_rate)
-
     def _again(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
         if shape.forwards < 2:
@@ -123,9 +119,6 @@ class CostModel:
 
     def _input(self, shape: LinearShape, fmt: Format) -> Triple:
         return self._quantise("input", shape, shape.k, fmt)
-
-    def _gradient(self, shape: LinearShape, fmt: Format) -> Triple:
-        return self._quantise("gradient", shape, shape.n, fmt)
 
     def _quantise(self, operand: str, shape: LinearShape, features: int, fmt: Format) -> Triple:
         fmt, grid, size = self._known(fmt), self._activations, (shape.tokens, features)

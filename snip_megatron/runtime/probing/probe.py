@@ -107,7 +107,8 @@ class ProbeRunner:
                 self._updates.collect(found, table, recorders, step, scale)
                 table.merge(self._reduced(found))
             seconds["reduction"] = time.perf_counter() - started
-            for phase in self._noise_passes():
+            noise = [Pass.FORWARD_NOISE, *([Pass.BACKWARD_NOISE] if config.backward_noise else [])]
+            for phase in noise if self._weighs_updates else []:
                 sigma = self._sigma(phase, table, scale)
                 seconds[phase.value] = self._run_pass(phase, step, sequences, recorders, stream, sigma)
             started = time.perf_counter()
@@ -119,11 +120,6 @@ class ProbeRunner:
         finished = table.to_table(step=step.step, tokens=tokens, tokens_per_step=scale.tokens_per_step, meta=meta)
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
         return ProbeResult(finished, seconds, scale, passes, sequences)
-
-    def _noise_passes(self) -> list[Pass]:
-        if not self._weighs_updates:
-            return []
-        return [Pass.FORWARD_NOISE, Pass.BACKWARD_NOISE] if self._config.backward_noise else [Pass.FORWARD_NOISE]
 
     def _run_pass(
         self,

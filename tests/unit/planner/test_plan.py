@@ -87,7 +87,7 @@ def test_rendering_says_everything() -> None:
 
 
 def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
-    assert request("loss=0.1", policy="fisher").budget.kind == "loss"
+    assert request("loss=0.1", policy="fisher").config.wanted.kind == "loss"
     with pytest.raises(
         SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random with --q split are"
     ):
