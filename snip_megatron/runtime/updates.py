@@ -80,9 +80,9 @@ class Updates:
         if self.coordinator is not None:
             self.coordinator.submit(step, result.table, pending.version, phases)
         rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
-        fields: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
-        fields |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays().values())}
-        self.event(step, "submit", **fields, wait_s=round(rest, 6), update_seconds=seconds)
+        submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
+        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays().values())}
+        self.event(step, "submit", **submitted, wait_s=round(rest, 6), update_seconds=seconds)
 
     def _drop(self, step: int, reason: str, **fields: Any) -> None:
         """Record an update that ends without statistics. Rank 0 prints it."""
