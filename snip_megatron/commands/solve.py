@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
     from snip_megatron.precision.budget import Budget
+    from snip_megatron.precision.strict import read_file
     from snip_megatron.records.stored import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
@@ -115,7 +116,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
         if change or is_statistics(args.problem):
             what = "--policy, --schedule and the like" if change else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
-        problem = Problem.from_json(_read(args.problem), where=str(args.problem))
+        problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
         if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
             problem = replace(problem, stage_tolerance=None, fixed_cost=())
     elif change or not stored.path("problems").exists() or is_statistics(args.problem):
@@ -138,10 +139,3 @@ def _change(args: argparse.Namespace) -> Change:
     if "stage_tolerance" in given:
         fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
     return Change(fields, args.cost, static=args.schedule == "static")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None

@@ -156,9 +156,7 @@ class Experiment(JsonFields):
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file. Raises SnipError naming the file, the field and the fault."""
     try:
-        body = strict.read_object(path.read_bytes())
-    except OSError as error:
-        raise SnipError(f"{path}: cannot be read ({error})") from None
+        body = strict.read_object(strict.read_file(path))
     except SnipError as error:
         raise SnipError(f"{path}: {error}") from None
     return parse_experiment(body, str(path), path.stem)

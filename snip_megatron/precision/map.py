@@ -15,7 +15,7 @@ import numpy as np
 from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision.formats import FOUR_BIT, Format, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
-from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_object, whole
+from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_file, read_object, whole
 
 MAP_SCHEMA = "snip.map/1"
 GRANULARITIES = ("gemm", "layer")
@@ -135,14 +135,10 @@ class PrecisionMap:
     def load(cls, path: Path | str, argument: str = "") -> PrecisionMap:
         """Read a ``snip.map/1`` file. Raises SnipError naming ``argument`` and the file."""
         where = f"{argument} {path}".strip()
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise SnipError(f"{where}: cannot be read ({error})") from None
-        return cls.from_json(text, where=where)
+        return cls.from_json(read_file(path, where), where=where)
 
     @classmethod
-    def from_json(cls, text: str, *, where: str = "map") -> PrecisionMap:
+    def from_json(cls, text: str | bytes, *, where: str = "map") -> PrecisionMap:
         """Parse and validate the text of a ``snip.map/1`` file. Raises SnipError naming ``where`` and the field."""
         try:
             return cls.from_dict(read_object(text))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, quoted
 
 MOST = 2**53  # above, JSON readers of other languages lose digits
+
+
+def read_file(path: Path | str, where: str = "") -> bytes:
+    """Return the content of a file, which is called ``where`` in errors."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SnipError(f"{where or path}: cannot be read: {error.strerror}") from None
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:

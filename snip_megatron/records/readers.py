@@ -68,12 +68,12 @@ def read_events(run: Path | str) -> list[dict[str, Any]]:
 
     Torn lines are skipped. Raises SnipError if the file cannot be read.
     """
-    return [record for record in _lines(Path(run) / EVENTS) if isinstance(record.get("event"), str)]
+    return [record for record in read_lines(Path(run) / EVENTS) if isinstance(record.get("event"), str)]
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used."""
-    by_step = {record["step"]: record for record in _lines(Path(run) / METRICS)}
+    by_step = {record["step"]: record for record in read_lines(Path(run) / METRICS)}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -115,14 +115,7 @@ def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
     return {step: maps[step] for step in steps}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_lines(path)
-    except OSError as error:
-        raise SnipError(f"{path}: cannot be read ({error})") from None
-
-
-def _object(text: str, where: str, schema: str, name: str) -> dict[str, Any]:
+def _object(text: str | bytes, where: str, schema: str, name: str) -> dict[str, Any]:
     """Parse an object of ``schema`` that holds an object ``name``. Raises SnipError."""
     try:
         body = strict.read_object(text)
@@ -140,10 +133,9 @@ def _parsed[T](
     files = list(step_files(run, folder).items())
     for step, file in files if last is None else files[-last:]:
         try:
-            found[step] = parse(file.read_text(encoding="utf-8"), where=str(file))
-        except (OSError, ValueError, SnipError) as error:
-            fault = error if isinstance(error, SnipError) else SnipError(f"{file}: cannot be read ({error})")
+            found[step] = parse(strict.read_file(file), where=str(file))
+        except SnipError as error:
             if skipped is None:
-                raise fault from None
-            skipped.append(str(fault))
+                raise
+            skipped.append(str(error))
     return found

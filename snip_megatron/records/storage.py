@@ -209,12 +209,15 @@ class Writer:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines.
 
-    Torn lines (after a crash or on a full disk) are skipped. A missing file has no records.
+    Torn lines (after a crash or on a full disk) are skipped. A missing file has no records. Raises SnipError if it
+    cannot be read.
     """
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
     return [record for line in raw.split(b"\n") if (record := _parse_line(line)) is not None]
 
 

@@ -20,7 +20,7 @@ from snip_megatron.config.defaults import backend_of, candidates
 from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.strict import mapping
+from snip_megatron.precision.strict import mapping, read_file
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.problem import build_problem
@@ -46,10 +46,7 @@ class Stored:
     def problem(self) -> Problem:
         """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
         path = self.path("problems")
-        try:
-            return Problem.from_json(path.read_bytes(), where=str(path))
-        except OSError as error:
-            raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
+        return Problem.from_json(read_file(path), where=str(path))
 
     def table(self) -> StatisticsTable:
         """Return the statistics. Raises SnipError if they cannot be read."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.strict import read_file
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Update
 from snip_megatron.solver import Problem, sweep
@@ -61,12 +62,11 @@ def latest_front(
         if not files:
             return None
         step = max(files)
-        if files[step].stat().st_size > MAX_BYTES:
+        content = read_file(files[step])
+        if len(content) > MAX_BYTES:
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
-        problem = Problem.from_json(files[step].read_bytes(), where=str(files[step]))
+        problem = Problem.from_json(content, where=str(files[step]))
         return None if problem.phases else _front(step, problem, updates, points, seconds)
-    except OSError as error:
-        unreadable.append(f"{files[step]}: cannot be read ({error})")
     except SnipError as error:
         unreadable.append(str(error))
     return None

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import LinearRow, Role, Side
+from snip_megatron.precision import LinearRow, Role, Side, strict
 from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
@@ -189,11 +189,7 @@ class StatisticsTable:
     @classmethod
     def load(cls, path: Path) -> StatisticsTable:
         """Read a file of :meth:`to_bytes`. Raises SnipError on anything else; never unpickles."""
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise SnipError(f"{path}: cannot be read ({error})") from None
-        return cls.from_bytes(content, where=str(path))
+        return cls.from_bytes(strict.read_file(path), where=str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:
