@@ -6,8 +6,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import FOUR_BIT, candidates_fault
-
-LATE = ("late-forward", "late-all")
+from snip_megatron.sensitivity.fixed import LATE
 
 
 def check(config: Any) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snip_megatron.config.conflicts import LATE
 from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.defaults import defaults
 from snip_megatron.config.options import (
@@ -27,6 +26,7 @@ from snip_megatron.gemm import BACKENDS, LIBRARIES
 from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule
+from snip_megatron.sensitivity.fixed import LATE
 from snip_megatron.sensitivity.phased import STANDING_SHARE
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
 

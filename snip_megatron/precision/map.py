@@ -37,11 +37,9 @@ class PrecisionMap:
         version: number of the map within a run.
         status: one of STATUSES: what the solver proved, or ``static`` for a map that was not solved.
         objective, bound, target: Σ loss of the choices, the solver's lower bound of it, and the budget that was asked.
-        achieved: Σ saving / Σ cost of the choices. This is the share of FLOPs in fp4, or the share of the bf16 time
-            that the map saves where ``budget`` is set.
-        achieved_per_stage: the same for each pipeline stage.
-        budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times; None if ``target`` is a
-            share of FLOPs.
+        achieved, achieved_per_stage: Σ saving / Σ cost of the choices, also for each pipeline stage. This is the share
+            of FLOPs in fp4, or the share of the bf16 time that the map saves where ``budget`` is set.
+        budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times; None for a share of FLOPs.
         loss, speedup: predicted loss of the choices, and predicted speedup of the decoder's linears; None unless
             ``budget`` is set. A map of a plan has a loss in any case: that of the map if it stayed for the whole run.
         fp4_share: share of FLOPs in fp4; None where ``achieved`` is that share.

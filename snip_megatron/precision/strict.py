@@ -103,9 +103,9 @@ def whole(value: Any, path: str, least: int = 0, below: int = MOST) -> int:
     return value
 
 
-def one_of(value: Any, path: str, known: Iterable[str], what: str = "is not one of") -> str:
+def one_of(value: Any, path: str, known: Iterable[str]) -> str:
     """Return a text that is one of ``known``."""
     names = list(known)
     if not isinstance(value, str) or value not in names:
-        raise SnipError(f"{path}: {quoted(value)} {what} {', '.join(names)}")
+        raise SnipError(f"{path}: {quoted(value)} is not one of {', '.join(names)}")
     return value

@@ -37,13 +37,10 @@ def number(value: Any) -> float | None:
 class Adoption:
     """The adoption of a map before training step ``step``. A figure is None if it is not known.
 
-    Attributes:
-        fields: the fields of the ``adopt`` event.
-        precision_map: None if its file is lost.
-        scores: the scores from which the map was solved; None if they are older than the last MAX_SCORES updates.
-        asked: the budget, such as ``speedup=1.3``; None if it is an fp4 share of FLOPs.
-        speedup, loss: under a timed budget the predicted speedup of the linears on the slowest stage, and Σ of losses.
-        achieved: the map's fp4 share of FLOPs, in [0, 1].
+    ``fields`` are those of the ``adopt`` event; the map is None if its file is lost, and the scores from which it was
+    solved if they are older than the last MAX_SCORES updates. ``asked`` is the budget, such as ``speedup=1.3``, None
+    for an fp4 share of FLOPs; under a timed one ``speedup`` and ``loss`` are the predicted speedup of the linears on
+    the slowest stage, and Σ of losses. ``achieved`` is the map's fp4 share of FLOPs, in [0, 1].
     """
 
     step: int
@@ -62,14 +59,11 @@ class Adoption:
 class Update:
     """One update of the map: collect, probe, submit, solve, adopt. Times are in seconds; None if they are not known.
 
-    Attributes:
-        step: the step of the submission.
-        collect_s, probes_s: of the reduction of the statistics, and of the probes by kind.
-        solve_s, latency_s, lag_s: of the solver, from the submission to the answer, and to the adoption.
-        wait_s: what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
-        status: what the solver said, or why there was no answer.
-        achieved: the fp4 share of FLOPs that the solver reached.
-        postponed: how often the adoption was postponed.
+    ``step`` is that of the submission. The times are those of the reduction of the statistics, of the probes by kind,
+    and of the solver, from the submission to the answer (``latency_s``), and to the adoption (``lag_s``). ``wait_s`` is
+    what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`. ``status`` is what the solver said, or
+    why there was no answer, ``achieved`` the fp4 share of FLOPs that it reached, ``postponed`` how often the adoption
+    was postponed.
     """
 
     step: int

@@ -72,13 +72,12 @@ class PhasedRequest(JsonFields):
         begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
         budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach on its own,
             in addition to the average over the run. None: no requirement.
-        change: globs over ``<linear>`` and ``<linear>:<gemm>`` of the options whose format may differ from the
-            preceding phase's. None: all of them. The first entry is not used.
-        standing: weight of the standing loss: ``STANDING_WEIGHTS`` for the last phase of a run, else 0.0.
-        carried: weight of the carried loss (:func:`carried_weights`): the loss of an option that is imprecise
-            throughout the phase, relative to one that is imprecise throughout the run.
-        spent_steps: number of past steps of the run. They count towards the average.
-        spent: mean fp4 share of these steps; for a budget of time their speedup, the harmonic mean over the steps.
+        change: as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used.
+        standing, carried: weights of the standing loss, 0 but in the last phase of a run (``STANDING_WEIGHTS``), and of
+            the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout the phase,
+            relative to one that is imprecise throughout the run.
+        spent_steps, spent: number of past steps of the run, which count towards the average, and their mean fp4 share;
+            for a budget of time their speedup, the harmonic mean.
     """
 
     begins: tuple[int, ...]

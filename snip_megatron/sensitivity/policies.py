@@ -150,29 +150,19 @@ def _backward_first(table: StatisticsTable, request: SolveRequest, loss: FloatAr
     return scores
 
 
-_Score = Callable[[StatisticsTable, SolveRequest, FloatArray, FloatArray], FloatArray]
-
-
-def _ruled(protect: Callable[[StatisticsTable, SolveRequest], FloatArray]) -> _Score:
-    return lambda table, request, loss, weight: _rule(table, request, protect(table, request))
-
-
-_SCORES: Mapping[str, _Score] = {
+_SCORES: Mapping[str, Callable[[StatisticsTable, SolveRequest, FloatArray, FloatArray], FloatArray]] = {
     "snip": _snip,
-    "random": _ruled(_random),
     "min-abs-err": partial(_errors, relative=False),
     "min-rel-err": partial(_errors, relative=True),
     "backward-first": _backward_first,
     "fisher": lambda table, request, loss, weight: loss,  # of ModelOpt AutoQuantize: dgrad and wgrad cost nothing
-    "layer-id": _ruled(_layer_id),
-    "layer-type": _ruled(_layer_type),
-    "tail": _ruled(_tail),
 }
+_RULES = {"random": _random, "layer-id": _layer_id, "layer-type": _layer_type, "tail": _tail}
 
 UNSOLVED = (*FIXED, *LATE)
 """Policies whose maps are known before training: they measure and solve nothing."""
 
-POLICIES = (*_SCORES, *UNSOLVED)
+POLICIES = (*_SCORES, *_RULES, *UNSOLVED)
 """Values of ``--snip-policy``; the first is the default."""
 
 
@@ -183,6 +173,8 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
     """
     if request.policy in UNSOLVED:
         raise SnipError(f"--snip-policy {request.policy} fixes the map; there is nothing to solve")
+    if request.policy in _RULES:
+        return _rule(table, request, _RULES[request.policy](table, request))
     if request.policy not in _SCORES:
         known = ", ".join(POLICIES)
         raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {known}")

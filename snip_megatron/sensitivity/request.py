@@ -27,27 +27,21 @@ _BUDGET = Budget("fp4", 0.75)
 class SolveRequest(JsonFields):
     """The request of one update, as plain data: it is sent to the sidecar process, and a run's config.json keeps it.
 
+    Fields that a :class:`snip_megatron.config.SnipConfig` has too are those of the run.
+
     Attributes:
-        policy, estimator, q: one of ``policies.POLICIES``, ``policies.ESTIMATORS``, ``quality.Q_RULES``.
-        formats: candidate formats of every option without a pin. bf16 among them costs its time and no loss.
-        granularity: ``gemm`` (one choice per GEMM) or ``layer`` (one per linear, as in the paper).
-        budget: what the map must reach. ``fp4``: its share of the FLOPs of *all* decoder linears
-            (docs/how-it-works.md, definitions). ``speedup``: time of the decoder's linears in bf16 divided by their
-            time under the map, on the slowest pipeline stage, exchanges whose bytes formats decide included. ``loss``:
-            largest Σ of scores that the fastest map may have, in the policy's unit (nats).
+        budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder
+            linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage, exchanges whose bytes
+            formats decide included; or the largest Σ of scores that the fastest map may have, in the policy's unit
+            (nats).
         stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None: no stage constraint.
         times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
-        seed: seed of the policy ``random``, and of the order that breaks ties.
         version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
             (MTP, experts). None if there are none.
-        backward_share: constant of the rule ``split`` of ``--snip-q``.
-        backward_noise: use the gains of the paper's backward-noise pass.
-        protected_kinds: kinds of linears that the policy ``layer-type`` protects, the most protected first.
         phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
-        standing_share: share of an fprop's loss that a later precise phase removes at once.
     """
 
     policy: str = "snip"

@@ -33,12 +33,9 @@ _Faults = Iterator[tuple[str, str]]
 class Choice(JsonFields):
     """One format that an item may run in.
 
-    Attributes:
-        format: the number format.
-        losses: the loss of quality in any unit, which may be negative: one number, or one for each phase, all of the
-            phase's steps together.
-        saving: the part of the item's cost that the format saves in a step. It is negative if the format is slower than
-            the reference.
+    ``losses`` are the loss of quality in any unit, which may be negative: one number, or one for each phase, all of the
+    phase's steps together. ``saving`` is the part of the item's cost that the format saves in a step, negative if it is
+    slower than the reference.
     """
 
     format: Format

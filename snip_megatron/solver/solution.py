@@ -33,16 +33,14 @@ class Solution:
     Attributes:
         choices: item id → format, in the order of the problem's items; empty for a plan and if infeasible.
         status: ``optimal`` (``gap`` is at most 1e-4), ``feasible`` or ``infeasible``.
-        budget: the budget that was asked for.
-        objective: what was minimised: Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps · time.
-        bound: lower bound of the objective over all feasible choices.
-        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss``
-            (objective − bound) / objective.
+        objective, bound: what was minimised, Σ loss, or for ``loss`` the time of the slowest stage, of a plan Σ steps ·
+            time; and a lower bound of it over all feasible choices.
+        gap: certified: (objective − bound) / (objective − Σ of each decision's least loss), or for ``loss`` (objective
+            − bound) / objective.
         achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
             for budgets of time reference time / time.
-        achieved_per_stage: Σ saving / Σ cost for each stage number; empty for a plan.
-        loss: Σ loss.
-        speedup: reference time / time of the slowest stage; None under ``fp4`` and for a plan.
+        achieved_per_stage: the same for each stage number; empty for a plan.
+        loss, speedup: Σ loss; reference time / time of the slowest stage, None under ``fp4`` and for a plan.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
         phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps.
     """

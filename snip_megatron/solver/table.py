@@ -58,12 +58,11 @@ class Table:
         ids: item id of each decision.
         span: the decision's first phase and the one behind its last, [D, 2].
         stage: [D], index into ``stages``, which ascend.
-        loss: [D, F], shifted so that a decision's smallest loss is 0; inf if the format is not a choice.
-        true_loss: [D, F] as given; inf if the format is not a choice.
+        loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf if the format is no
+            choice.
         saving: [D, F] of one step; 0 if the format is not a choice.
         cost: [K + 1], Σ cost of each row.
-        steps: of every phase, [P].
-        floor: the least worth of every phase, [P]; -inf for none.
+        steps, floor: of every phase, [P], its steps, and the least that it must be worth; -inf for nothing.
         need: the least Σ steps · w.
         limit: the largest Σ true loss. If it is finite, Σ steps · w is what is maximised.
     """

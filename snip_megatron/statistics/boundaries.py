@@ -45,13 +45,10 @@ def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.dev
 
 @dataclass
 class Boundary:
-    """Recorder of one boundary on one rank, in the current pass ``phase``.
-
-    Tensors are [s(/tp), b, hidden] and are flattened to tokens × hidden.
+    """Recorder of one boundary on one rank, in the current pass ``phase``. Tensors are [s(/tp), b, hidden] and are
+    flattened to tokens × hidden.
 
     Attributes:
-        index: index b of the boundary.
-        shard, sample_tokens: tokens that this rank holds, and number of tokens sampled in a microbatch.
         h, r: sampled h_b and r_b of each forward in the statistics pass. A layer of multi-token prediction may run
             several times for a microbatch, with backward passes in the opposite order.
         weight: factor from a sum over sampled tokens to all tokens of a microbatch.

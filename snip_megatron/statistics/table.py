@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,22 +22,6 @@ from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
 _TRUTH_GROUPS = ("truth", "truth_again")
-
-# Exceptions of NumPy, zipfile and the conversions of a header on bytes that are no such file: RuntimeError for
-# encryption and unknown compression, MemoryError and OverflowError for impossible sizes.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    RuntimeError,
-    MemoryError,
-    OverflowError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
@@ -108,14 +90,11 @@ class StatisticsTable:
         tokens: T, tokens of the probe over all data parallel ranks.
         tokens_per_step: tokens of a training step's global batch. Gradient noise of one step is that of the probe times
             sqrt(tokens / tokens_per_step). ``wdrift2`` and ``wsigma2`` are already those of one step.
-        formats: candidate formats, the second axis of the per-format columns.
-        linears, sinks: the rows.
         linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
         drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
         sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
-        meta: further figures of the update, by name.
-        truth: what forcing each option alone did (``statistics.truth``). None outside of ``snip validate-proxy``.
-        truth_again: the same on other microbatches, the ceiling of every estimator.
+        truth, truth_again: what forcing each option alone did (``statistics.truth``), and the same on other
+            microbatches, the ceiling of every estimator. None outside of ``snip validate-proxy``.
     """
 
     step: int
@@ -198,7 +177,7 @@ class StatisticsTable:
             with np.load(io.BytesIO(content), allow_pickle=False) as data:
                 header = json.loads(bytes(data["header"]))
                 if header.get("schema") != STATS_SCHEMA:
-                    raise SnipError(f'{where}: "schema" must be "{STATS_SCHEMA}"')
+                    raise ValueError(f'"schema" must be "{STATS_SCHEMA}"')
                 groups = {
                     "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
                     "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
@@ -219,7 +198,7 @@ class StatisticsTable:
                     truth=_truth(data, "truth"),
                     truth_again=_truth(data, "truth_again"),
                 )
-        except _UNREADABLE as error:
+        except Exception as error:  # whatever NumPy, zipfile and conversions raise on bytes that are no such file
             raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
 
 

@@ -19,8 +19,7 @@ class LinearShape(JsonFields):
 
     Attributes:
         tokens: tokens of one microbatch, after the all-gather of sequence parallelism.
-        n: rows of the rank's shard of W, its output features.
-        k: columns of the rank's shard of W, its input features.
+        n, k: rows and columns of the rank's shard of W, its output and input features.
         microbatches: how often the rank runs such a GEMM in a step: microbatches of a step, times its experts.
         gathered: whether X is gathered from token shards (column-parallel linears under sequence parallelism). fprop
             and wgrad then quantise it separately.

@@ -15,7 +15,8 @@ from snip_megatron.precision import DENSE_LAYER, Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import Change, Stored, find_stored, is_statistics, rebuild
-from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape

@@ -9,7 +9,8 @@ import pytest
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
-from snip_megatron.sensitivity import PhasedRequest, SolveRequest, build_problem
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.solver import Item, Problem, Spent, solve
 
 from .synthetic import make_table

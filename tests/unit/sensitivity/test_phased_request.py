@@ -13,7 +13,8 @@ import pytest
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule, SchedulePhase
-from snip_megatron.sensitivity import PhasedRequest, SolveRequest
+from snip_megatron.sensitivity import SolveRequest
+from snip_megatron.sensitivity.phased import PhasedRequest
 
 REQUEST = PhasedRequest(
     begins=(120, 400),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
-from snip_megatron.sensitivity.policies import UNSOLVED
-from snip_megatron.sensitivity.problem import list_options
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
+from snip_megatron.sensitivity.problem import check_reachable, list_options, reachable_share
 from snip_megatron.solver import solve
 from snip_megatron.solver.problem import Item, Problem
 

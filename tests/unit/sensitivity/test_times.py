@@ -11,7 +11,8 @@ import pytest
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, split_option_id
 from snip_megatron.precision.budget import Budget
-from snip_megatron.sensitivity import SolveRequest, build_problem, check_reachable
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import solve
 from snip_megatron.timing.loading import load_cost_model

@@ -10,9 +10,10 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.linears import pinned_formats
-from snip_megatron.sensitivity import POLICIES, SolveRequest, build_problem, check_reachable, reachable_share
+from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.fixed import late_shares
-from snip_megatron.sensitivity.policies import UNSOLVED
+from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
+from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.solver import solve
 from snip_megatron.statistics.table import StatisticsTable
 
