@@ -193,9 +193,9 @@ def _positive(value: Any, where: str) -> float:
 
 
 def _whole(body: dict[str, Any], field: str, where: str, *, default: int | None = None, most: int = _MAX_EDGE) -> int:
-    if body.get(field) is None and default is not None:
-        return default
-    path = f"{where}: {field}"
-    if (value := strict.whole(strict.field(body, field, f"{where}: "), path, 1)) > most:
-        raise SnipError(f"{path}: must be at most {most}, got {value}")
+    value = default if body.get(field) is None else body[field]
+    if value is None:
+        raise SnipError(f"{where}: {field}: missing")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise SnipError(f"{where}: {field}: must be a whole number from 1 to {most}, got {quoted(value)}")
     return value
