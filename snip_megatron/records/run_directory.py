@@ -4,13 +4,6 @@
 resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with step <
 N.
 
-    run = RunDirectory(path, config, overwrite=False, resume_step=None, facts={...})   # rank 0; may raise SnipError
-    run.step_s = 0.41                                       # once a step: duration of the last step
-    run.event(8, "probe", kind="statistics", seconds=0.2, tokens=512, wait_s=0.2)
-    run.metric(8, loss=3.2, grad_norm=1.1, fp4_fraction=0.75)
-    run.write("maps", 12, precision_map.to_json())
-    run.close()
-
 Only the constructor raises on an I/O error. Later, a failed write is reported once, kept, and tried again.
 """
 

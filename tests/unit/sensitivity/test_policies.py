@@ -50,7 +50,7 @@ def test_names_serve_the_command_line() -> None:
         SnipConfig(enabled=True, policy=policy)
     for estimator in ESTIMATORS:
         SnipConfig(enabled=True, estimator=estimator)
-    with pytest.raises(SnipError, match="--snip-policy hwq: unknown; choose one of snip, random"):
+    with pytest.raises(SnipError, match="--snip-policy hwq: unknown; choose one of snip, min-abs-err"):
         scores_of(make_table(), policy="hwq")
     with pytest.raises(SnipError, match="--snip-estimator guess: unknown; choose one of noise, fisher"):
         scores_of(make_table(), estimator="guess")
