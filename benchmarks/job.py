@@ -15,7 +15,8 @@ predicted loss and speedups. SNIP's other contenders keep one map, with the same
 format in every GEMM.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
-permutation, Transformer Engine's formats with the padding that they need, CUDA graphs without the experts.
+permutation, Transformer Engine's formats with the padding that they need (by the experts, or by the router in
+``*_routed``), CUDA graphs without the experts.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
@@ -25,6 +26,8 @@ milliseconds by kind of kernel. That step is slower, which a median does not not
 
 Where Apex is not installed, Megatron's own layers write weight gradients in bf16 and add them to ``main_grad`` in a
 kernel of their own, which SNIP's linears do not. With ``--fused-accumulation`` all contenders add them in the GEMM.
+
+``--gpus 2 -- --expert-model-parallel-size 2`` shares the experts of a model over two GPUs; other layouts likewise.
 
 If ``--out`` is the result of an earlier call on the same machine and code, the new figures are added to it. A table can
 so be made in parts: the contenders named by ``--contenders``, or all that have no time yet, until ``--deadline``.
@@ -51,7 +54,7 @@ import torch
 
 from benchmarks.common import ROOT, header, step_times, write
 from benchmarks.jobs import kernels as job_kernels
-from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS
+from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS, ROUTER_PADS
 from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
@@ -126,8 +129,8 @@ class Job:
             given += ["--te-rng-tracker"] if has_transformer_engine() else []
             given += self._model.graphed
         given += self._model.transformer_engine if has_transformer_engine() else ["--transformer-impl", "local"]
-        if self._model.transformer_engine and contender.transformer_engine:
-            given += ["--moe-router-padding-for-quantization"]
+        if ROUTER_PADS in given and "--moe-router-fusion" in given:
+            given.remove("--moe-router-fusion")
         if contender.map is not None:
             given += ["--snip", "--snip-policy", "bf16", "--snip-pin", f"*={contender.map.value}"]
             given += ["--snip-dir", str(folder / "run")]
