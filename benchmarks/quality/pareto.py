@@ -29,21 +29,21 @@ from benchmarks.quality.gaps import Gap, found, gap
 
 RESULTS = ROOT / "benchmarks/results"
 PICTURE = ROOT / "docs/images/pareto.svg"
-FORECAST = "planner/forecast_8b-rates_*.json"
+FORECAST = "planner/forecast_8b-rates_2026-11-26.json"
 HOPPER = {
-    "bf16": ("jobs/job_1b-default_h100_*.json", "bf16_graphs", "bf16"),
-    "fp8 everywhere": ("jobs/job_1b-swiglu_h200_*.json", "snip_fp8_fused_graphs", "uniform-fp8"),
-    "fp8_tensor everywhere": ("jobs/job_1b-default_h100_*.json", "snip_fp8_tensor_graphs", "fp8_tensor"),
-    "--snip": ("jobs/job_1b-default_h100_*.json", "snip_default_graphs", "default"),
-    "Megatron's tensorwise FP8": ("jobs/job_1b-default_h100_*.json", "te_fp8_tensor_graphs", None),
+    "bf16": ("jobs/job_1b-default_h100_2026-11-26.json", "bf16_graphs", "bf16"),
+    "fp8 everywhere": ("jobs/job_1b-swiglu_h200_2026-11-25.json", "snip_fp8_fused_graphs", "uniform-fp8"),
+    "fp8_tensor everywhere": ("jobs/job_1b-default_h100_2026-11-26.json", "snip_fp8_tensor_graphs", "fp8_tensor"),
+    "--snip": ("jobs/job_1b-default_h100_2026-11-26.json", "snip_default_graphs", "default"),
+    "Megatron's tensorwise FP8": ("jobs/job_1b-default_h100_2026-11-26.json", "te_fp8_tensor_graphs", None),
     "Megatron's blockwise FP8": ("jobs/job_1b-default_h100_2026-11-25.json", "te_fp8_block_graphs", None),
 }
 """Policy → result with its time, its contender there, its label in the comparisons of losses."""
 LOSSES = {
-    "26M": ("quality/compare_26m-time_*.json", "quality/compare_26m-default_*.json"),
-    "125M": ("quality/compare_125m-time_*.json", "quality/compare_125m-default_*.json"),
+    "26M": ("quality/compare_26m-time_2xh200_2026-11-22.json",),
+    "125M": ("quality/compare_125m-time_2xh200_2026-11-23.json",),
 }
-NVFP4 = "quality/compare_26m-nvfp4_*.json"
+NVFP4 = "quality/compare_26m-nvfp4_2xh200_2026-11-23.json"
 OURS = ("snip, auto", "snip, static", "--snip")
 NAMES = {
     "uniform-fp8": "mxfp8 everywhere",
@@ -75,34 +75,25 @@ class Point:
     files: tuple[str, ...]
 
 
-def newest(pattern: str) -> Path | None:
-    """Return the newest result of a kind, by the date in its name."""
-    return max(RESULTS.glob(pattern), key=lambda path: path.stem.rpartition("_")[2], default=None)
-
-
 def measured() -> Iterator[Point]:
     """Yield the points of Hopper."""
     gaps: dict[tuple[str, str], tuple[Gap, str]] = {}
-    for model, patterns in LOSSES.items():
-        for path in filter(None, map(newest, patterns)):
+    for model, names in LOSSES.items():
+        for path in (RESULTS / name for name in names):
             gaps |= {(model, row.label): (gap(row), path.name) for row in found(path) if len(row.gap["map"]) >= FEWEST}
-    for name, (pattern, contender, label) in HOPPER.items():
-        job = newest(pattern)
-        assert job is not None, pattern
-        ms = json.loads(job.read_text())["ms"]
+    for name, (job, contender, label) in HOPPER.items():
+        ms = json.loads((RESULTS / job).read_text())["ms"]
         time = ms[contender] / ms.get("bf16_graphs", ms.get("bf16"))
         own = {model: gaps[model, label] for model in LOSSES if label is not None and (model, label) in gaps}
         for model, (value, file) in own.items():
-            yield Point(name, "", time, value, model, name in OURS, (job.name, file))
+            yield Point(name, "", time, value, model, name in OURS, (Path(job).name, file))
         if not own:
-            yield Point(name, "", time, None, "", name in OURS, (job.name,))
+            yield Point(name, "", time, None, "", name in OURS, (Path(job).name,))
 
 
 def forecast() -> Iterator[Point]:
     """Yield the points of Blackwell."""
-    plan, losses = newest(FORECAST), newest(NVFP4)
-    assert plan is not None
-    assert losses is not None
+    plan, losses = RESULTS / FORECAST, RESULTS / NVFP4
     bf16, eight, four = (json.loads(plan.read_text())["steps"][name]["seconds"] for name in ("bf16", "fp8", "map"))
     for row in found(losses):
         if len(row.gap["map"]) >= FEWEST and (row.label in NAMES or row.label == "bf16"):
