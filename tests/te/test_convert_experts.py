@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense, trained
+from te_models import dense, seeming_cuda, trained
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +22,7 @@ from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_experts
+from snip_megatron.megatron.compat import tell_ddp_of_experts
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.quantization import packed, swiglu
 from tests.unit.gemm import emulated_grouped
@@ -181,3 +184,38 @@ def test_a_delayed_wgrad_is_told_to_ddp_when_megatron_calls_for_it() -> None:
     linear.backward_dw()
     assert told == [True]
     assert linear.weight0.grad is not None
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_ddp_reduces_gradients_that_autograd_does_not_pass(overlaps: bool) -> None:
+    """The real DDP over one rank, two steps of two microbatches: it learns in the first step what to wait for."""
+    by_autograd, told = (steps_under_ddp(overlaps=overlaps, tells=tells) for tells in (False, True))
+    assert all(torch.equal(*pair) for pair in zip(by_autograd, told, strict=True))
+
+
+def steps_under_ddp(*, overlaps: bool, tells: bool) -> list[Tensor]:
+    """Return the gradients of the weights of experts, after DDP has started their reduction once if it ``overlaps``."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, grad_reduce_in_fp32=True)
+    chunk, _ = converted(Format.FP8, params_dtype=torch.bfloat16)
+    with seeming_cuda():
+        ddp = DistributedDataParallel(chunk.config, config, chunk.decoder.layers[0].mlp.experts)
+    if tells:
+        tell_ddp_of_experts([ddp])
+    started: list[bool] = []
+    groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+    for group in groups:
+        group.start_grad_sync = lambda **_: started.append(True)  # type: ignore[method-assign]
+    draws = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        for last in (False, True):
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                x = torch.randn(138, 128, generator=draws).bfloat16().requires_grad_()
+                y, _ = ddp(x, torch.tensor([5, 0, 130, 3]), torch.rand(138, generator=draws))
+                y.float().square().sum().backward()
+        for group in groups if overlaps else ():
+            group.golden_per_param_grad_ready_counts = dict(group.per_param_grad_ready_counts)
+            group.per_param_grad_ready_counts, group.is_first_batch = {}, False
+    assert len(started) == (1 if overlaps else 0)
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    return [parameter.main_grad.clone() for parameter in ddp.parameters()]
