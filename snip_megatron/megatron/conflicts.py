@@ -66,5 +66,4 @@ CONFLICTS: tuple[Conflict, ...] = (
         "SNIP cannot tell whether such a checkpoint holds its state; use global",
         lambda value: bool(value == "local"),
     ),
-    Conflict("--optimizer-cpu-offload", "probes read the optimizer's state on the device"),
 )

@@ -85,6 +85,23 @@ def _change_parameters(change: Any) -> None:
     setup.SnipRun.pre_wrap_hook = changed  # type: ignore[method-assign]
 
 
+def offload() -> None:
+    """Megatron's optimizer on the host, for which the parameters' shards are a GPU's."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    split, on_cpu = HybridDeviceOptimizer._get_sub_optimizer_param_groups, torch.Tensor.is_cuda
+
+    def split_as_on_a_gpu(self: Any, fraction: float) -> Any:
+        shards = {id(shard) for group in self.param_groups for shard in group["params"]}
+        torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in shards)  # type: ignore[assignment,method-assign]
+        try:
+            return split(self, fraction)
+        finally:
+            torch.Tensor.is_cuda = on_cpu  # type: ignore[method-assign]
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = split_as_on_a_gpu
+
+
 def mask() -> None:
     """A loss mask that leaves out the first three quarters of every sequence, as of a prompt."""
     from snip_megatron.megatron import entry

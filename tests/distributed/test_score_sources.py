@@ -29,10 +29,11 @@ MODEL = shlex.split(
 TENSOR = "--tensor-model-parallel-size 2 --muon-tp-mode duplicated"
 
 
-def table_of(warm: WarmRanks, tmp: Path, nproc: int, microbatches: int, extra: str) -> StatisticsTable:
+def table_of(warm: WarmRanks, tmp: Path, nproc: int, microbatches: int, extra: str, alter: str = "") -> StatisticsTable:
     """Statistics before step AT; ranks begin with equal weights without pipeline stages."""
     run = ("--snip-dir", str(tmp / "run"), "--snip-probe-microbatches", str(microbatches))
-    process = warm.run(nproc, tiny_llama_args(*MODEL, *PROBE, *run, *extra.split(), iters=9), tmp=tmp)
+    arguments = tiny_llama_args(*MODEL, *PROBE, *run, *extra.split(), iters=9)
+    process = warm.run(nproc, arguments, module="altered_pretrain", env={"ALTER": alter}, tmp=tmp)
     assert process.returncode == 0, process.stderr[-4000:]
     return StatisticsTable.load(tmp / "run" / "stats" / f"step_{AT}.npz")
 
@@ -69,3 +70,13 @@ def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path:
     assert (two.drift2[:, -1] > 0).all()
     found = worst_differences(one, two)
     assert agree(found), found
+
+
+def test_drift_of_an_optimizer_on_the_host(warm: WarmRanks, tmp_path: Path) -> None:
+    adam = "--bf16 --use-distributed-optimizer"
+    host = f"{adam} --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 1.0"
+    device = table_of(warm, tmp_path / "device", 2, 1, adam)
+    offloaded = table_of(warm, tmp_path / "host", 2, 1, host, alter="offload")
+    assert (device.drift2 > 0).all()
+    for name in ("drift2", "by_format.wdrift2", "linear.m2", "linear.v2"):
+        np.testing.assert_allclose(offloaded.arrays()[name], device.arrays()[name], rtol=1e-3, err_msg=name)

@@ -48,12 +48,14 @@ DELTA = """
 --linear-num-value-heads 8 --group-query-attention --num-query-groups 4 --qk-layernorm
 """
 SHARED = "--moe-shared-expert-intermediate-size 256 --moe-layer-freq [0]*1+[1]*3"
+DENSE = "--group-query-attention --num-query-groups 4 --qk-layernorm"
 FAMILIES = {
-    "dense": "--group-query-attention --num-query-groups 4 --qk-layernorm",
+    "dense": DENSE,
     "latent": f"{LATENT} --mtp-num-layers 2 --mtp-use-repeated-layer",
-    "experts": f"--group-query-attention --num-query-groups 4 --qk-layernorm {EXPERTS}",
+    "experts": f"{DENSE} {EXPERTS}",
     "latent_experts": f"{LATENT} --mtp-num-layers 1 {EXPERTS} {SHARED}",
     "delta_experts": f"{DELTA} {EXPERTS} --moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate",
+    "offloaded": f"{DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
 }
 """Megatron's arguments. Gated delta nets need flash-linear-attention."""
 BF16 = "--snip --snip-policy bf16"

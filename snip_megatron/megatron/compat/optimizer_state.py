@@ -29,7 +29,8 @@ class HeldState:
         group: Parameter group of the torch optimizer.
         inner: Tensor that the torch optimizer updates.
         main: fp32 [end − start], the values that are updated.
-        state: State of ``inner`` in the torch optimizer; empty before the first step.
+        state: State of ``inner`` in the torch optimizer, its moments on the device of the parameter; empty before the
+            first step.
     """
 
     start: int
@@ -85,7 +86,8 @@ def _distributed(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     if main is None or main.dtype != torch.float32 or main.numel() != range_.end - range_.start:
         # For fp16 main parameters, or 16-bit remainders of Transformer Engine, the model's own values are used.
         main = param.detach().view(-1)[range_.start : range_.end].float()
-    return HeldState(range_.start, range_.end, optimizer.optimizer, group, inner, main, {**state, **tensors})
+    moments = {name: value.to(param.device) for name, value in tensors.items() if name.startswith("exp_avg")}
+    return HeldState(range_.start, range_.end, optimizer.optimizer, group, inner, main, {**state, **moments})
 
 
 def _whole(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:

@@ -49,8 +49,11 @@ def has_package() -> bool:
 
 
 def _kinds(owner: torch.optim.Optimizer) -> set[str]:
-    """Return the names of the optimizer's classes. Adaptive Muon keeps a second moment and does not count as Muon."""
-    names = {cls.__name__ for cls in type(owner).__mro__}
+    """Return the names of the optimizer's classes. Adaptive Muon keeps a second moment and does not count as Muon.
+
+    An optimizer of which the host holds a part is of the class that updates this part.
+    """
+    names = {cls.__name__ for cls in getattr(owner, "cpu_optimizer_cls", type(owner)).__mro__}
     return names - {"TensorParallelMuon"} if any("AdaptiveMuon" in name for name in names) else names
 
 
@@ -63,6 +66,8 @@ def _adam(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update | No
             "the optimizer adds weight decay to gradients (decoupled_weight_decay=False): weight divergence knows the"
             " update of AdamW; leave it out, or use --snip-estimator fisher"
         )
+    if hasattr(held.owner, "sub_optimizers"):  # they count steps, in groups of their own
+        group = {**group, "step": steps}
     return AdamWState.of(group, state, held.start, held.end)
 
 
