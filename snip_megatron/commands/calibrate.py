@@ -25,26 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip calibrate``."""
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE.json", help="file for the table; default: standard output")
+    add("--formats", default=",".join(_FORMATS), metavar="F,F", help="formats to measure; default: %(default)s")
     add(
-        "--formats",
-        default=",".join(_FORMATS),
-        metavar="F,F",
-        help="quantised formats to measure, comma separated; default: %(default)s",
-    )
-    add(
-        "--time",
-        type=float,
-        default=55.0,
-        metavar="S",
-        help="seconds after which the command ends with what it has, as after Ctrl-C; default: 55",
+        "--time", type=float, default=55.0, metavar="S", help="seconds after which it ends as after Ctrl-C; default: 55"
     )
     add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
     add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
-    add(
-        "--commit",
-        metavar="HASH",
-        help="commit of the measured code, which the table records; default: $SNIP_COMMIT, or unknown",
-    )
+    add("--commit", metavar="HASH", help="commit that the table records; default: $SNIP_COMMIT, or unknown")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,13 +53,8 @@ ENVIRONMENT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip compare``."""
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="experiment files (snip.experiment/1); with --report, result files",
-    )
+    text = "experiment files (snip.experiment/1); with --report, result files"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
     add_training_arguments(parser, Path("runs/compare"), "NAME.json, NAME.md and NAME.html")
     parser.add_argument(
         "--per-gpu",
@@ -71,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
-    parser.add_argument(
-        "--report", action="store_true", help="write the tables and plots of result files again; train nothing"
-    )
+    parser.add_argument("--report", action="store_true", help="write the pages of result files again; train nothing")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, out: Path, files: str) -> None:

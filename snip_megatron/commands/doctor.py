@@ -18,18 +18,11 @@ _MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON (snip.doctor/1)")
-    parser.add_argument(
-        "--dir",
-        metavar="DIR",
-        type=Path,
-        default=Path(),
-        help="folder that runs will write to; default: the current one",
-    )
-    parser.add_argument(
-        "--port", metavar="N", type=int, default=29500, help="port of torchrun's rendezvous; default: 29500"
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with code 1 also if there are only notes")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the checks as JSON (snip.doctor/1)")
+    add("--dir", metavar="DIR", type=Path, default=Path(), help="where runs will write; default: the current folder")
+    add("--port", metavar="N", type=int, default=29500, help="port of torchrun's rendezvous; default: 29500")
+    add("--strict", action="store_true", help="exit with code 1 also if there are only notes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,19 +22,11 @@ _TIMINGS = "h200"  # the card of the forecast
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip launch``. Those that Megatron has too have the same names."""
     add = parser.add_argument
-    add(
-        "configuration",
-        metavar="CONFIGURATION",
-        help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8); see launch/README.md",
-    )
+    add("configuration", metavar="CONFIGURATION", help="1b, 3b, 7b, 70b (TP8 × PP4 × DP2) or 70b-pp8 (TP8 × PP8)")
     add("--data", metavar="DIR", help="folder that snip prepare-data wrote; or mock, for random tokens")
     add("--save", type=Path, metavar="DIR", help="folder for checkpoints; a run resumes from the newest one there")
     add("--no-resume", dest="resume", action="store_false", help="start anew even if --save holds a checkpoint")
-    add(
-        "--model",
-        metavar="NAME|config.json",
-        help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or a config.json; default: the configuration's",
-    )
+    add("--model", metavar="NAME|FILE", help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or its config.json")
     for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline parallel size")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
     add("--nodes", type=int, metavar="N", help="nodes of the job; default: as many as the configuration's GPUs need")
@@ -42,25 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in (("seq-length", "tokens of a sequence"), ("micro-batch-size", "sequences of a microbatch")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
     add("--global-batch-size", type=int, metavar="N", help="sequences of a step; default: the configuration's")
-    add(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        help="activations to recompute in the backward; default: the configuration's",
-    )
+    add("--recompute", choices=("none", "selective", "full"), help="activations to recompute in the backward")
     add("--no-snip", dest="snip", action="store_false", help="train with plain Megatron, for comparison")
     add("--smoke", action="store_true", help="train a tiny model for 20 steps with the same arguments, as a test")
     add("--cpu", action="store_true", help="run the ranks on the CPU over gloo, to try --smoke without a GPU")
-    add(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="for several nodes: address of one of them, with a free port; the same on all nodes",
-    )
-    add(
-        "--rendezvous-id",
-        default="snip",
-        metavar="ID",
-        help="identifies this job; the same on all nodes; default: snip",
-    )
+    add("--rendezvous", metavar="HOST:PORT", help="for several nodes: one of them, with a free port; the same on all")
+    add("--rendezvous-id", default="snip", metavar="ID", help="this job's name, the same on all nodes; default: snip")
     add(
         "--local-address",
         metavar="ADDR|route",

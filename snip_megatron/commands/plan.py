@@ -58,19 +58,8 @@ def _add_model(add: Callable[..., Any]) -> None:
     add("--recompute", choices=RECOMPUTE, help="activations to recompute in the backward; default: none")
     for flag, text in _FLAGS.items():
         add(f"--{flag}", action="store_true", help=text)
-    add(
-        "--vocab-size",
-        type=_count,
-        metavar="N",
-        help="tokens of the vocabulary; default: the model's",
-    )
-    add(
-        "--gpus",
-        type=_count,
-        default=8,
-        metavar="N",
-        help="GPUs of a job with --megatron; default: 8",
-    )
+    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
+    add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
     add(
         "--megatron",
         nargs=argparse.REMAINDER,
@@ -88,12 +77,7 @@ def _add_losses(add: Callable[..., Any]) -> None:
         help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
     )
     add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
-    add(
-        "--train-iters",
-        type=_count,
-        metavar="N",
-        help="training steps of the run, over which phases are planned",
-    )
+    add("--train-iters", type=_count, metavar="N", help="training steps of the run, over which phases are planned")
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:

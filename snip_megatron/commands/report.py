@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of a page, print as JSON (snip.worth/1) whether the run was worth it: times of steps, time saved,"
         " costs, loss, memory",
     )
-    instead.add_argument(
-        "--live",
-        action="store_true",
-        help="serve the page of a running job on this machine and keep it up to date, until Ctrl-C",
-    )
+    instead.add_argument("--live", action="store_true", help="serve the page of a running job here, until Ctrl-C")
     parser.add_argument(
         "--port", metavar="N", type=int, help="port of --live on 127.0.0.1; 0: any free port; default: 8765"
     )

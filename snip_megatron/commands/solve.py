@@ -32,29 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a problem file (snip.problem/1 or /2), a run directory (its latest update is solved), or a file of its"
         " stats/",
     )
+    add("--out", type=Path, metavar="MAP.json", help="file for the map, or for a plan; default: standard output")
     add(
-        "--out",
-        type=Path,
-        metavar="MAP.json",
-        help="file for the map, or for the plan if the problem has phases; default: standard output",
+        "--solver", choices=("cpsat", "greedy"), default="cpsat", help="greedy stops at a good solution; default: cpsat"
     )
-    add(
-        "--solver",
-        choices=("cpsat", "greedy"),
-        default="cpsat",
-        help="cpsat proves the optimum; greedy stops at a good solution; default: cpsat",
-    )
-    add(
-        "--time-limit",
-        type=positive("a number of seconds above 0"),
-        metavar="S",
-        help="wall-clock seconds that a solve may take; default: 60",
-    )
-    add(
-        "--budget",
-        metavar="KIND=X",
-        help="fp4=SHARE, speedup=FACTOR or loss=BOUND, as --snip-budget; default: the budget of the problem",
-    )
+    seconds = positive("a number of seconds above 0")
+    add("--time-limit", type=seconds, metavar="S", help="wall-clock seconds that a solve may take; default: 60")
+    add("--budget", metavar="KIND=X", help="as --snip-budget of a training; default: the budget of the problem")
     stored = parser.add_argument_group("solve a run's statistics with other settings")
     add_stored = stored.add_argument
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")

@@ -38,40 +38,19 @@ SMALLEST_VOCABULARY, LARGEST_VOCABULARY = text_tokenizer.BYTES + 1, 2**24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip prepare-data``."""
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        type=Path,
-        metavar="PATH",
-        help="text files or folders; default: the sources of Python's standard library",
+    add = parser.add_argument
+    add(
+        "inputs", nargs="*", type=Path, metavar="PATH", help="text files or folders; default: Python's standard library"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder for the output; created by this command"
-    )
-    parser.add_argument(
-        "--glob",
-        action="append",
-        metavar="PATTERN",
-        help="take only files whose name or path in a folder matches; repeatable; default: all, or *.py without PATH",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        choices=("bpe", "bytes"),
-        default="bpe",
-        help="a BPE trained on the text, or one token per byte; default: bpe",
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default: {VOCABULARY}"
-    )
-    parser.add_argument(
-        "--holdout",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="share of files that is held out for validation; default: 0.05",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if this command wrote it")
-    parser.add_argument("--reuse", action="store_true", help="do nothing if DIR already holds the same result")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the output; created by this command")
+    text = "take only files whose name or path in a folder matches; repeatable; default: all, or *.py without PATH"
+    add("--glob", action="append", metavar="PATTERN", help=text)
+    text = "a BPE trained on the text, or one token per byte; default: bpe"
+    add("--tokenizer", choices=("bpe", "bytes"), default="bpe", help=text)
+    add("--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default: {VOCABULARY}")
+    add("--holdout", type=float, default=0.05, metavar="SHARE", help="share of files for validation; default: 0.05")
+    add("--overwrite", action="store_true", help="replace DIR if this command wrote it")
+    add("--reuse", action="store_true", help="do nothing if DIR already holds the same result")
 
 
 def run(args: argparse.Namespace) -> int:
