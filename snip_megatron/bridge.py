@@ -136,44 +136,18 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
     # -- the step --------------------------------------------------------------------------------------------------
     def _wrapped(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def step_with_snip(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            scheduler: Any,
-            global_state: Any,
-            pg_collection: Any,
-            forward_backward_func: Any,
-            *rest: Any,
-            **named: Any,
-        ) -> Any:
+        def step_with_snip(*given: Any, **named: Any) -> Any:
             if self._run is None:
                 raise SnipError(
                     "Bridge built its model without SNIP's pre-wrap hook: was attach() given its container?"
                 )
-            self._run.state, self._run.scheduler = global_state, scheduler
-            iteration, model_config = global_state.train_state.step, get_model_config(model[0])
-            forward_step, schedule = self._run.graphs.training(forward_step_func, forward_backward_func)
-            step = functools.partial(
-                train_step,
-                forward_step,
-                data_iterator,
-                model,
-                optimizer,
-                scheduler,
-                global_state,
-                pg_collection,
-                self._run.repeatable(schedule, iteration),
-                *rest,
-                **named,
-            )
+            forward_step, data_iterator, model, optimizer, scheduler, state, _, schedule, *_ = given
+            self._run.state, self._run.scheduler = state, scheduler
             # Bridge lets the chunks of a virtual pipeline share an iterator, and hands each its microbatches itself.
             iterators = data_iterator if len(model) == 1 else [data_iterator] * len(model)
-            call = StepCall(
-                iteration, forward_step_func, iterators, model, optimizer, model_config, forward_backward_func
-            )
-            return self._run.around_step(step, call)
+            config = get_model_config(model[0])
+            call = StepCall(state.train_state.step, forward_step, iterators, model, optimizer, config, schedule)
+            return self._run.run_step(functools.partial(train_step, **named), call, given, schedule_at=7)
 
         return step_with_snip
 

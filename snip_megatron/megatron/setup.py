@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -189,41 +190,28 @@ class SnipRun:
 
     # -- the step ----------------------------------------------------------------------------------------------
     def wrap(self, train_step: compat.TrainStep) -> compat.TrainStep:
-        """Return ``train_step`` wrapped by :meth:`around_step`."""
+        """Return ``train_step`` wrapped by :meth:`run_step`."""
 
-        def step_with_snip(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            config: Any,
-            forward_backward_func: Any,
-            iteration: int,
-            **kwargs: Any,
-        ) -> Any:
-            self.scheduler = opt_param_scheduler
-
-            def step() -> Any:
-                forward_step, schedule = self.graphs.training(forward_step_func, forward_backward_func)
-                return train_step(
-                    forward_step,
-                    data_iterator,
-                    model,
-                    optimizer,
-                    opt_param_scheduler,
-                    config,
-                    self.repeatable(schedule, iteration),
-                    iteration=iteration,
-                    **kwargs,
-                )
-
-            call = StepCall(
-                iteration, forward_step_func, data_iterator, model, optimizer, config, forward_backward_func
-            )
-            return self.around_step(step, call)
+        def step_with_snip(*given: Any, iteration: int, **named: Any) -> Any:
+            forward_step, data_iterator, model, optimizer, self.scheduler, config, schedule, *_ = given
+            call = StepCall(iteration, forward_step, data_iterator, model, optimizer, config, schedule)
+            step = functools.partial(train_step, iteration=iteration, **named)
+            return self.run_step(step, call, given, schedule_at=6)
 
         return step_with_snip
+
+    def run_step(self, train_step: compat.TrainStep, call: StepCall, given: Sequence[Any], *, schedule_at: int) -> Any:
+        """Run :meth:`around_step` with the arguments of ``train_step``.
+
+        The first is the forward step, and that at the index ``schedule_at`` the schedule. Both are wrapped.
+        """
+
+        def step() -> Any:
+            forward_step, schedule = self.graphs.training(call.forward_step_func, call.forward_backward_func)
+            schedule = self.repeatable(schedule, call.step)
+            return train_step(forward_step, *given[1:schedule_at], schedule, *given[schedule_at + 1 :])
+
+        return self.around_step(step, call)
 
     def repeatable(self, schedule: Callable[..., Any], step: int) -> Callable[..., Any]:
         """Return the schedule of ``step``, which rounds alike whenever it is called again.

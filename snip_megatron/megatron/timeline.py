@@ -21,8 +21,6 @@ from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights
 from snip_megatron.sensitivity.request import SolveRequest
 
 _SAMPLES = 1000  # of the learning rate over a run
-_MOST_OF_THE_PRECISION = 0.25
-"""Of what a budget leaves for more precise formats: a start that takes more of it is worth a line."""
 
 
 def with_shared_schedule(config: SnipConfig) -> SnipConfig:
@@ -67,8 +65,6 @@ def timeline_of(
             )
         return None
 
-    if schedule is not None:
-        _say_what_the_start_takes(config, step, last)
     learning_rate = None if schedule is None else compat.learning_rate(scheduler, args, step)
 
     def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
@@ -91,24 +87,6 @@ def timeline_of(
         standing=STANDING_WEIGHTS[config.deployed],
         timed=config.wanted.kind == "speedup",
     )
-
-
-def _say_what_the_start_takes(config: SnipConfig, step: int, last: int) -> None:
-    """Warn before training if the steps before the first map take most of the precision that an fp4 budget leaves.
-
-    These steps are in bf16, and they count towards the average over the run.
-    """
-    kind, share = config.wanted.kind, config.wanted.value
-    adopted = config.first_update + config.lag
-    if kind != "fp4" or not config.updates or not step < adopted < last:
-        return
-    taken, left = (adopted - step) / (last - step), 1.0 - share
-    if taken > _MOST_OF_THE_PRECISION * left:
-        say(
-            f"training is in bf16 until the first map at step {adopted}, which is {100 * taken:.2g} % of the run;"
-            f" --snip-budget fp4={share:g} leaves {100 * left:.2g} % for more precise formats, and an early phase is"
-            " where they help least; begin earlier with --snip-first-update"
-        )
 
 
 def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:

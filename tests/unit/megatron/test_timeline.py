@@ -84,22 +84,3 @@ def test_without_a_known_end_the_map_is_static_and_one_line_says_so(capsys: pyte
     assert capsys.readouterr().out == ""
     with pytest.raises(SnipError, match="--snip-policy late-all needs an end of training: give --train-iters"):
         timeline_of(config(policy="late-all"), arguments(train_iters=None), SolveRequest(), LINEARS, None, 0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "step", "says"),
-    [
-        ({"budget": "fp4=0.9"}, 0, True),  # 3 of 50 steps, where 5 may be precise
-        ({"budget": "fp4=0.75"}, 0, False),
-        ({"budget": "fp4=0.9", "first_update": 0, "lag": 1}, 0, False),
-        ({"budget": "fp4=0.9"}, 3, False),  # resumed after the first map
-        ({"budget": "speedup=1.2"}, 0, False),
-    ],
-)
-def test_a_start_that_takes_the_precision_of_a_plan_is_announced(
-    capsys: pytest.CaptureFixture[str], fields: dict[str, Any], step: int, says: bool
-) -> None:
-    asked = config(**{"schedule": "auto", "first_update": 2, "lag": 1} | fields)
-    timeline_of(asked, arguments(), SolveRequest(), LINEARS, scheduler(), step)
-    line = "in bf16 until the first map at step 3, which is 6 % of the run; --snip-budget fp4=0.9 leaves 10 % for"
-    assert (line in capsys.readouterr().out) is says
