@@ -52,7 +52,8 @@ def install() -> None:
     _redirect_devices()
     _replace_cuda_runtime()
     _separate_data_loader_seeds()
-    _adapt_gloo()
+    _take_split_sizes_as_tensors()
+    _gather_shares_of_different_sizes()
     cpu_products.install()
     _hide_fused_optimizers()
 
@@ -67,13 +68,9 @@ def _hide_fused_optimizers() -> None:
 # -- devices ---------------------------------------------------------------------------------------------------
 def _to_cpu(device: Any) -> Any:
     """Replace a CUDA device (index, "cuda:0" or torch.device) by the CPU. Other values are returned unchanged."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return CPU
-    return device
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    named = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return CPU if is_index or named else device
 
 
 def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,11 +255,6 @@ def _separate_data_loader_seeds() -> None:
 
 
 # -- gloo ------------------------------------------------------------------------------------------------------
-def _adapt_gloo() -> None:
-    _take_split_sizes_as_tensors()
-    _gather_shares_of_different_sizes()
-
-
 def _take_split_sizes_as_tensors() -> None:
     """Accept split sizes as tensors, which the code of mixtures of experts passes, in ``all_to_all_single``."""
     all_to_all_single = dist.all_to_all_single
@@ -276,16 +268,6 @@ def _take_split_sizes_as_tensors() -> None:
         return all_to_all_single(*args, **kwargs)
 
     dist.all_to_all_single = with_lists
-
-
-class _Done:
-    """Handle of a collective that has ended."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 def _gather_shares_of_different_sizes() -> None:
@@ -307,6 +289,6 @@ def _gather_shares_of_different_sizes() -> None:
                 share.copy_(tensor)
             if share.numel():
                 dist.broadcast(share, group=group, group_src=rank)
-        return _Done() if async_op else None
+        return _Event() if async_op else None  # with which all has ended
 
     dist.all_gather = of_any_sizes
