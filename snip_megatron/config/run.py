@@ -203,8 +203,8 @@ class SnipConfig:
     )
     gemm_library: str = setting(
         "auto",
-        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; deepgemm: it"
-        " must be; cublas: cuBLAS alone",
+        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; cublas: cuBLAS"
+        " alone",
         choices=LIBRARIES,
     )
     solver_time: float = setting(

@@ -7,6 +7,6 @@ BACKENDS = ("auto", "reference", "emulated", "hopper", "blackwell", "transformer
 EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""
 
-LIBRARIES = ("auto", "cublas", "deepgemm")
+LIBRARIES = ("auto", "cublas")
 """Values of ``gemm_library``: the library that runs fp8 and fp4 products on Hopper. DeepGEMM runs fprop
-and dgrad, where its results are bitwise those of cuBLASLt; ``deepgemm`` demands it."""
+and dgrad where it is installed, with cuBLASLt's bits; ``cublas``: it does not."""

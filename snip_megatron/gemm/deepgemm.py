@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
@@ -66,33 +65,16 @@ class DeepGemm:
         if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not _fits(a, b):
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
-        blocks = _row_major(_blocks(b)) if b.unpadded is None else b.unpadded
         gemm = partial(self.gemm, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
-        run_opaque(gemm, (a.values, a.scale), (b.values, blocks), out)
+        run_opaque(gemm, (a.values, a.scale), (b.values, _blocks(b)), out)
         return out
 
-    def prepared(self, weight: Operand | None) -> Operand | None:
-        """Return ``weight`` with the copy of its scales that :meth:`multiply` reads, if it needs one.
 
-        Otherwise every product would copy them, because DeepGEMM reads contiguous scales and cuBLASLt padded ones.
-        """
-        if weight is None or weight.scaling != "block" or _blocks(weight).is_contiguous():
-            return weight
-        return weight._replace(unpadded=_row_major(_blocks(weight)))
-
-
-def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | None, str]:
-    """Load DeepGEMM and compare a small product with cuBLASLt's bit by bit.
-
-    Args:
-        library: cuBLASLt.
-        required: whether ``gemm_library="deepgemm"`` is set. It is an error then if DeepGEMM cannot be used.
+def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
+    """Load DeepGEMM and compare a small product with that of cuBLASLt, ``library``, bit by bit.
 
     Returns:
         DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
-
-    Raises:
-        SnipError: ``required`` is set and DeepGEMM cannot be used.
     """
     missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
     found: DeepGemm | None = None
@@ -105,10 +87,6 @@ def deepgemm(library: CublasLt | None, *, required: bool) -> tuple[DeepGemm | No
             missing = difference(found, library, torch.device("cuda", torch.cuda.current_device()))
     if missing is None:
         return found, f"DeepGEMM {VERSION} for fprop and dgrad"
-    if required:
-        raise SnipError(
-            f"--snip-settings gemm_library=deepgemm: {missing}; use --snip-settings gemm_library=auto or cublas"
-        )
     return None, f"cuBLASLt; DeepGEMM {missing}"
 
 
@@ -175,15 +153,11 @@ def difference(found: DeepGemm, library: Any, device: torch.device) -> str | Non
 
 
 def _blocks(weight: Operand) -> Tensor:
-    """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding."""
-    return weight.scale.t()[:, : weight.values.shape[1] // TILE]
-
-
-def _row_major(scale: Tensor) -> Tensor:
-    """Return a matrix in row-major order, with row-major strides even where a side has length 1.
+    """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding, which is copied away.
 
     DeepGEMM checks all strides. torch calls a matrix of one row contiguous whatever the stride between rows is.
     """
+    scale = weight.scale.t()[:, : weight.values.shape[1] // TILE]
     return scale.reshape(-1).view(scale.shape)
 
 

@@ -88,8 +88,6 @@ class HopperBackend(GemmBackend):
         row, col = None, None
         if not _QUANTIZED.isdisjoint(spec.formats):
             row, col = self._quantizers.quantize_operands(x, spec, cached)
-            if spec.weight:
-                row, col = self._products.prepared((row, col), renewed=cached is not None)
         left = spec.only(_OTHERS)
         if left.formats != (None, None):
             rest = self._others.quantize(x, left, cached)

@@ -18,7 +18,6 @@ from torch.nn.functional import ScalingType
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.deepgemm import DeepGemm
 from snip_megatron.gemm.proposals import Choices
-from snip_megatron.quantization.operands import OperandPair
 from snip_megatron.quantization.packed import Operand
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
@@ -86,22 +85,6 @@ class ScaledProducts:
         recipes = _RECIPES[a.scaling], _RECIPES[b.scaling]
         arguments = padded.values, b.values.t(), padded.scale, recipes[0], b.scale, recipes[1]
         return self._scaled_mm(*arguments, output_dtype=dtype, use_fast_accum=fast)[: a.rows]
-
-    # -- weights -------------------------------------------------------------------------------------------------
-    def prepared(self, weight: OperandPair, *, renewed: bool) -> OperandPair:
-        """Return the operands of a weight with what the library of their products needs beside them.
-
-        ``renewed``: they have it, and it is brought up to date after their values and scales were written anew.
-        """
-        if self._faster is None:
-            return weight
-        if not renewed:
-            return self._faster.prepared(weight[0]), self._faster.prepared(weight[1])
-        for side in weight:
-            if isinstance(side, Operand) and side.unpadded is not None:
-                rows, depth = side.unpadded.shape
-                side.unpadded.copy_(side.scale.t()[:rows, :depth])
-        return weight
 
     # -- accumulation --------------------------------------------------------------------------------------------
     def accumulate(self, a: Operand, b: Operand, out: Tensor | None) -> Tensor:

@@ -52,19 +52,13 @@ def select_backend(
         replays: whether C++ may launch the kernels of the Hopper backend.
 
     Raises:
-        SnipError: the name is unknown, or the backend or library cannot run on this machine.
+        SnipError: the name is unknown, or the backend cannot run on this machine.
     """
     if name not in BACKENDS:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    selection = _select(name, formats, tensor_parallel, library, replays)
-    if library == "deepgemm" and selection.backend.name != "hopper":
-        raise SnipError(
-            f"--snip-settings gemm_library=deepgemm: the {selection.backend.name} GEMMs ({selection.reason}) do not use"
-            " it"
-        )
-    return selection
+    return _select(name, formats, tensor_parallel, library, replays)
 
 
 def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
@@ -209,7 +203,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
     faster, products = None, "cuBLASLt"
     if library_name != "cublas":
-        faster, products = deepgemm(library, required=library_name == "deepgemm")
+        faster, products = deepgemm(library)
     scaled = ScaledProducts(library=library, choices=choices, faster=faster)
     others = _emulated() if emulates else REFERENCE
 

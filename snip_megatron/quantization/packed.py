@@ -34,15 +34,12 @@ class Operand(NamedTuple):
             Scaling "tensor": [1].
         scaling: "tile" (1×128), "block" (128×128) or "tensor".
         depth: length of the reduction without padding.
-        unpadded: a contiguous copy [ceil(rows/128), ceil(depth/128)] of a block operand's scales without the padding,
-            for a library that cannot read the padded ones. None if nothing needs a copy.
     """
 
     values: Tensor
     scale: Tensor
     scaling: str
     depth: int
-    unpadded: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm import BACKENDS, deepgemm, selection
+from snip_megatron.gemm import BACKENDS, selection
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
@@ -54,16 +54,8 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert select_backend("reference").backend is REFERENCE
 
 
-def test_a_library_that_is_asked_for_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(deepgemm, "why_not", lambda: "is not there")
-    with pytest.raises(SnipError, match="gemm_library=deepgemm: is not there; use --snip-settings gemm_library=auto"):
-        select_backend("auto", library="deepgemm")
-    with pytest.raises(
-        SnipError, match=r"--snip-settings gemm_library=deepgemm: the reference GEMMs \(as asked\) do not use it"
-    ):
-        select_backend("reference", library="deepgemm")
-    with pytest.raises(SnipError, match="gemm_library=fast: unknown; choose one of auto, cublas, deepgemm"):
+def test_an_unknown_library_is_an_error() -> None:
+    with pytest.raises(SnipError, match="gemm_library=fast: unknown; choose one of auto, cublas"):
         select_backend("auto", library="fast")
 
 
