@@ -166,7 +166,7 @@ class QuantizedLinear(torch.autograd.Function):
         fprop, dgrad, wgrad = ctx.formats
         grad_weight: Tensor | None
         x: FlatOperand = ctx.saved_tensors, ctx.rest
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = main_grad_of(handle, weight)
         _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
             if call.scatters:
@@ -282,6 +282,8 @@ def weight_operands(
     def spec() -> OperandSpec:
         return call.spec("w", weight, fprop, dgrad)
 
+    if call.handle.context.gathers:
+        return backend.quantize(weight, spec())
     if state.graphed is None or not call.trains:
         return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
     if refresh:
@@ -341,6 +343,11 @@ def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
     total = d.clone()
     dist.all_reduce(total, group=handle.tp_group)
     return total
+
+
+def main_grad_of(handle: LinearHandle, weight: Tensor) -> Tensor | None:
+    """Return the tensor that ∇W is added to; None if autograd gets it."""
+    return None if handle.context.gathers else getattr(weight, "main_grad", None)
 
 
 def passed_on(

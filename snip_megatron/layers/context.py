@@ -90,6 +90,8 @@ class StepContext:
         recipes: whether linears of Transformer Engine run their own GEMMs in the formats of the map (``--snip-gemm
             transformer_engine``). Probes and measuring passes do not.
         quantizes: whether the map in force quantises any GEMM of the model.
+        gathers: whether a linear has its weight only while it runs, because data parallel ranks share it. The weight is
+            then quantised in every pass, and its gradient goes to autograd, whose hooks reduce it.
     """
 
     step: int = 0
@@ -106,6 +108,7 @@ class StepContext:
     reduces: bool = False
     recipes: bool = False
     quantizes: bool = False
+    gathers: bool = False
 
 
 @dataclass
@@ -199,6 +202,7 @@ class LinearHandle:
     def weight(self) -> torch.nn.Parameter:
         """The local shard of the weight."""
         weight = getattr(self.module, self.parameter)
+        weight = getattr(weight, "orig_param", weight)  # between passes, Megatron-FSDP puts the rank's share there
         assert isinstance(weight, torch.nn.Parameter)
         return weight
 

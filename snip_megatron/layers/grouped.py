@@ -19,6 +19,7 @@ from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import (
     LinearCall,
     gradient_keys,
+    main_grad_of,
     nothing,
     passed_on,
     placeholder_of,
@@ -116,7 +117,8 @@ class GroupedLinear(torch.autograd.Function):
         else:
             spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
             rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
-        w, ctx.w = _weight_operands(call, fprop, dgrad)
+        w, for_dgrad = _weight_operands(call, fprop, dgrad)
+        ctx.w = None if handle.context.gathers else for_dgrad  # the backward gathers the weights anew
         y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         override = call.linear.override
         if override is not None:
@@ -139,7 +141,7 @@ class GroupedLinear(torch.autograd.Function):
         if [weight._version for weight in weights] != ctx.versions:
             raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
         products = call.products
-        _, dgrad, wgrad = ctx.formats
+        fprop, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
         if isinstance(g, PrequantizedTensor):
             rowwise, columnwise = g.operands
@@ -147,12 +149,13 @@ class GroupedLinear(torch.autograd.Function):
             rowwise, columnwise = products.quantize_rows(
                 g.contiguous(), call.splits, gradient_spec(call, g, dgrad, wgrad)
             )
-        d = products.multiply(Gemm.DGRAD, rowwise, ctx.w, g.dtype)
+        w = _weight_operands(call, fprop, dgrad)[1] if ctx.w is None else ctx.w
+        d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         override = call.linear.override
         if override is not None:
             d = _by_expert(call, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
             report_error(override, g, getattr(ctx, "error", None))
-        main_grads = [getattr(weight, "main_grad", None) for weight in weights]
+        main_grads = [main_grad_of(handle, weight) for weight in weights]
         out = [each for each in main_grads if each is not None]
         x_columnwise = assemble((tuple(saved), ctx.rest))
         found = products.accumulate(columnwise, x_columnwise, out if len(out) == len(weights) else None)
@@ -182,6 +185,8 @@ def _weight_operands(call: GroupedCall, fprop: Format, dgrad: Format) -> Operand
     """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed."""
     handle, weights = call.linear.handle, call.weights
     backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
+    if handle.context.gathers:
+        return call.products.quantize_weights(weights, spec)
     return handle.state.weights.get(
         backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
     )

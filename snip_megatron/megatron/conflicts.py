@@ -36,7 +36,6 @@ def _more_than_one(value: Any) -> bool:
 
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
-_SHARDED = "its parameters have no FP32 main_grad of DDP to accumulate into; use --use-distributed-optimizer"
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict("--te-precision-config-file", _OWN_PRECISION),
@@ -46,8 +45,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--optimizer-cuda-graph",
         "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
     ),
-    Conflict("--use-megatron-fsdp", _SHARDED),
-    Conflict("--use-torch-fsdp2", _SHARDED),
+    Conflict("--use-torch-fsdp2", "its shards are not read; use --use-megatron-fsdp, or --use-distributed-optimizer"),
     Conflict(
         "--tensor-parallel-num-weight-shards",
         "quantised linears hold their whole shard of the weight; leave it out",

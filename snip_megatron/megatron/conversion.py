@@ -49,6 +49,8 @@ if HAVE_TE:
     from snip_megatron.megatron import te_experts, te_linear
 
     _SNIP_CLASS |= te_linear.CLASSES | te_experts.CLASSES
+for _stock_class, (_converted, _) in _SNIP_CLASS.items():
+    _converted.__name__ = _stock_class.__name__  # by which Megatron-FSDP finds how tensor parallel ranks share a weight
 _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
 
 

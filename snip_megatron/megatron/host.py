@@ -42,6 +42,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
     split = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
+    shares = compat.Shares(model)
     rows = _sink_rows(registry.rows, config.hidden_size, args.padded_vocab_size)
     stage = next((handle.stage for handle in registry), 0)
     return Host(
@@ -60,6 +61,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         ),
         gathers=bool(config.sequence_parallel),
         recomputes=config.recompute_granularity == "full",
+        whole=shares.values if shares else lambda weight: weight,
     )
 
 
@@ -186,6 +188,7 @@ class MegatronStep:
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
         self._loss_tokens: list[torch.Tensor] = []
+        self._shares = compat.Shares(call.model)
 
     @functools.cached_property
     def sequences(self) -> int:
@@ -257,6 +260,7 @@ class MegatronStep:
                 decoder_seq_length=self._seq_length,
                 forward_only=False,
             )
+        self._shares.finish_pass()
 
     def gradient_scale(self) -> float:
         """Return the factor to gradients of the mean token loss, which fp16 scales, and a mask may keep from tokens.
@@ -278,7 +282,10 @@ class MegatronStep:
 
         Collective.
         """
-        gradient: torch.Tensor = weight.main_grad.float()  # type: ignore[attr-defined]
+        if self._shares:
+            gradient = self._shares.gradient(weight)
+        else:
+            gradient = weight.main_grad.float()  # type: ignore[attr-defined]
         if getattr(weight, "sequence_parallel", False):
             dist.all_reduce(gradient, group=self._groups.tp)
         return gradient
@@ -304,5 +311,5 @@ class MegatronStep:
         return (
             None
             if compat.optimizer_instance(self.call.model[0])
-            else compat.update_of(self.call.optimizer, weight, self.step)
+            else compat.update_of(self.call.optimizer, self._shares.of(weight), self.step)
         )

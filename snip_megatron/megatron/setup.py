@@ -99,6 +99,7 @@ class SnipRun:
             raise
         check_measurable(self._config, self._registry.context.backend.name)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
+        self._registry.context.gathers = bool(getattr(self._args, "use_megatron_fsdp", False))
         self.graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
         self._say_what_differs()

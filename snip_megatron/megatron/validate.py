@@ -55,6 +55,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_graphs(config, args)
     _check_optimizer(config, args)
     _check_gradients(config, args)
+    _check_full_sharding(config, args)
     if config.communication != "bf16":
         check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
@@ -195,6 +196,35 @@ def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
         )
     if config.truth:
         raise SnipError(f"{argument}: the oracle reads small differences of gradients, which need FP32; leave it out")
+
+
+def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
+    """Raise SnipError if Megatron-FSDP is combined with what is not supported beside it."""
+    if not getattr(args, "use_megatron_fsdp", False):
+        return
+    strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
+    stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
+    for refused, found, way in (
+        (strategy in ("no_shard", "optim"), f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
+        (instances > 1, f"--num-distributed-optimizer-instances {instances}", "use 1"),
+        (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
+        (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
+        (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
+        (getattr(args, "delay_wgrad_compute", False), "--delay-wgrad-compute", "leave it out"),
+        (
+            getattr(args, "overlap_moe_expert_parallel_comm", False),
+            "--overlap-moe-expert-parallel-comm",
+            "leave it out",
+        ),
+        (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
+        (config.gemm == "transformer_engine", "--snip-gemm transformer_engine", "use --snip-gemm auto"),
+        (config.truth, "the oracle", "leave it out"),
+    ):
+        if refused:
+            raise SnipError(
+                f"--use-megatron-fsdp cannot be combined with {found} under --snip; {way}, or use"
+                " --use-distributed-optimizer alone"
+            )
 
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:

@@ -48,7 +48,10 @@ class Recorder:
 
     def write(self, folder: Path) -> None:
         digest = hashlib.sha256()
+        for chunk in self.model:
+            getattr(chunk, "synchronize_param_gather", lambda: None)()  # Megatron-FSDP puts each rank's share back
         for parameter in (parameter for chunk in self.model for parameter in chunk.parameters()):
+            parameter = getattr(parameter, "_local_tensor", parameter)
             digest.update(parameter.detach().float().cpu().numpy().tobytes())
         self.body["weights"] = digest.hexdigest()
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))

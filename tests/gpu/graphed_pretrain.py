@@ -66,7 +66,10 @@ class Recorder:
         assert code == 0, f"cuMemAlloc of {size} bytes: error {code}"
 
     def write(self, path: Path) -> None:
-        parameters = [parameter.detach().float().cpu() for chunk in self._model for parameter in chunk.parameters()]
+        for chunk in self._model:
+            getattr(chunk, "synchronize_param_gather", lambda: None)()  # Megatron-FSDP puts each rank's share back
+        parameters = [parameter.detach() for chunk in self._model for parameter in chunk.parameters()]
+        parameters = [getattr(parameter, "_local_tensor", parameter).float().cpu() for parameter in parameters]
         self.body["weights"] = sorted(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in parameters)
         path.mkdir(exist_ok=True)
         (path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))

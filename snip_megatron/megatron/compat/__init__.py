@@ -7,6 +7,7 @@ from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, re
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.defaults import check, set_defaults
 from snip_megatron.megatron.compat.expert_gradients import tell_ddp_of_experts
+from snip_megatron.megatron.compat.full_sharding import Shares
 from snip_megatron.megatron.compat.gradient_reduction import (
     check_gradient_reduction,
     check_reduced_models,

@@ -16,6 +16,7 @@ import megatron.training.checkpointing as checkpointing
 import torch.distributed as dist
 from megatron.training import get_args
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_names, check_signature
@@ -105,24 +106,26 @@ def what_is_missing(folder: Path, iteration: int) -> str | None:
     names = {entry.name for entry in path.iterdir()}
     if names and ".metadata" not in names and not any(name.endswith(".distcp") for name in names):
         return None  # another format
-    for name in ("metadata.json", ".metadata"):  # metadata.json is written last
-        if name not in names:
-            return f"{name} is missing"
+    if ".metadata" not in names:
+        return ".metadata is missing"
     try:
-        extents = _extents(path)
+        metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # a broken pickle can raise anything
         return f".metadata cannot be read: {type(error).__name__}"
-    for name, end in extents.items():
+    # torch_dist writes metadata.json last. torch_dcp and fsdp_dtensor write none, and hold the iteration as an entry.
+    if "metadata.json" not in names and "iteration" not in metadata.state_dict_metadata:
+        return "metadata.json is missing"
+    for name, end in _extents(metadata).items():
         size = (path / name).stat().st_size if name in names else -1
         if size < end:
             return f"{name} is missing" if size < 0 else f"{name} has {size} bytes of {end}"
     return None
 
 
-def _extents(folder: Path) -> dict[str, int]:
+def _extents(metadata: Metadata) -> dict[str, int]:
     """Return the size in bytes that each file must have at least according to torch's checkpoint metadata."""
     extents: dict[str, int] = {}
-    for place in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+    for place in (metadata.storage_data or {}).values():
         end = place.offset + place.length
         extents[place.relative_path] = max(extents.get(place.relative_path, 0), end)
     return extents

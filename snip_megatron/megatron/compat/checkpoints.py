@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from snip_megatron.megatron.compat.checkpoint_fallback import RELEASE, complete_iteration
 from snip_megatron.megatron.compat.versions import check_names, check_signature
@@ -25,10 +25,10 @@ def checkpoint_holds(args: argparse.Namespace, key: str) -> bool:
     if directory is None:
         return False
     try:
-        metadata = load_sharded_metadata(str(directory))
-    except (CheckpointingException, OSError):
+        names = FileSystemReader(directory).read_metadata().state_dict_metadata
+    except (OSError, EOFError, pickle.UnpicklingError):
         return False
-    return any(getattr(entry, "key", name) == key for name, entry in metadata.items())
+    return any(name.partition("/")[0] == key for name in names)  # torch_dist adds the number of the part
 
 
 def _checkpoint_directory(args: argparse.Namespace) -> Path | None:

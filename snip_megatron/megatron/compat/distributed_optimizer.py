@@ -8,6 +8,8 @@ parameter, which the serialisation of Megatron's distributed optimizer handles o
   the run silently continues with the bias correction of step 0. Under ``fully_reshardable`` it is missing: KeyError.
 - All parameters share one step tensor, which each of them would then advance.
 - FP32 shards are views of parameters that require gradients, and are copied into with gradients enabled.
+- Under Megatron-FSDP ranks describe the state of all parameters to each other. torch makes none for a parameter of
+  which a rank has no element, so that ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from snip_megatron.megatron.compat.full_sharding import local
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(DistributedOptimizer.state_dict, "self")
 check_signature(DistributedOptimizer.load_state_dict, "self", "state_dict")
 check_signature(DistributedOptimizer._set_main_param_and_optimizer_states, "self", "model_param", "tensors")
+check_signature(DistributedOptimizer.sharded_param_state_fsdp_dtensor, "self", "is_loading")
 _state_dict = DistributedOptimizer.state_dict
 _load_state_dict = DistributedOptimizer.load_state_dict
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+_fsdp_states = DistributedOptimizer.sharded_param_state_fsdp_dtensor
 
 
 def uses_torch_adamw() -> bool:
@@ -38,6 +43,7 @@ def install() -> str:
     DistributedOptimizer.state_dict = _complete_state_dict
     DistributedOptimizer.load_state_dict = _load_with_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_without_step
+    DistributedOptimizer.sharded_param_state_fsdp_dtensor = _complete_fsdp_states
     return "step counts of torch's AdamW saved and restored"
 
 
@@ -53,23 +59,38 @@ def _step(count: float) -> torch.Tensor:
     return torch.tensor(float(count), dtype=torch.float32)
 
 
+def _complete(optimizer: Any) -> None:
+    """Create the state that torch would create for parameters that have not stepped.
+
+    One without elements on this rank never steps. All ranks write its step, of which any may be in the checkpoint.
+    """
+    if not _is_adamw(optimizer):
+        return
+    states = optimizer.optimizer.state
+    step = max((float(state["step"]) for state in states.values()), default=0.0)
+    for _, parameter in _parameters(optimizer.optimizer):
+        if not states.get(parameter) or not local(parameter).numel():
+            states[parameter] = {
+                "step": _step(step),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
 def _complete_state_dict(self: Any) -> Any:
-    """Create the state that torch would create for parameters that have not stepped, then call the original."""
-    if _is_adamw(self):
-        for _, parameter in _parameters(self.optimizer):
-            if not self.optimizer.state.get(parameter):
-                self.optimizer.state[parameter] = {
-                    "step": _step(0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+    _complete(self)
     return _state_dict(self)
+
+
+def _complete_fsdp_states(self: Any, is_loading: bool = False) -> Any:
+    _complete(self)
+    return _fsdp_states(self, is_loading)
 
 
 def _load_with_steps(self: Any, state_dict: Any) -> Any:
     with torch.no_grad():
         result = _load_state_dict(self, state_dict)
-        if _is_adamw(self):
+        if _is_adamw(self) and not self.ddp_config.use_megatron_fsdp:  # which keeps a step for each parameter
             for group, parameter in _parameters(self.optimizer):
                 self.optimizer.state[parameter]["step"] = _step(group["step"])
     return result

@@ -10,8 +10,10 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptimizer
+from torch.distributed.tensor import DTensor
 
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron.compat.full_sharding import held_range, local
 from snip_megatron.megatron.compat.versions import check_signature
 
 check_signature(DistributedOptimizer._get_main_param_and_optimizer_states, "self", "model_param")
@@ -55,7 +57,8 @@ def held_state(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
         SnipError: If the optimizer is of another class.
     """
     for part in inner_optimizers(optimizer):
-        held = _distributed(part, param) if isinstance(part, DistributedOptimizer) else _whole(part, param)
+        sharded = isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp
+        held = _distributed(part, param) if sharded else _whole(part, param)
         if held is not None:
             return held
     return None
@@ -95,6 +98,9 @@ def _whole(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     inner = param if inner is None else inner
     for group in optimizer.optimizer.param_groups:
         if any(candidate is inner for candidate in group["params"]):
-            state = optimizer.optimizer.state.get(inner, {})
-            return HeldState(0, inner.numel(), optimizer.optimizer, group, inner, inner, state)
+            state = {key: local(value) for key, value in optimizer.optimizer.state.get(inner, {}).items()}
+            start, end = held_range(inner) if isinstance(inner, DTensor) else (0, inner.numel())
+            if start == end:
+                return None
+            return HeldState(start, end, optimizer.optimizer, group, inner, local(inner), state)
     return None

@@ -1,6 +1,6 @@
-"""SNIP's state in checkpoints of ``--ckpt-format torch``: an entry of its own beside the model in every file.
+"""SNIP's state in checkpoints of the formats ``torch`` and ``fsdp_dtensor``: an entry of its own beside the model.
 
-Megatron without SNIP ignores the entry. In distributed checkpoints the state is an object of the model.
+Megatron without SNIP ignores the entry. In checkpoints of ``torch_dist`` the state is an object of the model.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from megatron.training import checkpointing, get_args, training
 
+from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.versions import check_names
 
 _KEY = "snip_state"
+_FORMATS = ("torch", "fsdp_dtensor")
 _FUNCTIONS = ("generate_state_dict", "_load_base_checkpoint")
+_TYPES = (checkpointing.CheckpointType.LEGACY, checkpointing.CheckpointType.FSDP_DTENSOR)
 check_names(checkpointing, *_FUNCTIONS)
 check_names(training, "save_checkpoint")
 
 
 def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None], None]) -> Callable[[], None]:
-    """Let checkpoints of the format ``torch`` hold SNIP's state.
+    """Let checkpoints of the formats ``torch`` and ``fsdp_dtensor`` hold SNIP's state.
 
     Args:
         save: Called on every rank when such a checkpoint is written. Returns the state; None if there is none.
@@ -35,7 +38,7 @@ def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None],
 
     def write_with_state(*positional: Any, **named: Any) -> Any:
         nonlocal content
-        content = save() if get_args().ckpt_format == "torch" else None
+        content = save() if get_args().ckpt_format in _FORMATS else None
         try:
             return write(*positional, **named)
         finally:
@@ -43,15 +46,18 @@ def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None],
 
     def make_with_state(*positional: Any, **named: Any) -> Any:
         made = make(*positional, **named)
-        if content is not None:
+        args, loads = get_args(), content is None and get_args().load
+        if args.ckpt_format == "fsdp_dtensor" and (not loads or checkpoint_holds(args, _KEY)):
+            made[_KEY] = content  # in a load, torch puts what the checkpoint has in this place
+        elif content is not None:
             made[_KEY] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return made
 
     def read_with_state(*positional: Any, **named: Any) -> Any:
         result = read(*positional, **named)
-        if result[3] == checkpointing.CheckpointType.LEGACY and not named.get("rank0"):
+        if result[3] in _TYPES and not named.get("rank0"):
             state = result[0].get(_KEY)
-            load(None if state is None else state.numpy().tobytes())
+            load(state.numpy().tobytes() if isinstance(state, torch.Tensor) else state)
         return result
 
     def put(functions: tuple[Any, Any, Any]) -> None:

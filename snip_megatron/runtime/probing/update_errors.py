@@ -79,7 +79,7 @@ class UpdateErrors:
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
         gradient = _reduced(step.gradient(sink.weight), groups)
-        state, weight = step.update_of(sink.weight), self._host.whole(sink.weight.detach())
+        state, weight = step.update_of(sink.weight), self._host.whole(sink.weight).detach()
         if state is None or not (self._host.sharded or groups.dp_rank == 0) or (sink.replicated and groups.tp_rank):
             return
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)

@@ -33,6 +33,30 @@ def test_a_plain_run_is_accepted() -> None:
 
 
 # -- Megatron's arguments --------------------------------------------------------------------------------------
+FULLY_SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+@pytest.mark.parametrize(
+    ("given", "snip", "message"),
+    [
+        ({"data_parallel_sharding_strategy": "optim"}, {}, "--data-parallel-sharding-strategy optim under --snip; use"),
+        ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2 under --snip; use 1"),
+        ({"pipeline_model_parallel_size": 2}, {}, "--pipeline-model-parallel-size 2 under --snip; use 1"),
+        ({"delay_wgrad_compute": True}, {}, "--delay-wgrad-compute under --snip; leave it out"),
+        ({}, {"gemm": "transformer_engine"}, "--snip-gemm transformer_engine under --snip; use --snip-gemm auto"),
+    ],
+    ids=str,
+)
+def test_what_megatron_fsdp_does_not_go_with(given: dict[str, Any], snip: dict[str, Any], message: str) -> None:
+    found = refused(config(**snip), arguments(**FULLY_SHARDED | given))
+    assert found.startswith(f"--use-megatron-fsdp cannot be combined with {message}")
+    assert found.endswith(", or use --use-distributed-optimizer alone")
+
+
+def test_megatron_fsdp_is_accepted() -> None:
+    check(config(), arguments(**FULLY_SHARDED))
+
+
 @pytest.mark.parametrize(
     ("given", "snip", "message"),
     [

@@ -1,0 +1,104 @@
+"""Trainings in which Megatron-FSDP shards parameters, gradients and optimizer states over data parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import tiny_llama_args
+from traced_pretrain import read_traces
+from warm_ranks import WarmRanks
+
+from snip_megatron.records.readers import read_maps
+from snip_megatron.statistics.table import StatisticsTable
+
+STEPS, SAVED = 7, 2  # a checkpoint is written every so many steps
+MODEL = "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --bf16 --use-distributed-optimizer"
+SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+UPDATED = (
+    "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 4 --snip-lag 1"
+    " --snip-wait 120"
+)
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """A function that trains on two ranks and returns what each of them recorded. Equal calls train once."""
+    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    folder = tmp_path_factory.mktemp("trainings")
+
+    @functools.cache
+    def run(
+        name: str, snip: str = "", layout: str = SHARDED, load: str | None = None, ranks: int = 2, at: int = 2 * SAVED
+    ) -> Any:
+        words = [*shlex.split(f"{MODEL} {layout} {snip}"), "--save", str(folder / name), "--save-interval", str(SAVED)]
+        words += ["--snip-dir", str(folder / name / "snip")] if snip else []
+        words += [] if load is None else ["--load", str(folder / load), "--ckpt-step", str(at)]
+        done = warm.run(
+            ranks,
+            tiny_llama_args(*words, iters=STEPS),
+            module="traced_pretrain",
+            tmp=folder / name,
+            env={"TRACE": str(folder / name / "trace"), "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return read_traces(folder / name / "trace")
+
+    run.folder = folder  # type: ignore[attr-defined]
+    return run
+
+
+def test_an_all_bf16_map_from_stock_s_checkpoint_and_back_is_stock_bit_by_bit(train: Train) -> None:
+    stock = train("stock")
+    ways = (("there", "--snip --snip-policy bf16", "stock", 2 * SAVED), ("back", "", "there", 3 * SAVED))
+    for name, snip, load, at in ways:
+        for whole, part in zip(stock, train(name, snip, load=load, at=at), strict=True):
+            assert sorted(part["losses"]) == list(range(at + 1, STEPS + 1))
+            assert part["losses"] == {step: whole["losses"][step] for step in part["losses"]}
+            assert part["grad_norms"] == {step: whole["grad_norms"][step] for step in part["grad_norms"]}
+            assert part["weights"] == whole["weights"]
+
+
+def test_updated_maps_train_nearly_as_bf16_and_resume_bit_by_bit(train: Train) -> None:
+    """The probe of the first update leaves nothing behind: the next step's loss is stock's."""
+    stock, updated, resumed = train("stock"), train("updated", UPDATED), train("resumed", UPDATED, load="updated")
+    for plain, whole, part in zip(stock, updated, resumed, strict=True):
+        assert {step: plain["losses"][step] for step in (1, 2)} == {step: whole["losses"][step] for step in (1, 2)}
+        assert plain["losses"][STEPS] != whole["losses"][STEPS]
+        assert float.fromhex(whole["losses"][STEPS]) == pytest.approx(float.fromhex(plain["losses"][STEPS]), rel=1e-2)
+        assert part["losses"] == {step: whole["losses"][step] for step in range(2 * SAVED + 1, STEPS + 1)}
+        assert part["weights"] == whole["weights"]
+    folder = train.folder  # type: ignore[attr-defined]
+    assert len(read_maps(folder / "updated" / "snip")) == 2
+
+
+@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+def test_statistics_are_those_of_the_distributed_optimizer(train: Train, per_token: str) -> None:
+    """Up to the rounding of a microbatch's gradient to bf16, of weights, gradients, moments and update errors."""
+    layouts = {f"updated{per_token}": f"{SHARDED} {per_token}", f"unsharded{per_token}": per_token}
+    tables = []
+    for name, layout in layouts.items():
+        name = "updated" if name == "updated" else name
+        train(name, UPDATED, *([] if name == "updated" else [layout]))
+        folder = train.folder / name / "snip" / "stats"  # type: ignore[attr-defined]
+        tables.append(StatisticsTable.load(sorted(folder.glob("*.npz"))[0]))
+    sharded, whole = tables
+    for field in ("w2", "gw2", "s2", "m2", "v2"):
+        np.testing.assert_allclose(sharded.linear[field], whole.linear[field], rtol=2e-2, err_msg=field)
+    np.testing.assert_allclose(sharded.by_format["wdrift2"], whole.by_format["wdrift2"], rtol=0.1)
+    np.testing.assert_allclose(sharded.sink_w2, whole.sink_w2, rtol=1e-2)
+    np.testing.assert_allclose(sharded.sink_drift2, whole.sink_drift2, rtol=0.5)
+
+
+def test_tensor_parallel_ranks(train: Train) -> None:
+    """They share a converted linear's weight as Megatron's class does, and sum the gradients of their norms."""
+    layout = f"{SHARDED} --tensor-model-parallel-size 2 --sequence-parallel"
+    losses = [float.fromhex(each["losses"][STEPS]) for each in (train("tp", UPDATED, layout, ranks=4)[0],
+              train("updated", UPDATED)[0])]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
