@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.defaults import defaults
@@ -29,9 +29,7 @@ from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.fixed import LATE
 from snip_megatron.sensitivity.phased import STANDING_SHARE
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
-
-if TYPE_CHECKING:
-    from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
 
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8")
@@ -102,17 +100,12 @@ class SnipConfig:
         "noise", "with --snip-policy snip: how loss and weight divergence are estimated", choices=ESTIMATORS
     )
     q: str = option(
-        "split",
-        "with --snip-policy snip: rule that combines loss and weight divergence into one score (split, paper)",
-        known=Q_RULES,
+        "split", "with --snip-policy snip: rule that combines loss and weight divergence (split, paper)", known=Q_RULES
     )
-    probe_microbatches: int = option(
-        1, "microbatches that a probe runs on each data parallel rank", metavar="B", least=1
-    )
+    probe_microbatches: int = option(1, "microbatches of a probe on each data parallel rank", metavar="B", least=1)
     stage_tolerance: str = option(
         "0.02",
-        "with a budget of fp4=: how far the share of a pipeline stage may be below the budget, 0 to 1; none: no"
-        " constraint",
+        "with fp4=: how far the share of a pipeline stage may be below the budget, 0 to 1; none: no constraint",
         metavar="SHARE",
     )
     pin: tuple[str, ...] = option(
@@ -143,23 +136,18 @@ class SnipConfig:
         choices=("none", "auto"),
     )
     eval: str = option(
-        "map",
-        "formats of validation: those of the map, bf16, or both on the same batches",
-        choices=("map", "bf16", "both"),
+        "map", "formats of validation: the map's, bf16, or both on equal batches", choices=("map", "bf16", "both")
     )
     guard_steps: int = option(
         100, "training steps after an adoption during which the guard watches for loss spikes; 0: no guard", least=0
     )
     guard_sigma: float = option(
-        6.0,
-        "a loss is a spike if it is this many standard deviations above the mean before the adoption",
-        positive=True,
+        6.0, "a spike is a loss this many standard deviations above the mean before the adoption", positive=True
     )
     seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking")
     dir: str | None = option(
         None,
-        "run directory for events, statistics, maps and the report. Without this argument: the folder snip of --save,"
-        " if that is given",
+        "run directory for events, statistics, maps and the report; by default the folder snip of --save, if given",
         metavar="DIR",
     )
     overwrite: bool = option(
@@ -180,12 +168,10 @@ class SnipConfig:
         most=1,
     )
     cost: str = setting(
-        "auto",
-        "what a choice saves. auto is flops with a budget of fp4=, and time with speedup= and loss=",
-        choices=("auto", "time", "flops"),
+        "auto", "what a choice saves; auto: flops with fp4=, otherwise time", choices=("auto", "time", "flops")
     )
     backward_share: float = setting(
-        0.08,
+        BACKWARD_SHARE,
         "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
         " with the fewest bits",
         least=0,
@@ -217,9 +203,7 @@ class SnipConfig:
         3, "number of spikes in a row after which the guard restores the last good map", least=1
     )
     guard_window: int = setting(
-        50,
-        "number of losses before the adoption from which mean and standard deviation are computed",
-        least=LEAST_LOSSES,
+        50, "losses before the adoption from which mean and standard deviation are computed", least=LEAST_LOSSES
     )
     guard_bar: float = setting(
         0.9,
@@ -229,8 +213,7 @@ class SnipConfig:
         most=1,
     )
     truth: bool = setting(
-        False,
-        "for snip validate-proxy: force every option alone at each update, and record what it does to loss and update",
+        False, "for snip validate-proxy: force every option alone at each update, and record what that changes"
     )
 
     def __post_init__(self) -> None:
@@ -296,8 +279,6 @@ class SnipConfig:
 
         ``facts`` are fields of the request that the model and the machine decide, such as ``times``.
         """
-        from snip_megatron.sensitivity.request import SolveRequest
-
         shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in shared} | {"budget": self.wanted, "pins": self.pins}
         values |= {"stage_tolerance": self.tolerance, "deterministic_time": self.solver_time}

@@ -9,9 +9,8 @@ from snip_megatron.errors import SnipError, cut, quoted
 
 MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100
-BUDGETS = ("fp4", "speedup", "loss")
-
 _WRITTEN = {"fp4": "fp4=SHARE", "speedup": "speedup=FACTOR", "loss": "loss=NATS"}
+BUDGETS = tuple(_WRITTEN)
 _RANGES = {
     "fp4": (0.0, 1.0, "the share must be a number between 0 and 1"),
     "speedup": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),

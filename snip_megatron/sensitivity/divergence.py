@@ -46,17 +46,9 @@ def of_formats[T: np.generic](table: StatisticsTable, values: NDArray[T], format
     return np.stack([values[..., table.formats.index(f)] if f in table.formats else zeros for f in formats], axis=-1)
 
 
-def linear_shape(table: StatisticsTable) -> tuple[FloatArray, FloatArray]:
-    """Return (N, K) of every linear, float64 [linears] each."""
-    return (
-        np.array([row.n for row in table.linears], dtype=np.float64),
-        np.array([row.k for row in table.linears], dtype=np.float64),
-    )
-
-
-def experts(table: StatisticsTable) -> FloatArray:
-    """Return the number of matrices that each row stands for, float64 [linears]. It is 1 except for experts."""
-    return np.array([row.experts for row in table.linears], dtype=np.float64)
+def of_rows(table: StatisticsTable, name: str) -> FloatArray:
+    """Return a field of every linear, such as ``n`` or the number ``experts`` of its matrices, float64 [linears]."""
+    return np.array([getattr(row, name) for row in table.linears], dtype=np.float64)
 
 
 def _only_fprop(values: FloatArray) -> FloatArray:
@@ -80,10 +72,9 @@ def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
     options (docs/how-it-works.md).
     """
-    n, k = linear_shape(table)
-    active = np.array([row.active for row in table.linears])
+    n, k, active, experts = (of_rows(table, name) for name in ("n", "k", "active", "experts"))
     from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
-    from_w = (table.linear["gw2"] / (n * k * experts(table)))[:, None] * format_column(table, "dw2", formats)
+    from_w = (table.linear["gw2"] / (n * k * experts))[:, None] * format_column(table, "dw2", formats)
     return _only_fprop(np.sqrt(from_x + from_w))
 
 
@@ -159,9 +150,10 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
     For experts, a sum of products is approximated by the product of the sums divided by the number of experts, which
     assumes that their weights are of about one size.
     """
-    n, _ = linear_shape(table)
     dg2, dw2 = (format_column(table, c, (fmt,))[:, 0] for c in ("dg_row2", "dw2"))
-    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / (n * experts(table))
+    error: FloatArray = (dg2 * table.linear["w2"] + table.linear["g2"] * dw2) / (
+        of_rows(table, "n") * of_rows(table, "experts")
+    )
     return error
 
 
