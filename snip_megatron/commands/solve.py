@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from snip_megatron.records.stored import Change, Stored
     from snip_megatron.solver import Problem
 
-INFEASIBLE_EXIT = 3
 _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
 """Options of a training that a solve of its statistics may replace."""
 
@@ -74,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep is not None:
         deliver("--out", args.out, sweep_json(problem, sweep(problem, args.sweep, **options)))
         return 0
-    solution = solve(problem, **options)
-    if solution.fault is not None:
-        raise SnipError(f"{args.problem}: {solution.fault}", exit_code=INFEASIBLE_EXIT)
+    solution = solve(problem, **options).met(str(args.problem))
     if problem.phases:  # a plan, whose steps are counted from 0
         deliver("--out", args.out, solution.to_plan().to_json())
         return 0

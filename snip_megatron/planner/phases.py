@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import cut
 from snip_megatron.planner.request import PlanRequest, formats_of_map, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import Format, Gemm, fp4_fraction
@@ -20,7 +20,6 @@ ASSUMPTIONS = (
     "phases: one plan for the whole run from losses of one moment; the learning rate falls as half a cosine to 0, and"
     f" {STANDING_SHARE:g} of an fprop's loss is gone as soon as the fprop is precise",
 )
-INFEASIBLE_EXIT = 3
 _SOLVE_SECONDS = 10.0
 _RATES = 1000  # samples of the learning rate
 
@@ -49,13 +48,8 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
-    solution = solve(problem, time_limit_s=_SOLVE_SECONDS)
-    if solution.fault is not None:
-        raise SnipError(
-            f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}: {solution.fault}; lower the"
-            " budget, or those of the phases",
-            exit_code=INFEASIBLE_EXIT,
-        )
+    asked = f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}"
+    solution = solve(problem, time_limit_s=_SOLVE_SECONDS).met(asked, "; lower the budget, or those of the phases")
     bf16 = step.step(lambda row: ALL_BF16)
     rows = [_phase(step, bf16, *each) for each in zip(phased.begins, phased.steps, solution.phases, strict=True)]
     return {

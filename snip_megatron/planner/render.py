@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Body = dict[str, Any]
@@ -105,9 +105,7 @@ def _steps(plan: Body) -> str:
         "balance": ("balance", ".1%"),
         "bubble": ("bubble", ".1%"),
     }
-    rows = [
-        [name, *(f"{step[field]:{spec}}" for field, spec in columns.values())] for name, step in plan["steps"].items()
-    ]
+    rows = [[name, *_cells(step, columns)] for name, step in plan["steps"].items()]
     return _table(["step", *columns], rows)
 
 
@@ -124,25 +122,21 @@ def _budget(plan: Body) -> str:
 
 
 def _phases(run: Body) -> str:
-    rows = [
-        [
-            str(i),
-            f"{phase['from_step']}–{phase['from_step'] + phase['steps'] - 1}",
-            str(phase["steps"]),
-            f"{phase['fp4_share']:.4f}",
-            f"{phase['seconds']:.3f}",
-            f"{phase['speedup']:.3f}",
-            f"{phase['saved_seconds']:.0f}",
-            f"{phase['loss']:.4g}",
-        ]
-        for i, phase in enumerate(run["phases"])
-    ]
-    head = ["phase", "steps", "count", "fp4 share", "s a step", "speedup", "saves s", "Σ loss"]
+    columns = {
+        "count": ("steps", "d"),
+        "fp4 share": ("fp4_share", ".4f"),
+        "s a step": ("seconds", ".3f"),
+        "speedup": ("speedup", ".3f"),
+        "saves s": ("saved_seconds", ".0f"),
+        "Σ loss": ("loss", ".4g"),
+    }
+    spans = [f"{phase['from_step']}–{phase['from_step'] + phase['steps'] - 1}" for phase in run["phases"]]
+    rows = [[str(i), spans[i], *_cells(phase, columns)] for i, phase in enumerate(run["phases"])]
     return (
         f"phases of --schedule {run['schedule']} over {run['train_iters']} steps, deployed in"
         f" {'the formats of the last phase' if run['deployed'] == 'map' else 'bf16'}: {run['status']} in"
         f" {run['solve_seconds']:.2f} s,\n  Σ loss {run['loss']:.4g} (one map for the run: {run['static_loss']:.4g})\n"
-        f"{_table(head, rows)}\n"
+        f"{_table(['phase', 'steps', *columns], rows)}\n"
         f"  average over the run: fp4 share {run['average_fp4_share']:.4f}, {run['average_seconds']:.3f} s a step,"
         f" speedup {run['average_speedup']:.3f} (of the linears {run['average_linears_speedup']:.3f}); saves"
         f" {run['saved_seconds']:.0f} s\n"
@@ -163,6 +157,11 @@ def _overhead(plan: Body) -> str:
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
         f" gradients over data parallel ranks); every {costs['update_interval']} steps {costs['share']:.2%} of training"
     )
+
+
+def _cells(body: Body, columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the text of each column: a field of the body in a format."""
+    return [f"{body[field]:{form}}" for field, form in columns.values()]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

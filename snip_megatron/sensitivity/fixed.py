@@ -144,8 +144,6 @@ def late_plan(
     ``step`` is the first step of the plan if the run has begun before, and ``spent`` Σ of the fp4 shares of the steps
     before it. The other arguments and errors are those of :func:`late_shares`.
     """
-    if request.policy not in LATE:
-        raise ValueError(f"{request.policy} is not one of {', '.join(LATE)}")
     (early, high), (late, low) = late_shares(request, flops, unquantised)
     begin = origin if step is None else step
     steps, rest = last - origin, last - begin

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
@@ -60,6 +61,12 @@ class Solution:
     fault: Infeasibility | None = None
     phases: tuple[Solution, ...] = ()
     steps: tuple[int, ...] = ()
+
+    def met(self, asked: str, advice: str = "") -> Solution:
+        """Return this solution. Raises SnipError (exit code 3) that names what was ``asked`` if nothing meets it."""
+        if self.fault is not None:
+            raise SnipError(f"{asked}: {self.fault}{advice}", exit_code=3)
+        return self
 
     @property
     def finite_speedup(self) -> float | None:

@@ -40,11 +40,11 @@ def load_table(name_or_path: str | Path, device_name: str | None = None) -> Timi
     packaged = {path.stem: path for path in sorted(TIMINGS.glob("*.json"))}
     if name in packaged:
         path = packaged[name]
-    elif _nearest(name) is not None and not _exists(Path(name)):
+    elif _nearest(name) is not None and not os.path.lexists(name):
         path, asked = packaged_table(name), device_name or name
     else:
         path = Path(name)
-        if not _exists(path):
+        if not os.path.lexists(path):
             raise SnipError(f"{cut(name)}: neither a file of timings nor one of {', '.join(['flops', *packaged])}")
     table = TimingTable.load(path)
     if asked is not None and asked != table.device:
@@ -66,17 +66,6 @@ def packaged_table(device_name: str) -> Path:
             " and name that file, or use flops"
         )
     return path
-
-
-def _exists(path: Path) -> bool:
-    """Return whether there is such a path, if only one that cannot be read: whoever reads it says why."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _nearest(device_name: str) -> str | None:
