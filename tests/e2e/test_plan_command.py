@@ -141,7 +141,7 @@ def test_a_plan_is_made_without_torch() -> None:
             ("--model", "8b", "--stage-tolerance", "2"),
             "--stage-tolerance 2: the share must be a number between 0 and 1",
         ),
-        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, random, "),
+        (("--model", "8b", "--policy", "best"), "--policy best: unknown; choose one of snip, min-abs-err, "),
         (
             ("--model", "8b", "--node-bandwidth", "-1"),
             "argument --node-bandwidth: '-1' is not a bandwidth from 1e-6 to",
