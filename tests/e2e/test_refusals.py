@@ -44,7 +44,7 @@ def pretrain(tmp: Path, *args: str) -> subprocess.CompletedProcess[str]:
     ("args", "line"),
     [
         ("--snip --snip-budget fp4=1.7", "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
-        ("--snip --snip-policy best", "--snip-policy best: unknown; choose one of snip, random, "),
+        ("--snip --snip-policy best", "--snip-policy best: unknown; choose one of snip, min-abs-err, "),
         ("--snip-budget fp4=0.5", "--snip-budget has no effect without --snip: add --snip, or leave it out"),
     ],
 )
