@@ -51,7 +51,9 @@ def test_the_loop_is_known(bridge: Any) -> None:
 
 
 def test_a_changed_step_is_refused(bridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge.bridge_compat.train, "train_step", lambda model, data_iterator: None)
+    def train_step(model: Any, data_iterator: Any) -> None: ...
+
+    monkeypatch.setattr(bridge.bridge_compat.train, "train_step", train_step)
     with pytest.raises(SnipError, match="train_step"):
         bridge.SnipCallback()
 

@@ -32,10 +32,8 @@ def check_names(owner: Any, *expected: str) -> None:
 
 
 def _refuse(owner: Any, why: str) -> NoReturn:
-    where = getattr(owner, "__qualname__", None) or owner.__name__
-    raise SnipError(
-        f"{where} of megatron-core {_version} {why}; this Megatron is patched or not supported ({SUPPORTED})"
-    )
+    where = f"{owner.__module__}.{owner.__qualname__}" if hasattr(owner, "__qualname__") else owner.__name__
+    raise SnipError(f"{where} {why}; this Megatron is patched or not supported (megatron-core {_version}, {SUPPORTED})")
 
 
 @contextlib.contextmanager
