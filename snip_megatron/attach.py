@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 
 from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron import startup, supported
+from snip_megatron.megatron import startup
 
 __all__ = ["attach", "snip_arguments"]
 
@@ -96,7 +96,7 @@ def _has_a_part(config: SnipConfig, decided: startup.Startup) -> bool:
     """
     try:
         if config.enabled or decided.on_cpu:
-            supported.check_installed()
+            startup.check_installed()
     except SnipError:
         if config.enabled:
             raise

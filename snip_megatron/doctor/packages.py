@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from snip_megatron.doctor.check import Check, fail, note, ok
-from snip_megatron.megatron.supported import SUPPORTED
+from snip_megatron.megatron.startup import SUPPORTED
 
 ROOM = "packages"
 _OLDEST_PYTHON = (3, 12)

@@ -78,7 +78,10 @@ class Evaluation:
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``evaluate`` wrapped."""
-        evaluate_eagerly = self._beside_graphs(evaluate)
+
+        def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+            with self._graphs.beside(model):
+                return evaluate(forward_step_func, data_iterator, model, *rest, **named)
 
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
@@ -102,13 +105,6 @@ class Evaluation:
             return result
 
         return evaluate_with_snip
-
-    def _beside_graphs(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        def beside(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-            with self._graphs.beside(model):
-                return evaluate(forward_step_func, data_iterator, model, *rest, **named)
-
-        return beside
 
     def _microbatches(self, eval_iters: int | None) -> int:
         args = self._args

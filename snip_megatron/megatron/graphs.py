@@ -35,7 +35,7 @@ class GraphedRun:
     def __init__(self, args: argparse.Namespace) -> None:
         implementation = compat.graph_implementation(args)
         self._args = args
-        self._graphs = None if implementation is None else compat.graphs_of(implementation)
+        self._graphs = None if implementation is None else compat.IMPLEMENTATIONS[implementation]()
         self._registry: LinearRegistry | None = None
         self._model: list[torch.nn.Module] = []
         self._generation = 0

@@ -297,7 +297,7 @@ class MegatronStep:
         for chunk in self.call.model:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             at_end = model.pre_process or model.post_process
-            group = compat.embedding_group(model)
+            group = model.embd_group
             tied = at_end and model.share_embeddings_and_output_weights and group is not None
             weight = model.shared_embedding_or_output_weight() if tied else None
             if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:

@@ -16,14 +16,7 @@ from snip_megatron.errors import SnipError, quoted
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
 from snip_megatron.layers.context import LinearHandle
 
-# Arguments of Megatron's GEMM that the quantised path does not implement, with the values that it may ignore.
-_MUST_BE_DEFAULT: dict[str, tuple[Any, ...]] = {
-    "grad_output_buffer": (None,),
-    "wgrad_deferral_limit": (None, 0),
-    "gtp_remat_size": (None, 0, 1),
-    "async_grad_allreduce": (None,),
-    "output_dtype": (None,),
-}
+_DEFAULTS = {"gtp_remat_size": 1}  # of arguments that the quantised path does not implement; None of others
 _HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
 
 
@@ -73,9 +66,7 @@ class _QuantizedForward:
         if self.snip.is_stock:
             return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
         for name, value in kwargs.items():
-            if name in _HANDLED or (value is None and name in _MUST_BE_DEFAULT):
-                continue
-            if name not in _MUST_BE_DEFAULT or not any(value is default for default in _MUST_BE_DEFAULT[name]):
+            if name not in _HANDLED and value is not None and value != _DEFAULTS.get(name):
                 raise SnipError(
                     f"{self.snip.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not have"
                 )

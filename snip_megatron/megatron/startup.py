@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 import warnings
@@ -15,7 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, quoted
+
+OLDEST, BEYOND = (0, 19), (0, 20)
+"""The first supported (major, minor) release, and the first one that is not supported any more."""
+
+SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 
 #: Compatibility sets, which ``megatron/compat.md`` describes. ``--snip-no-compat NAME`` switches one off.
 COMPAT_SETS = (
@@ -45,6 +51,24 @@ class Startup:
     def allows(self, name: str) -> bool:
         """Whether the compat set ``name`` may be used."""
         return name not in self.disabled
+
+
+def check_version(text: str) -> tuple[int, int]:
+    """Return (major, minor) of a version such as ``0.19.0rc1+abc``. Raises SnipError if it is not supported."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise SnipError(f"megatron-core has version {quoted(text)}, which cannot be read; supported: {SUPPORTED}")
+    version = int(match[1]), int(match[2])
+    if not OLDEST <= version < BEYOND:
+        raise SnipError(f"megatron-core {text} is installed; snip_megatron supports {SUPPORTED}")
+    return version
+
+
+def check_installed() -> tuple[int, int]:
+    """Check the installed release before names are imported that another one may lack. Raises as check_version()."""
+    from megatron.core.package_info import __version__
+
+    return check_version(__version__)
 
 
 def is_rank_zero() -> bool:

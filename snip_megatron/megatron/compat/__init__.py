@@ -19,7 +19,7 @@ from snip_megatron.megatron.compat.graphs import (
     graphs_leave_experts_out,
     schedule_without_graph,
 )
-from snip_megatron.megatron.compat.groups import embedding_group, optimizer_instance, process_groups
+from snip_megatron.megatron.compat.groups import optimizer_instance, process_groups
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
@@ -38,7 +38,7 @@ from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
 from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_kept, routing_repeated
-from snip_megatron.megatron.compat.te_graphs import graphs_of
+from snip_megatron.megatron.compat.te_graphs import IMPLEMENTATIONS
 from snip_megatron.megatron.compat.torch_checkpoints import carry_state
 from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

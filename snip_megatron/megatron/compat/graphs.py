@@ -24,9 +24,6 @@ from megatron.core.utils import get_model_config
 
 from snip_megatron.megatron.compat.versions import changed, check_names
 
-IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
-"""Values of ``--cuda-graph-impl`` that capture graphs."""
-
 check_names(
     core,
     *("_CudagraphGlobalRecord", "delete_cuda_graphs", "_apply_cudagraph_buffer_metadata", "CudagraphBufferMetadata"),
@@ -49,7 +46,7 @@ check_names(GraphableMegatronModule, "_get_submodules_under_cudagraphs")
 
 
 def graph_implementation(args: Any) -> str | None:
-    """Return which of :data:`IMPLEMENTATIONS` validated arguments select, or None."""
+    """Return the ``--cuda-graph-impl`` of validated arguments, or None if it captures no graphs."""
     found = getattr(args, "cuda_graph_impl", None)
     return None if found in (None, "none") else str(found)
 

@@ -13,9 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from snip_megatron.megatron.compat.versions import check_names
 from snip_megatron.statistics.reduction import ProbeGroups
 
-Group = torch.distributed.ProcessGroup
-
-check_names(LanguageModule.__init__, "embd_group")
+check_names(LanguageModule.__init__, "embd_group")  # ranks that hold the embedding's weight or the tied output's
 
 
 def process_groups(model_chunk: torch.nn.Module) -> ProbeGroups:
@@ -42,16 +40,3 @@ def optimizer_instance(model_chunk: torch.nn.Module) -> int:
     if group is None:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     return 0 if group is None else int(group.rank())
-
-
-def embedding_group(model: Any) -> Group | None:
-    """Return the ranks of the pipeline that hold the word embedding's weight, of which one is in the output layer.
-
-    Args:
-        model: A chunk without wrappers.
-
-    Returns:
-        None if the chunk was built without such a group.
-    """
-    group: Group | None = model.embd_group
-    return group

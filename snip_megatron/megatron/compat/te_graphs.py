@@ -207,14 +207,9 @@ def _returned_as_they_are(weights: Sequence[Any]) -> Iterator[None]:
             del weight.skip_backward_post_hook
 
 
-def graphs_of(implementation: str) -> Graphs:
-    """Return the graphs of an implementation, whose captures are timed from now on.
-
-    This must be called before the model is built.
-
-    Args:
-        implementation: one of :data:`snip_megatron.megatron.compat.graphs.IMPLEMENTATIONS`.
-    """
-    if implementation == "local":
-        return LocalGraphs()
-    return TransformerEngineGraphs() if implementation == "transformer_engine" else FullIterationGraphs()
+IMPLEMENTATIONS: dict[str, type[Graphs]] = {
+    "local": LocalGraphs,
+    "transformer_engine": TransformerEngineGraphs,
+    "full_iteration": FullIterationGraphs,
+}
+"""Value of ``--cuda-graph-impl`` → its graphs. An instance, which times captures, is made before the model is built."""
