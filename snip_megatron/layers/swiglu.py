@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import Formats, matrix
-from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
@@ -53,33 +52,36 @@ def fused_swiglu(y: Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU)
         fc1, fc2: the linears. :func:`may_fuse` holds.
         stock: what runs where nothing is fused.
     """
-    fprop, _, wgrad = fc2.formats
-    formats = (fprop, wgrad if torch.is_grad_enabled() else None)
-    operands = None if fc2.is_stock else quantized_swiglu(matrix(y.detach()), fc2, formats)
-    x: Tensor = _FusedSwiGLU.apply(y, stock, operands, _receiver(y, fc1))  # type: ignore[no-untyped-call]
-    return x
+    (fprop, _, wgrad), receiver = fc2.formats, _receiver(y, fc1)
+    formats, shape = (fprop, wgrad if torch.is_grad_enabled() else None), (*y.shape[:-1], y.shape[-1] // 2)
 
-
-class _FusedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, stock: SwiGLU, operands: OperandPair | None, receiver: LinearCall | None
-    ) -> Tensor:
-        """Return the result, quantised if there are ``operands``. ``receiver`` takes a quantised gradient."""
-        ctx.save_for_backward(y)
-        ctx.stock, ctx.receiver = stock, receiver
-        shape = (*y.shape[:-1], y.shape[-1] // 2)
+    def result() -> Tensor:
+        operands = None if fc2.is_stock else quantized_swiglu(matrix(y), fc2, formats)
         return stock.forward(matrix(y)).view(shape) if operands is None else PrequantizedTensor(operands, shape, y)
+
+    def gradient(d: Tensor, y: Tensor, _: None) -> tuple[Tensor, None]:
+        if receiver is None:
+            return stock.backward(matrix(d), matrix(y)).view(y.shape), None
+        return PrequantizedTensor(quantized_gradient(matrix(d), matrix(y), receiver), y.shape, y), None
+
+    return _Fused.apply(y, None, result, gradient)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Fused(torch.autograd.Function):
+    """``result()``, whose gradient is ``gradient(d, y, probs)``. Either may be quantised."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, probs: Tensor | None, result: Callable[[], Tensor], gradient: Any) -> Tensor:
+        """Compute the result, which reads y and ``probs``."""
+        ctx.save_for_backward(y, probs)
+        ctx.gradient = gradient
+        return result()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        """Quantise the gradient for fc1, or compute it as the training does without fusion."""
-        (y,) = ctx.saved_tensors
-        d, rows = matrix(grad_outputs[0]).contiguous(), matrix(y)
-        if ctx.receiver is None:
-            return ctx.stock.backward(d, rows).view(y.shape), None, None, None
-        return PrequantizedTensor(quantized_gradient(d, rows, ctx.receiver), y.shape, y), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of y and of ``probs``."""
+        return (*ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None)
 
 
 def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: Formats) -> OperandPair | None:
@@ -139,47 +141,22 @@ def weighted_swiglu(y: Tensor, probs: Tensor, splits: Sequence[int], fc1: Linear
     """
     fprop, _, wgrad = fc2.formats
     spec, products = OperandSpec(fprop, wgrad if torch.is_grad_enabled() else None), grouped_products(fc2)
-    operands = products.swiglu(y.detach(), probs.detach().float(), splits, spec)
     node: Any = y.grad_fn
-    receiver = getattr(node, "call", None)
-    if (
-        not isinstance(receiver, GroupedCall)
-        or receiver.linear.handle is not fc1
-        or not receiver.products.fuses_swiglu(node.formats[1:])
-    ):
-        receiver = None
-    call = products, tuple(splits), receiver
-    x: Tensor = _WeightedSwiGLU.apply(y, probs, operands, *call)  # type: ignore[no-untyped-call]
-    return x
+    call = getattr(node, "call", None)
+    receiver = None
+    if isinstance(call, GroupedCall) and call.linear.handle is fc1 and call.products.fuses_swiglu(node.formats[1:]):
+        receiver = call
 
+    def result() -> Tensor:
+        return PrequantizedTensor(products.swiglu(y, probs.float(), splits, spec), (y.shape[0], y.shape[1] // 2), y)
 
-class _WeightedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        probs: Tensor,
-        operands: OperandPair,
-        products: GroupLoop,
-        splits: tuple[int, ...],
-        receiver: GroupedCall | None,
-    ) -> Tensor:
-        """Return the quantised result. ``receiver`` takes a quantised gradient."""
-        ctx.save_for_backward(y, probs)
-        ctx.products, ctx.splits, ctx.receiver = products, splits, receiver
-        return PrequantizedTensor(operands, (y.shape[0], y.shape[1] // 2), y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Quantise the gradient for fc1, or return it in bf16, and return that of the probabilities."""
-        (y, probs), receiver, spec = ctx.saved_tensors, ctx.receiver, _UNQUANTIZED
-        if receiver is not None:
-            spec = gradient_spec(receiver, y, *receiver.linear.formats[1:])
-        d = grad_outputs[0].contiguous()
-        operands, of_probs = ctx.products.swiglu_gradient(d, y, probs.float(), ctx.splits, spec)
+    def gradient(d: Tensor, y: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        how = _UNQUANTIZED if receiver is None else gradient_spec(receiver, y, *receiver.linear.formats[1:])
+        operands, of_probs = products.swiglu_gradient(d, y, probs.float(), splits, how)
         g = operands[0].matrix if receiver is None else PrequantizedTensor(operands, y.shape, y)
-        return g, of_probs.view(probs.shape).to(probs.dtype), None, None, None, None
+        return g, of_probs.view(probs.shape).to(probs.dtype)
+
+    return _Fused.apply(y, probs, result, gradient)  # type: ignore[no-untyped-call,no-any-return]
 
 
 _UNQUANTIZED = OperandSpec(Format.BF16, None)
