@@ -4,9 +4,7 @@ Tiles are quantised in the function that computes the result. A format with one 
 so that the result is returned with its amax, and quantised by another function.
 
 SwiGLU of y = [gates, ups] is silu(gates)·ups. All functions compute in FP32 and round once, to the dtype of y, before
-they quantise. Megatron's functions do the same where torch.compile compiles them. The exponential and the division
-differ between devices, so that the kernels' bits are those of Megatron's functions on the same GPU, and not always
-those of this module.
+they quantise. The exponential and the division differ between devices, and so do bits.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
 """Device code that computes SwiGLU or its gradient. Kernels quantise the result, which then never lies in memory as
-bf16, or store it as bf16 and find its amax.
-
-The expressions are those that torch 2.11 compiles Megatron's functions to: FP32 throughout, one rounding to bf16, in
-one function an exponential of libdevice and in the other Triton's. Another expression of the same value would give
-other bits.
+bf16, or store it as bf16 and find its amax. Numbers are FP32 throughout, and rounded once.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from snip_megatron.quantization.kernels.pairs import EDGE, HALF, PAIRS, amax_pairs, load_pairs, numbers, store_rows
 from snip_megatron.quantization.kernels.programs import global_ids, quantize_side
@@ -78,38 +73,10 @@ def store_both(
 
 
 @triton.jit
-def _over_one_plus(x, divisor, HARDWARE: tl.constexpr):
-    """Return x / ``divisor``, which is at least 1, with the bits of Triton's division of FP32 numbers.
-
-    That division multiplies by an approximate reciprocal. If the divisor is very small or large, it scales both numbers
-    first, because the reciprocal would be out of range. Here both are always divided by 4: that is exact, keeps the
-    reciprocal of every divisor in range, and takes half as many instructions as to look at the divisor.
-    """
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 a, b; mul.f32 a, $1, 0f3E800000; mul.f32 b, $2, 0f3E800000;"
-            " rcp.approx.ftz.f32 b, b; mul.f32 $0, a, b; }",
-            "=f,f,f", [x, divisor], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return x / divisor
-
-
-@triton.jit
-def _silu(x, HARDWARE: tl.constexpr):
-    if HARDWARE:  # the compiler would otherwise subtract from 0, or change the bit of the sign
-        opposite = tl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        exponential = libdevice.exp(opposite)
-    else:  # the interpreter has no libdevice
-        exponential = tl.exp(-x)
-    return _over_one_plus(x, 1.0 + exponential, HARDWARE)
-
-
-@triton.jit
 def _sigmoid(x, HARDWARE: tl.constexpr):
     """Return 1 / (1 + exp(−x)) with the bits of ``tl.sigmoid``, in fewer instructions.
 
-    A subnormal exponential is 0 here, and is added to 1 in either case. For the division, see ``_over_one_plus``.
+    The reciprocal is that of a quarter of the divisor, which is in range for every x.
     """
     if HARDWARE:
         return tl.inline_asm_elementwise(
@@ -119,6 +86,11 @@ def _sigmoid(x, HARDWARE: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.sigmoid(x)
+
+
+@triton.jit
+def _silu(x, HARDWARE: tl.constexpr):
+    return x * _sigmoid(x, HARDWARE) if HARDWARE else x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
