@@ -31,7 +31,7 @@ from benchmarks.common import header, write
 from benchmarks.quality.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
 from benchmarks.quality.hf_llama import write_llama
 from snip_megatron.errors import SnipError
-from snip_megatron.evaluation.data import load_data
+from snip_megatron.evaluation.models import load_data
 from snip_megatron.evaluation.models import model as llama
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runs import CHECKPOINT

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.common import header, write
 from snip_megatron.commands.compare import ENVIRONMENT, devices, select_gpus
-from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
+from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import fill, training_arguments, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint

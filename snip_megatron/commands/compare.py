@@ -19,11 +19,10 @@ from typing import IO, Any
 from snip_megatron.config import parse_snip_arguments
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.evaluation.compare import Comparison, make_part
-from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
-from snip_megatron.evaluation.machine import describe, visible_gpus
+from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.results import Results, load_results
-from snip_megatron.evaluation.runner import Pool
+from snip_megatron.evaluation.runner import Pool, describe, visible_gpus
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.evaluation.statistics import rows
 from snip_megatron.evaluation.tables import markdown

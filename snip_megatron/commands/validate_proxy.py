@@ -16,12 +16,11 @@ from snip_megatron.commands.compare import (
     stop_on_signals,
 )
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.evaluation.data import load_data
 from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.machine import describe
+from snip_megatron.evaluation.models import load_data
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
-from snip_megatron.evaluation.recording import record_truth
-from snip_megatron.evaluation.runner import Pool
+from snip_megatron.evaluation.runner import Pool, describe
+from snip_megatron.evaluation.warm import record_truth
 from snip_megatron.records.storage import deliver, dump_json
 from snip_megatron.reporting.experiments import proxy_page
 from snip_megatron.reporting.page import write_page

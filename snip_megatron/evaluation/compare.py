@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import PHASES, Experiment
+from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.results import Results, measure, record
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import Run, experiment_runs, fill, training_command

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Warm
-from snip_megatron.evaluation.models import model
+from snip_megatron.evaluation.models import Data, model
 from snip_megatron.sensitivity.fixed import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"

@@ -216,7 +216,7 @@ class Controller:
             self._event(step, "plan_moved", **moved)
             ends = "training now ends at step {last} instead of {last_before}".format_map(moved)
             self._say(f"{ends}: phases begin at the same fractions of the run")
-            if self._schedule.plan is not None:
+            if self.state.plan is not None:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
@@ -251,8 +251,8 @@ class Controller:
 
     def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
         self._schedule.take(plan, step)
-        if self._coordinator is not None and self._schedule.plan is not None:
-            self._coordinator.planned(step, self._schedule.plan)
+        if self._coordinator is not None and self.state.plan is not None:
+            self._coordinator.planned(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
 
     def _offered(self, precision_map: PrecisionMap) -> Decision:

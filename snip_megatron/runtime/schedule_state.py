@@ -66,10 +66,6 @@ class ScheduleState:
         return self._timeline is not None and self._timeline.schedule is not None
 
     @property
-    def plan(self) -> PrecisionPlan | None:
-        return self._state.plan
-
-    @property
     def spent(self) -> BudgetSpent:
         """What past steps have spent. Set by :meth:`begin`."""
         assert self._state.spent is not None

@@ -101,20 +101,21 @@ class ProbeRunner:
             scale = self._scale(step, clip, sequences, recorders)
             # Where the passes alone tell the tokens, a block that runs again would count as more of them.
             stream.finish_statistics(microbatches, once=self._host.tokens is None)
-            table = self._reduce_statistics(recorders, stream, scale)
+            finish_dots(recorders, self._host.groups)
+            reduce_columns(recorders, self._host.groups)
+            table = self._measured(recorders, stream, scale)
             if self._weighs_updates:
                 found = PartialTable(self._shape, scale.gradient)
                 self._updates.collect(found, table, recorders, step, scale)
-                table.merge(self._reduced(found))
+                found.reduce(self._host.groups.world, self._host.device)
+                table.merge(found)
             seconds["reduction"] = time.perf_counter() - started
             noise = [Pass.FORWARD_NOISE, *([Pass.BACKWARD_NOISE] if config.backward_noise else [])]
             for phase in noise if self._weighs_updates else []:
                 sigma = self._sigma(phase, table, scale)
                 seconds[phase.value] = self._run_pass(phase, step, sequences, recorders, stream, sigma)
             started = time.perf_counter()
-            late = PartialTable(self._shape, scale.gradient)
-            self._collect(late, recorders, stream)
-            table.merge(self._reduced(late))
+            table.merge(self._measured(recorders, stream, scale))
             seconds["reduction"] += time.perf_counter() - started
         tokens, meta = scale.tokens, {"clip": clip, **seconds}
         finished = table.to_table(step=step.step, tokens=tokens, tokens_per_step=scale.tokens_per_step, meta=meta)
@@ -156,24 +157,15 @@ class ProbeRunner:
         tokens = microbatches * each * sequences // step.sequences
         return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
 
-    def _reduced(self, table: PartialTable) -> PartialTable:
-        table.reduce(self._host.groups.world, self._host.device)
-        return table
-
-    def _collect(self, table: PartialTable, recorders: Sequence[LinearRecorder], stream: ResidualStream) -> None:
+    def _measured(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
+        """Return what linears and boundaries have recorded since the last call, reduced. Collective."""
+        table = PartialTable(self._shape, scale.gradient)
         for recorder in recorders:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
         for boundary in stream.reported:
             table.add_boundary(boundary)
-
-    def _reduce_statistics(
-        self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale
-    ) -> PartialTable:
-        finish_dots(recorders, self._host.groups)
-        reduce_columns(recorders, self._host.groups)
-        table = PartialTable(self._shape, scale.gradient)
-        self._collect(table, recorders, stream)
-        return self._reduced(table)
+        table.reduce(self._host.groups.world, self._host.device)
+        return table
 
     def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
         """Standard deviation of a pass's noise: ``probe_noise`` times the root mean square of the residual stream at

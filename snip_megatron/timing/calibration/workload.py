@@ -10,14 +10,14 @@ from snip_megatron.timing.shapes import LinearShape
 
 Size = tuple[int, ...]
 
-_TOKENS = (2048, 8192, 16384)
-_FEATURES = (512, 2048, 4096, 8192, 32768)
-_ATTENTION = ((2048, 16, 64), (8192, 16, 64), (2048, 16, 128), (8192, 16, 128))
-_GROUPED = ((8, 128), (8192, 65536), (1024, 4096), (1024, 4096))  # experts, tokens, n, k
-_CPU_TOKENS = (32, 128)
-_CPU_FEATURES = (64, 256)
-_CPU_ATTENTION = ((64, 2, 32),)
-_CPU_GROUPED = ((2,), (128,), (64, 128), (64, 128))
+# Tokens, features, attention (sequence, heads, head size), grouped (experts, tokens, n, k).
+_GRID: tuple[Size, Size, tuple[Size, ...], tuple[Size, ...]] = (
+    (2048, 8192, 16384),
+    (512, 2048, 4096, 8192, 32768),
+    ((2048, 16, 64), (8192, 16, 64), (2048, 16, 128), (8192, 16, 128)),
+    ((8, 128), (8192, 65536), (1024, 4096), (1024, 4096)),
+)
+_CPU_GRID = ((32, 128), (64, 256), ((64, 2, 32),), ((2,), (128,), (64, 128), (64, 128)))
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,7 @@ class Workload:
 
 def grid_workload(device_type: str) -> Workload:
     """Return a grid of powers of two. The grid of a CPU is tiny and only serves to try the command."""
-    if device_type == "cpu":
-        return _grid(_CPU_TOKENS, _CPU_FEATURES, _CPU_ATTENTION, _CPU_GROUPED)
-    return _grid(_TOKENS, _FEATURES, _ATTENTION, _GROUPED)
-
-
-def _grid(
-    tokens: Sequence[int], features: Sequence[int], attention: tuple[Size, ...], grouped: Sequence[Sequence[int]]
-) -> Workload:
+    tokens, features, attention, grouped = _CPU_GRID if device_type == "cpu" else _GRID
     return Workload(
         gemms=coarse_first((tokens, features, features)),
         activations=coarse_first((tokens, features)),

@@ -12,8 +12,8 @@ import pytest
 from snip_megatron.cli import main
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.evaluation.data import Data, load_data
 from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
+from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.sensitivity.fixed import LATE

@@ -20,8 +20,8 @@ from snip_megatron.commands import compare, validate_proxy
 from snip_megatron.commands.compare import _results, alone
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.compare import Comparison, make_part
-from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
+from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.results import Results, record
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs

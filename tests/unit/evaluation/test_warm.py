@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from snip_megatron.evaluation.data import Data
 from snip_megatron.evaluation.experiment import load_experiment
+from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.warm import HASHES, warm_checkpoint
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
