@@ -1,6 +1,6 @@
 """Whether the rises of the loss by single fprops add up, and whether a term for pairs in a block improves the choice.
 
-    python -m benchmarks.quality.additivity --data data/probed --out F.json [--model 26m] [--steps 1200] [--updates 2]
+    python -m benchmarks.quality.additivity --data data/probed --out F.json [--model 26m] [--steps 600] [--updates 3]
 
 Trains the model on that text. At each update, *sets* of fprops are forced into fp4 while all other GEMMs run in bf16:
 single ones, pairs in a block and in two blocks, whole blocks, all linears of a kind, random halves, and all. The rise
@@ -13,7 +13,7 @@ halves of a batch. The first half is fitted:
 Each of the two then chooses the fprops of half the FLOPs that harm least by it. These two sets are forced on both
 halves. The term is worth having if its set rises less on the second half.
 
-On a machine without a GPU ``--model nano --steps 40`` shows the output.
+The result is written after every update. On a machine without a GPU ``--model nano --steps 40`` shows the output.
 """
 
 from __future__ import annotations
@@ -187,23 +187,23 @@ def _error(model: Model, sets: Sequence[Set]) -> float:
     return float(np.sqrt(np.mean([(model.rise(each.names) / each.rise[1] - 1) ** 2 for each in sets])))
 
 
-def train(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train, and return the figures of every update."""
+def train(asked: argparse.Namespace, done: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Train. ``done`` gets the figures of all updates so far after each of them."""
     arguments = megatron_arguments(asked, 2 * asked.half)
     arguments += ["--snip-settings", '{"truth": true}', "--snip-probe-microbatches", str(asked.half)]
     begun = prepared(arguments)
     from snip_megatron.megatron import entry
     from snip_megatron.megatron.oracle import Oracle
 
-    found = []
+    found: list[dict[str, Any]] = []
 
     def add(oracle: Any, step: Any, result: Any) -> Any:
         found.append(update(oracle, step, result, len(found)))
+        done(found)
         return result
 
     with mock.patch.object(Oracle, "add", add):
         entry.run(begun)
-    return found
 
 
 def main() -> int:
@@ -211,17 +211,24 @@ def main() -> int:
     parser = arguments_of(__doc__)
     parser.add_argument("--half", type=int, default=4, help="microbatches of each half of the batch")
     asked = parser.parse_args()
-    about = header(asked.commit)
-    updates = train(asked)
-    for figures in updates:
-        print(f"step {figures['step']}, fp4, {figures['tokens']:,} tokens a half")
-        for kind, ratios in figures["kinds"].items():
-            print(f"  {kind:>20} " + ", ".join(f"{name} {value:.3g}" for name, value in ratios.items()))
-        for name, model in figures["models"].items():
-            rise = ", ".join(f"{1e3 * value:.3f}" for value in figures["choices"][name]["rise"])
-            print(f"  {name:>20} factors {model['factors']}, error {model['error']:.3f}; its choice rises {rise} mnat")
-    write(asked.out, {**about, "arguments": {k: str(v) for k, v in vars(asked).items()}, "updates": updates})
+    about = header(asked.commit) | {"arguments": {k: str(v) for k, v in vars(asked).items()}}
+
+    def done(updates: list[dict[str, Any]]) -> None:
+        show(updates[-1])
+        write(asked.out, {**about, "updates": updates})
+
+    train(asked, done)
     return 0
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the figures of an update."""
+    print(f"step {figures['step']}, fp4, {figures['tokens']:,} tokens a half")
+    for kind, ratios in figures["kinds"].items():
+        print(f"  {kind:>20} " + ", ".join(f"{name} {value:.3g}" for name, value in ratios.items()))
+    for name, model in figures["models"].items():
+        rise = ", ".join(f"{1e3 * value:.3f}" for value in figures["choices"][name]["rise"])
+        print(f"  {name:>20} factors {model['factors']}, error {model['error']:.3f}; its choice rises {rise} mnat")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ HOPPER = {
 }
 """Policy → result with its time, its contender there, its label in the comparisons of losses."""
 LOSSES = {
-    "26M": ("quality/compare_26m-time_2xh200_2026-11-22.json",),
-    "125M": ("quality/compare_125m-time_2xh200_2026-11-23.json",),
+    "26M": "quality/compare_26m-default_h200_2026-11-26.json",
+    "125M": "quality/compare_125m-default_h200_2026-11-26.json",
 }
 NVFP4 = "quality/compare_26m-nvfp4_2xh200_2026-11-23.json"
 OURS = ("snip, auto", "snip, static", "--snip")
@@ -56,7 +56,7 @@ NAMES = {
 }
 KEPT_BF16 = {"bf16": 1.0, "nvidia": 0.125}
 """Share of the FLOPs that a policy of the NVFP4 comparison runs in bf16; 0 for others."""
-LABELS = {"snip, auto": (-1, 16), "snip, one map": (0, -4)}
+LABELS = {"fp8_tensor everywhere": (0, -8), "--snip": (0, 6), "snip, auto": (-1, 16), "snip, one map": (0, -4)}
 """Name of a line → the point that it stands beside, by time, and how many pixels lower."""
 FEWEST = 4
 """Runs of a point."""
@@ -78,9 +78,9 @@ class Point:
 def measured() -> Iterator[Point]:
     """Yield the points of Hopper."""
     gaps: dict[tuple[str, str], tuple[Gap, str]] = {}
-    for model, names in LOSSES.items():
-        for path in (RESULTS / name for name in names):
-            gaps |= {(model, row.label): (gap(row), path.name) for row in found(path) if len(row.gap["map"]) >= FEWEST}
+    for model, name in LOSSES.items():
+        path = RESULTS / name
+        gaps |= {(model, row.label): (gap(row), path.name) for row in found(path) if len(row.gap["map"]) >= FEWEST}
     for name, (job, contender, label) in HOPPER.items():
         ms = json.loads((RESULTS / job).read_text())["ms"]
         time = ms[contender] / ms.get("bf16_graphs", ms.get("bf16"))
