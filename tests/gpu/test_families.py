@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,17 +105,17 @@ class Family:
             "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
         }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
-        done = subprocess.run(
-            [*launcher, "-m", "graphed_pretrain", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-            cwd=run,
-            env=environment,
-        )
-        assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        (run / "stdout").write_text(done.stdout)
+        began = time.monotonic()
+        with (run / "stdout").open("w") as output, (run / "stderr").open("w") as errors:
+            done = subprocess.run(
+                [*launcher, "-m", "graphed_pretrain", *arguments],
+                stdout=output, stderr=errors, check=False, timeout=200, cwd=run, env=environment,
+            )  # fmt: skip
+        said = f"{run.name}: code {done.returncode} after {time.monotonic() - began:.0f} s"
+        if done.returncode != 0:
+            said += f"\n{self.stdout(name)[-2000:]}\n{(run / 'stderr').read_text()[-6000:]}"
+        print(said, flush=True)  # at once, with pytest -s
+        assert done.returncode == 0, said
         self.found[name] = json.loads((run / "rank0.json").read_text())
 
     def run(self) -> None:
