@@ -79,12 +79,7 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_options(
-    group: Any,
-    configuration: Any,
-    *,
-    prefix: str = "--snip-",
-    only: Sequence[str] | None = None,
-    default: str = "",
+    group: Any, configuration: Any, *, prefix: str = "--snip-", only: Sequence[str] | None = None, default: str = ""
 ) -> None:
     """Add one argument for each option of a dataclass, or for those of ``only``, to an argparse group.
 

@@ -150,13 +150,7 @@ def _kernel_sums(
 
 
 def sink_update_error(
-    gradient: torch.Tensor,
-    state: Update,
-    scale: StepScale,
-    *,
-    seed: int,
-    first_row: int,
-    words: Words = sign_words,
+    gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
 ) -> torch.Tensor:
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 

@@ -104,11 +104,7 @@ def _linear(step: StepModel, kind: str, row: LinearRow) -> Body:
 
 
 def _stage(
-    step: StepModel,
-    stage: int,
-    variants: Mapping[str, FormatsOf],
-    steps: Mapping[str, StepTime],
-    config: SnipConfig,
+    step: StepModel, stage: int, variants: Mapping[str, FormatsOf], steps: Mapping[str, StepTime], config: SnipConfig
 ) -> Body:
     layout = step.layout
     layers = layout.stages[stage]

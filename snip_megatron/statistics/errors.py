@@ -102,13 +102,7 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
 
 
 def squared_errors(
-    x: Tensor,
-    fmt: str,
-    *,
-    axis: int = -1,
-    block: bool = False,
-    stochastic: bool = False,
-    amax: Tensor | None = None,
+    x: Tensor, fmt: str, *, axis: int = -1, block: bool = False, stochastic: bool = False, amax: Tensor | None = None
 ) -> Tensor:
     """Return (Q(x) − x)² of every element, FP32 [R, C]; its expectation if rounding is stochastic.
 

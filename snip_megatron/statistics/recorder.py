@@ -211,11 +211,7 @@ class LinearRecorder:
         self._add("gs2", _owned(sum_squares(sample.g), weight * g_own))
 
     def _record_outputs(
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        g: torch.Tensor,
-        amax: dict[str, torch.Tensor | None],
+        self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, amax: dict[str, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record Y and E of each format, training's GEMM less the plain one, for OUTPUT_TOKENS evenly spread tokens.
 

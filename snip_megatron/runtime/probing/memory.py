@@ -104,11 +104,7 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
 
 
 def fitting(
-    sequences: int,
-    needed: Callable[[float], float],
-    available: float,
-    groups: ProbeGroups,
-    device: torch.device,
+    sequences: int, needed: Callable[[float], float], available: float, groups: ProbeGroups, device: torch.device
 ) -> float | Unmeasured:
     """Return the largest part of a microbatch that fits on all ranks, or why none does. Equal on all ranks. Collective.
 

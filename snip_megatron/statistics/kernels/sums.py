@@ -80,12 +80,7 @@ def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: 
     return found.sum(1, dtype=torch.float64)
 
 
-def weight_sums(
-    w: Tensor,
-    formats: Sequence[str],
-    *,
-    amax: Tensor | None = None,
-) -> Tensor:
+def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """See :func:`snip_megatron.statistics.errors.weight_sums`."""
     places = _places(formats)
     if places is None:
