@@ -13,9 +13,8 @@ from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.records.storage import flatten
-from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, timing_figure
+from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload, timing_figure
 from snip_megatron.reporting.front import latest_front
-from snip_megatron.reporting.map_view import map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_figure, phase_view
 from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
