@@ -1,4 +1,4 @@
-"""The report's figures as plotly's data and layout, and its maps as data for the page's grid. The theme sets colours."""
+"""The report's figures as plotly's data and layout, and its maps as data. The page's theme sets the colours."""
 
 from __future__ import annotations
 
