@@ -55,14 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "experiment files (snip.experiment/1); with --report, result files"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
     add_training_arguments(parser, Path("runs/compare"), "NAME.json, NAME.md and NAME.html")
-    parser.add_argument(
-        "--per-gpu",
-        type=int,
-        default=None,
-        metavar="K",
-        help="runs at the same time on each GPU, or on the CPU; default: 8 on a GPU, 1 on the CPU and for runs of"
-        " several ranks",
-    )
+    text = "runs at the same time on each GPU, or on the CPU; default: 8 on a GPU, 1 on the CPU and for several ranks"
+    parser.add_argument("--per-gpu", type=int, default=None, metavar="K", help=text)
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
     parser.add_argument("--report", action="store_true", help="write the pages of result files again; train nothing")

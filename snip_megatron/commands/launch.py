@@ -40,18 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu", action="store_true", help="run the ranks on the CPU over gloo, to try --smoke without a GPU")
     add("--rendezvous", metavar="HOST:PORT", help="for several nodes: one of them, with a free port; the same on all")
     add("--rendezvous-id", default="snip", metavar="ID", help="this job's name, the same on all nodes; default: snip")
-    add(
-        "--local-address",
-        metavar="ADDR|route",
-        help="address of this node, if its host name does not resolve; route: the address from which this node reaches"
-        " the rendezvous",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="let Megatron and SNIP check all arguments of the job, and print the forecast of snip plan for H200s;"
-        " start nothing",
-    )
+    text = "address of this node, if its host name does not resolve; route: that from which it reaches the rendezvous"
+    add("--local-address", metavar="ADDR|route", help=text)
+    text = "let Megatron and SNIP check all arguments, and print the forecast of snip plan for H200s; start nothing"
+    add("--check", action="store_true", help=text)
     add("--dry-run", action="store_true", help="print the exact command; start nothing")
     add("--hardware", action="store_true", help="print NODES GPUS_PER_NODE and exit; for scripts of schedulers")
     add("--progress", action="store_true", help="print SAVED STEPS (newest checkpoint, end of training) and exit")

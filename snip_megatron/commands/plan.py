@@ -41,11 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(add: Callable[..., Any]) -> None:
-    add(
-        "--model",
-        metavar="NAME|config.json",
-        help="the model: 1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama; for any other give --megatron",
-    )
+    text = "1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama; for any other give --megatron"
+    add("--model", metavar="NAME|FILE", help=text)
     for name, text in (
         ("tp", "tensor parallel size; default: 1"),
         ("pp", "pipeline parallel size; default: 1"),
@@ -60,54 +57,26 @@ def _add_model(add: Callable[..., Any]) -> None:
         add(f"--{flag}", action="store_true", help=text)
     add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
     add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
-    add(
-        "--megatron",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="in place of all of these, --gpus and --vocab-size excepted: all arguments that follow are those of a"
-        " training, SNIP's too; Megatron checks them and builds the model without memory",
-    )
+    text = "in place of these: all arguments that follow are those of a training, with which Megatron builds the model"
+    add("--megatron", nargs=argparse.REMAINDER, metavar="...", help=text)
 
 
 def _add_losses(add: Callable[..., Any]) -> None:
-    add(
-        "--statistics",
-        type=Path,
-        metavar="FILE.npz",
-        help="statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses",
-    )
+    text = "statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses"
+    add("--statistics", type=Path, metavar="FILE.npz", help=text)
     add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
     add("--train-iters", type=_count, metavar="N", help="training steps of the run, over which phases are planned")
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:
-    add(
-        "--timings",
-        default="h200",
-        metavar="NAME|FILE",
-        help="times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200",
-    )
+    text = "times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200"
+    add("--timings", default="h200", metavar="NAME|FILE", help=text)
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
-    add(
-        "--node-bandwidth",
-        type=_BANDWIDTH,
-        default=180.0,
-        metavar="GB/s",
-        help="GB that one GPU sends to the others of its node in a second; default: 180",
-    )
-    add(
-        "--network-bandwidth",
-        type=_BANDWIDTH,
-        default=40.0,
-        metavar="GB/s",
-        help="GB that one GPU sends to other nodes in a second; default: 40",
-    )
-    add(
-        "--gpu-memory",
-        type=positive("GiB above 0", 1e6),
-        metavar="GIB",
-        help="memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it",
-    )
+    for name, speed, others in (("node", 180.0, "the others of its node"), ("network", 40.0, "other nodes")):
+        text = f"GB that one GPU sends to {others} in a second; default: {speed:g}"
+        add(f"--{name}-bandwidth", type=_BANDWIDTH, default=speed, metavar="GB/s", help=text)
+    text = "memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it"
+    add("--gpu-memory", type=positive("GiB above 0", 1e6), metavar="GIB", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

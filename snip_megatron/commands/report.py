@@ -12,36 +12,18 @@ from snip_megatron.errors import SnipError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip report``."""
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        type=Path,
-        nargs="+",
-        help="run directory (--snip-dir of a training); several are compared on one page",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="file for the page; default: RUN/report.html, for several runs comparison.html in the first RUN",
-    )
-    parser.add_argument(
-        "--cost",
-        metavar="NAME|FILE",
-        help="what predicts the time saved: flops, a packaged table such as h200, or a file that snip calibrate wrote;"
-        " default: the times that the run used, or flops if it used none",
-    )
+    add = parser.add_argument
+    text = "run directory (--snip-dir of a training); several are compared on one page"
+    add("runs", metavar="RUN", type=Path, nargs="+", help=text)
+    text = "file for the page; default: RUN/report.html, for several runs comparison.html in the first RUN"
+    add("--out", metavar="FILE", type=Path, help=text)
+    text = "what predicts the time saved: flops, h200, or a file that snip calibrate wrote; default: as in the run"
+    add("--cost", metavar="NAME|FILE", help=text)
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--json",
-        action="store_true",
-        help="instead of a page, print as JSON (snip.worth/1) whether the run was worth it: times of steps, time saved,"
-        " costs, loss, memory",
-    )
+    text = "instead of a page, print as JSON (snip.worth/1) whether the run was worth it"
+    instead.add_argument("--json", action="store_true", help=text)
     instead.add_argument("--live", action="store_true", help="serve the page of a running job here, until Ctrl-C")
-    parser.add_argument(
-        "--port", metavar="N", type=int, help="port of --live on 127.0.0.1; 0: any free port; default: 8765"
-    )
+    add("--port", metavar="N", type=int, help="port of --live on 127.0.0.1; 0: any free port; default: 8765")
 
 
 def run(args: argparse.Namespace) -> int:

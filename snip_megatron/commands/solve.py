@@ -24,13 +24,8 @@ _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolera
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip solve``."""
     add = parser.add_argument
-    add(
-        "problem",
-        type=Path,
-        metavar="PROBLEM.json",
-        help="a problem file (snip.problem/1 or /2), a run directory (its latest update is solved), or a file of its"
-        " stats/",
-    )
+    text = "a problem file (snip.problem/1 or /2), a run directory (its latest update), or a file of its stats/"
+    add("problem", type=Path, metavar="PROBLEM.json", help=text)
     add("--out", type=Path, metavar="MAP.json", help="file for the map, or for a plan; default: standard output")
     add(
         "--solver", choices=("cpsat", "greedy"), default="cpsat", help="greedy stops at a good solution; default: cpsat"
@@ -43,21 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
     add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
     add_stored("--schedule", choices=("static",), help="solve for one map, although the run planned phases")
-    add_stored(
-        "--cost",
-        metavar="NAME|FILE",
-        help="what a choice saves: times of a packaged table such as h200 or of a file that snip calibrate wrote, or"
-        " flops; default: the run's",
+    text = "what a choice saves: a table such as h200, a file that snip calibrate wrote, or flops; default: the run's"
+    add_stored("--cost", metavar="NAME|FILE", help=text)
+    text = (
+        "write snip.sweep/1 instead of a map: solutions for POINTS budgets up to the highest reachable one; default: 41"
     )
-    add(
-        "--sweep",
-        type=int,
-        nargs="?",
-        const=41,
-        metavar="POINTS",
-        help="write snip.sweep/1 instead of a map: solutions for budgets from nothing to the highest reachable one;"
-        " default: 41 points",
-    )
+    add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

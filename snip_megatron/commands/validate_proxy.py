@@ -32,21 +32,15 @@ PROXY_SCHEMA = "snip.proxy/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip validate-proxy``."""
-    parser.add_argument(
-        "sources",
-        nargs="+",
-        type=Path,
-        metavar="SOURCE",
-        help="experiment file (snip.experiment/1), at whose warm checkpoints every option is forced alone; or a run"
-        " directory or statistics file of such a measurement",
+    text = (
+        "experiment file, at whose warm checkpoints every option is forced alone; or statistics of such a measurement"
     )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=text)
     add_training_arguments(parser, Path("runs/proxy"), "proxy.json, proxy.md and proxy.html")
     parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
-    recording = parser.add_argument_group("measuring an experiment's checkpoints")
-    recording.add_argument(
-        "--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps"
-    )
-    recording.add_argument(
+    add = parser.add_argument_group("measuring an experiment's checkpoints").add_argument
+    add("--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps")
+    add(
         "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default: 2"
     )
 
