@@ -74,19 +74,17 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
             decided = startup.current(config.no_compat)
             if not _has_a_part(config, decided):
                 return pretrain(*args, **kwargs)
-            _check_device(decided)
+            import torch
+
+            if not decided.on_cpu and not torch.cuda.is_available():
+                raise SnipError(
+                    "no CUDA device is visible: to run on the CPU, start python -m snip_megatron.attach SCRIPT ..."
+                )
             from snip_megatron.megatron.attachment import run_attached
 
             return run_attached(pretrain, args, kwargs, decided)
 
     return cast(Pretrain, pretrain_under_snip)
-
-
-def _check_device(decided: startup.Startup) -> None:
-    import torch
-
-    if not decided.on_cpu and not torch.cuda.is_available():
-        raise SnipError("no CUDA device is visible: to run on the CPU, start python -m snip_megatron.attach SCRIPT ...")
 
 
 def _has_a_part(config: SnipConfig, decided: startup.Startup) -> bool:
@@ -110,7 +108,7 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except SnipError as error:
-        startup.report(error, _program())
+        startup.report(error, Path(sys.argv[0]).stem)
         sys.exit(error.exit_code)
 
 
@@ -118,10 +116,6 @@ def _end(message: str) -> NoReturn:
     with _one_line():
         raise SnipError(message)
     raise AssertionError
-
-
-def _program() -> str:
-    return Path(sys.argv[0]).stem
 
 
 def main() -> int:
@@ -136,7 +130,7 @@ def main() -> int:
             raise SnipError(f"{script}: no such file; give the path of the training script")
         startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
     except SnipError as error:
-        startup.report(error, _program())
+        startup.report(error, script.stem)
         return error.exit_code
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
