@@ -2,8 +2,8 @@
 
 DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds a wgrad of bf16 in FP32 to the gradients of all
 experts, which follow each other in Megatron's buffers. It was faster than torch in every bf16 product of four models on
-an H100 (``experts_h100_2026-11-26.json``, ``experts-30b_h100_2026-11-26.json``). Without it torch multiplies bf16, and
-makes a wgrad in bf16, which is then added.
+an H100 (``experts_h100_2026-11-26.json``). Without it torch multiplies bf16, and makes a wgrad in bf16, which is then
+added.
 
 Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM
 0.1.4 gave other sums in every run on an H100 where some experts had no or few rows (tests/gpu/test_grouped_gpu.py). It

@@ -2,9 +2,7 @@
 # Device code: Triton's values have no static types.
 """Device code of the quantisers: each program quantises one 128×128 part of a matrix.
 
-A kernel that is compiled with ``GUARDED`` returns at once where ``current_ptr`` holds another number than zero. None is
-compiled for the number of rows, ``M``: for a single row ptxas 12.8 knows that the others are zero, and stores two of
-four bytes of their E4M3 zeros from a register that nothing has written.
+A kernel that is compiled with ``GUARDED`` returns at once where ``current_ptr`` holds another number than zero.
 """
 
 import triton
@@ -32,7 +30,7 @@ from snip_megatron.quantization.kernels.stochastic import random_pairs, stochast
 MAXIMA = tl.constexpr(512)
 """Largest number of maxima from which a quantiser finds the amax of a matrix, and of programs that find them: four on
 each of an H200's 132 multiprocessors would be 528."""
-_UNSPECIALISED = ["M", "first_row", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
+_RANDOM_ARGUMENTS = ["first_row", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
 
 
 @triton.jit
@@ -95,7 +93,7 @@ def quantize_side(
         tl.store(scale_ptr + j + 1, hi_scale, mask=hi_mask)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def tile_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
     M, K, width, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
@@ -155,7 +153,7 @@ def _uniform_side(
         store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
 
 
-@triton.jit(do_not_specialize=["M", "row_scale_stride", "col_scale_stride"])
+@triton.jit(do_not_specialize=["row_scale_stride", "col_scale_stride"])
 def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, current_ptr,
     M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
@@ -214,7 +212,7 @@ def amax_kernel(
     tl.store(maxima_ptr + tl.program_id(0), tl.max(largest, axis=0))
 
 
-@triton.jit(do_not_specialize=["M", "count"])
+@triton.jit(do_not_specialize=["count"])
 def tensor_kernel(
     x_ptr, maxima_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride, count,
     x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,

@@ -151,7 +151,7 @@ def _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HAR
     return tl.sum(d_lo * _swiglu(gate_lo, up_lo, HARDWARE) + d_hi * _swiglu(gate_hi, up_hi, HARDWARE), axis=1)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def swiglu_kernel(
     y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, probs_ptr, x_ptr, M, K, col_stride,
     y_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
@@ -172,7 +172,7 @@ def swiglu_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "row_word_0", "row_word_1", "col_word_0", "col_word_1"])
+@triton.jit(do_not_specialize=["row_word_0", "row_word_1", "col_word_0", "col_word_1"])
 def swiglu_gradient_kernel(
     d_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
     probs_ptr, of_probs_ptr, g_ptr,
