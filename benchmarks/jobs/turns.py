@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -138,7 +139,7 @@ class Training:
 
 def last_error(text: str) -> str:
     """Return the most informative line of a failed process's error output: the last exception, else the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line.strip()) for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _is_error(line)]
     return (errors or lines or [""])[-1][:500]
 
