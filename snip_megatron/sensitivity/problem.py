@@ -17,6 +17,7 @@ from snip_megatron.sensitivity.divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import SHARING
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
 from snip_megatron.statistics.table import StatisticsTable
@@ -222,10 +223,12 @@ def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str,
     """Return the item of an option: its cost, and saving and loss of every format it may take."""
     formats = (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
+    joint: dict[str, dict[Format, float]] = {}
     if request.timed:
         cost, savings = _times(option.id, formats, request)
+        joint = _joint(option.id, formats, request)
     choices = tuple(Choice(Format(fmt), (scores[fmt]["q"] if fmt in scores else 0.0,), savings[fmt]) for fmt in formats)
-    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices)
+    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, joint=joint)
 
 
 def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:
@@ -235,6 +238,18 @@ def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[
     linear, gemm = split_option_id(option)
     cost = request.times.of(str(linear), gemm, Format.BF16.value)
     return cost, {fmt: cost - request.times.of(str(linear), gemm, fmt) for fmt in formats}
+
+
+def _joint(option: str, formats: Sequence[str], request: SolveRequest) -> dict[str, dict[Format, float]]:
+    """Return what a wgrad saves together with the GEMMs that share an operand with it, by option and format."""
+    linear, gemm = split_option_id(option)
+    if gemm is not Gemm.WGRAD or request.times is None:
+        return {}
+    return {
+        option_id(str(linear), other): found
+        for other in SHARING
+        if (found := {Format(f): s for f in formats if (s := request.times.saved(str(linear), other, f)) > 0})
+    }
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
+SHARING = (Gemm.FPROP, Gemm.DGRAD)
+"""The GEMMs that share an operand with wgrad."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +25,27 @@ class OptionTimes(JsonFields):
     Attributes:
         model: name of the cost model: ``flops``, or the device that was measured.
         seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank,
-            quantisation included. A name takes precedence over a path.
+            quantisation for this GEMM alone included. A name takes precedence over a path.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
             makes, as far as its format decides them. Empty if no format decides any.
+        joint: as ``seconds``, of fprop and dgrad: what a step saves if wgrad is in the same format, because one call
+            quantises the operand of both. Empty if not known.
     """
 
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
     exchanges: Seconds = field(default_factory=dict)
+    joint: Seconds = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges)):
+        for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges), ("joint", self.joint)):
             for gemm, times in ((gemm, times) for by_gemm in table.values() for gemm, times in by_gemm.items()):
                 Gemm(gemm)
                 for fmt, value in times.items():
                     Format(fmt)
-                    if not (is_finite(value) and (value > 0 or (value == 0 and name == "exchanges"))):
+                    if not (is_finite(value) and (value > 0 or (value == 0 and name != "seconds"))):
                         raise ValueError(f"{name}: {quoted(value)} is no time")
 
     @classmethod
@@ -66,12 +71,13 @@ class OptionTimes(JsonFields):
             }
 
         seconds = table(lambda _, shape, gemm, fmt: model.seconds(shape, gemm, fmt), formats)
+        joint = table(lambda _, shape, gemm, fmt: model.joint(shape, gemm, fmt), formats)
         if exchanged is None:
-            return cls(model.name, seconds)
+            return cls(model.name, seconds, joint=joint)
         exchanges = table(
             lambda name, shape, *to: shape.microbatches * exchanged(name, *to), {*formats, *model.formats}
         )
-        return cls(model.name, seconds, exchanges=exchanges)
+        return cls(model.name, seconds, exchanges=exchanges, joint=joint)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
         """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
@@ -82,9 +88,14 @@ class OptionTimes(JsonFields):
             raise SnipError(f"{linear}: its predicted time is not known")
         parts = [known] if (exchanges := _of_linear(self.exchanges, linear)) is None else [known, exchanges]
         try:
-            return math.fsum(part[g.value][fmt] for g in ((gemm,) if gemm is not None else Gemm) for part in parts)
+            alone = math.fsum(part[g.value][fmt] for g in ((gemm,) if gemm is not None else Gemm) for part in parts)
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
+        return alone if gemm is not None else alone - math.fsum(self.saved(linear, g, fmt) for g in SHARING)
+
+    def saved(self, linear: str, gemm: Gemm, fmt: str) -> float:
+        """Return the seconds that ``gemm``, of :data:`SHARING`, saves together with wgrad if both are in a format."""
+        return (_of_linear(self.joint, linear) or {}).get(gemm.value, {}).get(fmt, 0.0)
 
     def by_stage(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> dict[int, tuple[float, float]]:
         """Return pipeline stage → seconds of its linears in bf16, and under a map. Raises SnipError as :meth:`of`.
@@ -93,7 +104,9 @@ class OptionTimes(JsonFields):
         """
         parts: dict[int, list[tuple[float, float]]] = {}
         for name, stage in stages.items():
-            after = (self.of(name, gemm, precision_map.format_of(name, gemm).value) for gemm in Gemm)
+            formats = {gemm: precision_map.format_of(name, gemm).value for gemm in Gemm}
+            after = [self.of(name, gemm, fmt) for gemm, fmt in formats.items()]
+            after += [-self.saved(name, g, formats[g]) for g in SHARING if formats[g] == formats[Gemm.WGRAD]]
             parts.setdefault(stage, []).append((self.of(name, None, Format.BF16.value), math.fsum(after)))
         return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
 

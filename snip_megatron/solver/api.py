@@ -115,9 +115,9 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
 
 def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
     chosen: list[dict[str, Format]] = [{} for _ in table.steps]
-    for name, (first, last), j in zip(table.ids, table.span.tolist(), pick.tolist(), strict=True):
+    for columns, (first, last), j in zip(table.columns, table.span.tolist(), pick.tolist(), strict=True):
         for p in range(first, last):
-            chosen[p][name] = table.formats[j]
+            chosen[p].update(columns[j])
     return chosen
 
 

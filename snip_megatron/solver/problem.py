@@ -5,9 +5,10 @@ Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phas
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ PROBLEM_SCHEMA, PHASED_SCHEMA = "snip.problem/1", "snip.problem/2"
 _KINDS = {"target": "fp4", "speedup": "speedup", "loss": "loss"}  # field of a file → kind of the Budget
 _MAX_COST = 1e18
 _MAX_STAGE = 2**20
+_MOST_JOINT = 2  # a decision of three items has the product of their choices
 _MAX_STEPS = 10**12
 _ROUNDING = 1e-9  # a saving may pass its cost by this share: both are sums rounded to float64
 _NO_AVERAGE = "has no meaning beside loss: what remains is made as fast as the bound allows"
@@ -59,6 +61,8 @@ class Item(JsonFields):
         choices: at least one; each format at most once.
         pin: the format that the item must take, one of its choices. None: any choice.
         keeps: indices of the phases, from 1 on, in which the item keeps the preceding phase's format.
+        joint: id of another item → format → what a step saves in addition if both items take that format. Two GEMMs
+            save so where one call quantises their common operand for both.
     """
 
     id: str
@@ -67,6 +71,7 @@ class Item(JsonFields):
     choices: tuple[Choice, ...]
     pin: Format | None = None
     keeps: tuple[int, ...] = ()
+    joint: Mapping[str, Mapping[Format, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,8 @@ class Problem:
     plus the tolerance.
 
     Under ``speedup`` and ``loss``, costs are times. A stage takes the cost of its items less their savings, plus its
-    fixed cost, and a step takes as long as its slowest stage. The reference time is that of a step without any saving.
+    fixed cost, and a step takes as long as its slowest stage. Items with a ``joint`` saving save it in addition where
+    both take the same format. The reference time is that of a step without any saving.
     ``speedup`` minimises Σ loss so that reference time / mean time reaches the budget. ``loss`` minimises the time so
     that Σ loss is at most the budget.
 
@@ -228,7 +234,7 @@ def _item_body(item: Item, *, phased: bool) -> dict[str, Any]:
 
 
 def _used(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if value not in (None, [])}
+    return {name: value for name, value in body.items() if value not in (None, [], {})}
 
 
 # -- checks ----------------------------------------------------------------------------------------------------
@@ -251,6 +257,7 @@ def _faults(problem: Problem) -> _Faults:
         if first != i:
             yield f"items[{i}].id", f"{quoted(item.id)} is also the id of items[{first}]"
         yield from _item_faults(item, len(phases), f"items[{i}]")
+    yield from _joint_faults(problem)
 
 
 def _budget_faults(problem: Problem) -> _Faults:
@@ -316,3 +323,17 @@ def _item_faults(item: Item, phases: int, path: str) -> _Faults:
         yield f"{path}.pin", f"{quoted(item.pin.value)} is not among the item's choices"
     if not all(1 <= p < phases for p in item.keeps) or len(set(item.keeps)) != len(item.keeps):
         yield f"{path}.keeps", f"must hold distinct indices of phases that follow another, from 1 to {phases - 1}"
+
+
+def _joint_faults(problem: Problem) -> _Faults:
+    stages = {item.id: item.stage for item in problem.items}
+    for i, item in enumerate(problem.items):
+        here = f"items[{i}].joint"
+        if len(item.joint) > _MOST_JOINT:
+            yield here, f"must name at most {_MOST_JOINT} items, got {len(item.joint)}"
+        for other, savings in item.joint.items():
+            if other == item.id or stages.get(other) != item.stage:
+                yield here, f"{quoted(cut(other))} is not the id of another item of the same stage"
+            for saving in savings.values():
+                if not 0 <= saving <= _MAX_COST:
+                    yield here, f"a saving must be a finite number from 0 to {_MAX_COST:g}, got {saving}"

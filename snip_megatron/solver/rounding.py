@@ -58,7 +58,7 @@ def mend_picks(table: Table, pick: Ints, worth: Floats, start: Ints) -> Ints:
 
 def _repair(table: Table, pick: Ints, needs: Floats) -> Ints | None:
     """Change picks, the cheapest for what they save first, until Σ saving meets ``needs`` [P, K + 1]."""
-    for _ in range(len(pick) * len(table.formats)):
+    for _ in range(table.loss.size):
         short = np.maximum(needs - table.savings(pick, exact=False), 0.0)
         if not short.any():
             return pick

@@ -1,19 +1,23 @@
 """A problem as arrays: the one model that every budget, with and without phases, is solved by.
 
-A *decision* is an item over a run of phases in which it keeps one format. A *row* is everything (row 0) or one stage
-(row k + 1). In a phase, a row is worth Σ saving / divisor + offset, and the phase is worth w, the smallest of its rows:
+A *decision* is an item over a run of phases in which it keeps one format, or several items that save something jointly
+(:attr:`Item.joint`) and keep their formats in the same phases: each of its choices is a format for every one of them.
+A joint saving of items that change at different phases is shared half and half. A *row* is everything (row 0) or one
+stage (row k + 1). In a phase, a row is worth Σ saving / divisor + offset, and the phase is worth w, the smallest of its
+rows:
 
 - under ``fp4``, w is the effective share: the share of all cost, or of a stage's cost plus the tolerance;
 - under ``speedup`` and ``loss``, w is the part of the reference time that the slowest stage saves.
 
 Σ steps · w must reach ``need`` with the least Σ loss; under ``loss`` it becomes largest with Σ loss ≤ ``limit``.
-Decisions are sorted by id and formats by code, so that the order of a file does not matter.
+Decisions are sorted by id and choices by the codes of formats, so that the order of a file does not matter.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +30,8 @@ from snip_megatron.solver.problem import Choice, Item, Phase, Problem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Formats = Mapping[str, Format]
+"""Item id → format."""
 
 GAP = 1e-4
 """A solution is optimal if its certified gap is at most this: scores are estimates good to tens of percent."""
@@ -52,26 +58,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class Table:
-    """The arrays of D decisions, F formats, P phases, K stages.
+    """The arrays of D decisions, F choices at most, P phases, K stages.
 
     Attributes:
-        ids: item id of each decision.
+        columns: what each choice of each decision is: the formats of its items, by id.
         span: the decision's first phase and the one behind its last, [D, 2].
         stage: [D], index into ``stages``, which ascend.
-        loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf if the format is no
-            choice.
-        saving: [D, F] of one step; 0 if the format is not a choice.
+        loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf where a
+            decision has no such choice.
+        saving: [D, F] of one step; 0 where a decision has no such choice.
         cost: [K + 1], Σ cost of each row.
         steps, floor: of every phase, [P], its steps, and the least that it must be worth; -inf for nothing.
         need: the least Σ steps · w.
         limit: the largest Σ true loss. If it is finite, Σ steps · w is what is maximised.
     """
 
-    ids: tuple[str, ...]
+    columns: tuple[tuple[Formats, ...], ...]
     span: Ints
     stage: Ints
     stages: tuple[int, ...]
-    formats: tuple[Format, ...]
     loss: Floats
     true_loss: Floats
     saving: Floats
@@ -90,26 +95,19 @@ class Table:
         stages = tuple(sorted({item.stage for item in items}))
         cost = _costs(items, stages)
         rows = _rows(problem, cost, stages)
-        parts = [(item, span) for item in items for span in _spans(item, len(phases))]
-        options = [_options(item, rows, stages) for item, _ in parts]
-        formats = tuple(sorted({c.format for own in options for c in own}, key=lambda f: f.code))
-        column = {f: j for j, f in enumerate(formats)}
-        true_loss = np.full((len(parts), len(formats)), np.inf)
+        parts = [(own, span) for own in _decisions(items, rows, stages) for span in _spans(own.keeps, len(phases))]
+        true_loss = np.full((len(parts), max(len(own.formats) for own, _ in parts)), np.inf)
         saving = np.zeros_like(true_loss)
-        at = [i for i, own in enumerate(options) for _ in own], [column[c.format] for own in options for c in own]
-        true_loss[at] = [
-            c.losses[a] if b == a + 1 else math.fsum(c.losses[a:b])
-            for (_, (a, b)), own in zip(parts, options, strict=True)
-            for c in own
-        ]
-        saving[at] = [c.saving for own in options for c in own]
+        for d, (own, (a, b)) in enumerate(parts):
+            count = len(own.formats)
+            true_loss[d, :count] = [losses[a] if b == a + 1 else math.fsum(losses[a:b]) for losses in own.losses]
+            saving[d, :count] = own.savings
         place = {stage: k for k, stage in enumerate(stages)}
         return cls(
-            ids=tuple(item.id for item, _ in parts),
+            columns=tuple(own.formats for own, _ in parts),
             span=np.array([span for _, span in parts], dtype=np.int64),
-            stage=np.array([place[item.stage] for item, _ in parts], dtype=np.int64),
+            stage=np.array([place[own.stage] for own, _ in parts], dtype=np.int64),
             stages=stages,
-            formats=formats,
             loss=true_loss - true_loss.min(axis=1, keepdims=True),
             true_loss=true_loss,
             saving=saving,
@@ -123,7 +121,7 @@ class Table:
 
     @cached_property
     def allowed(self) -> Bools:
-        """Whether each format is a choice, [D, F]."""
+        """Whether a decision has each choice, [D, F]."""
         return np.isfinite(self.loss)
 
     @cached_property
@@ -217,15 +215,76 @@ def _rows(problem: Problem, cost: Floats, stages: Sequence[int]) -> Rows:
     return Rows(active, np.full(len(cost), unit), offset, hard, (reference - elsewhere) / unit, reference)
 
 
-def _spans(item: Item, phases: int) -> list[tuple[int, int]]:
-    """Return the runs of phases in which an item keeps one format."""
-    begins = [p for p in range(phases) if p not in item.keeps]
+def _spans(keeps: Collection[int], phases: int) -> list[tuple[int, int]]:
+    """Return the runs of phases in which a decision keeps one choice."""
+    begins = [p for p in range(phases) if p not in keeps]
     return list(zip(begins, [*begins[1:], phases], strict=True))
 
 
+@dataclass(frozen=True)
+class _Decision:
+    """Items that are decided together, and every choice for all of them: formats, losses by phase, and saving."""
+
+    stage: int
+    keeps: tuple[int, ...]
+    formats: tuple[Formats, ...]
+    losses: Sequence[Sequence[float]]
+    savings: Sequence[float]
+
+
+def _decisions(items: Sequence[Item], rows: Rows, stages: Sequence[int]) -> list[_Decision]:
+    """Return the decisions of items, which are sorted by id, in the order of their first items."""
+    by_id, group = {item.id: item for item in items}, {item.id: [item] for item in items}
+    halves: dict[str, list[Mapping[Format, float]]] = {}
+    for item in items:
+        for other, savings in item.joint.items():
+            if by_id[other].keeps != item.keeps:
+                for name in (item.id, other):
+                    halves.setdefault(name, []).append(savings)
+            elif group[item.id] is not (joined := group[other]):
+                joined += group[item.id]
+                group |= {member.id: joined for member in group[item.id]}
+    groups = {id(own): sorted(own, key=lambda item: item.id) for own in group.values()}
+    return [_decision(own, halves, rows, stages) for own in sorted(groups.values(), key=lambda own: own[0].id)]
+
+
+def _decision(
+    items: Sequence[Item], halves: Mapping[str, Sequence[Mapping[Format, float]]], rows: Rows, stages: Sequence[int]
+) -> _Decision:
+    """Return one decision. Of several items it has only choices that no other of less loss and more saving beats."""
+    formats: list[Formats] = []
+    losses: list[Sequence[float]] = []
+    savings: list[float] = []
+    for choices in itertools.product(*(_options(item, rows, stages) for item in items)):
+        chosen = {item.id: choice.format for item, choice in zip(items, choices, strict=True)}
+        joint = [own.get(chosen[item.id], 0.0) / 2 for item in items for own in halves.get(item.id, ())]
+        for item in items:
+            fmt = chosen[item.id]
+            joint += [own.get(fmt, 0.0) for other, own in item.joint.items() if chosen.get(other) is fmt]
+        formats.append(chosen)
+        losses.append([math.fsum(each) for each in zip(*(choice.losses for choice in choices), strict=True)])
+        savings.append(math.fsum([*joint, *(choice.saving for choice in choices)]))
+    kept = range(len(formats)) if len(items) == 1 else _undominated(np.array(losses), np.array(savings))
+    return _Decision(
+        items[0].stage,
+        items[0].keeps,
+        tuple(formats[c] for c in kept),
+        [losses[c] for c in kept],
+        [savings[c] for c in kept],
+    )
+
+
+def _undominated(losses: Floats, savings: Floats) -> list[int]:
+    """Return the choices, of losses [C, P] and savings [C], than which no other is as good; of equals the first."""
+    as_good = (losses[:, None] <= losses).all(axis=2) & (savings[:, None] >= savings)
+    equal = as_good & as_good.T
+    beaten = (as_good & ~equal) | np.triu(equal, 1)
+    return [int(c) for c in np.nonzero(~beaten.any(axis=0))[0]]
+
+
 def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
-    """Return the choices of an item. Where nothing costs, a choice that saves less than nothing is none."""
-    own = [c for c in item.choices if item.pin is None or c.format is item.pin]
+    """Return the choices of an item by code. Where nothing costs, a choice that saves less than nothing is none."""
+    own = sorted((c for c in item.choices if item.pin in (None, c.format)), key=lambda c: c.format.code)
     if rows.hard[0] or rows.hard[1 + stages.index(item.stage)]:
         return [c for c in own if c.saving >= 0] or own
     return own

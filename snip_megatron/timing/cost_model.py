@@ -70,7 +70,10 @@ class CostModel:
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
-        """Return the seconds of one GEMM in a step, including quantisation. Raises SnipError if ``fmt`` is unknown."""
+        """Return the seconds of one GEMM in a step, including quantisation for this GEMM alone (see :meth:`joint`).
+
+        Raises SnipError if ``fmt`` is unknown.
+        """
         time = self.gemm_seconds(shape, gemm, fmt)
         once = 0.0
         if fmt is not Format.BF16:
@@ -87,6 +90,18 @@ class CostModel:
         if gemm is Gemm.FPROP:
             time += self._again(shape, fmt)
         return shape.microbatches * time + shape.matrices * once
+
+    def joint(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        """Return the seconds that a step saves if ``gemm`` and wgrad are both in ``fmt``, because one call quantises
+        the operand that they share: X of fprop, G of dgrad. 0 where no call does.
+        """
+        if fmt is Format.BF16 or gemm is Gemm.WGRAD:
+            return 0.0
+        operand, features = ("input", shape.k) if gemm is Gemm.FPROP else ("gradient", shape.n)
+        if (self._is_grouped(shape) and shape.fused == operand) or (operand == "input" and shape.gathered):
+            return 0.0
+        first, second, both = self._quantise(operand, shape, features, fmt)
+        return shape.microbatches * max(0.0, first + second - both)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
@@ -146,19 +161,16 @@ class CostModel:
         return both if alone else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
-        """Return the seconds of a quantisation that its first GEMM (``side`` 0) or wgrad (1) is charged, from the
-        ``times`` of quantising for the first GEMM only, for wgrad only, and for both in one call.
+        """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from the ``times``
+        of quantising for the first GEMM only, for wgrad only, and for both in one call.
 
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
         """
-        own, other, both = times[side], times[1 - side], times[2]
         if self._is_grouped(shape) and shape.fused == operand:
             known = self._known(fmt)
             fused = self._share(shape, f"fused_{operand}", lambda seconds: seconds[known])
-            return max(own, both - fused) if side else fused
-        if operand == "input" and shape.gathered:  # the two GEMMs quantise it separately
-            return own
-        return min(both, max(0.0, (own + both - other) / 2))
+            return max(times[1], times[2] - fused) if side else fused
+        return times[side]
 
     def _known(self, fmt: Format) -> Format:
         """Return ``fmt`` if the table has it, otherwise the base that it is a variant of."""
@@ -186,6 +198,9 @@ class FlopsModel(CostModel):
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         runs = shape.microbatches * (shape.forwards if gemm is Gemm.FPROP else 1)
         return runs * shape.flops / FLOPS_RATE * fmt.bits / Format.BF16.bits
+
+    def joint(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
+        return 0.0
 
     def extrapolated(self, shape: LinearShape) -> bool:
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -146,9 +147,29 @@ def slowest(problem: Problem, chosen: Sequence[Choice] | None) -> float:
         own = [k for k, item in enumerate(problem.items) if item.stage == stage]
         cost, saved = math.fsum(problem.items[k].cost for k in own), 0.0
         if chosen:
-            saved = math.fsum(chosen[k].saving for k in own)
+            saved = math.fsum([*(chosen[k].saving for k in own), *jointly(problem, chosen, own)])
         times[stage] = times.get(stage, 0.0) + cost - saved
     return max(times.values())
+
+
+def jointly(problem: Problem, chosen: Sequence[Choice], own: Sequence[int]) -> list[float]:
+    """The joint savings of some of the items."""
+    formats = {item.id: choice.format for item, choice in zip(problem.items, chosen, strict=True)}
+    each = [
+        (formats[problem.items[k].id], other, savings) for k in own for other, savings in problem.items[k].joint.items()
+    ]
+    return [savings.get(fmt, 0.0) for fmt, other, savings in each if formats[other] is fmt]
+
+
+def with_joint(problem: Problem, rng: np.random.Generator) -> Problem:
+    """Every third item saves jointly with the two before it, which come to its stage; all three change together."""
+    items = list(problem.items)
+    for k in range(2, len(items), 3):
+        savings = {c.format: float(rng.uniform(0, 0.3)) * items[k].cost for c in items[k].choices[1:]}
+        for j in (k - 2, k - 1):
+            items[j] = replace(items[j], stage=items[k].stage, keeps=items[k].keeps)
+        items[k] = replace(items[k], joint={items[j].id: savings for j in (k - 2, k - 1)})
+    return replace(problem, items=tuple(items))
 
 
 def total_time(problem: Problem, choices: Choices) -> float:

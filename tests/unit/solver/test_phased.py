@@ -26,6 +26,7 @@ from .oracles import (
     random_problem,
     total_loss,
     value_of,
+    with_joint,
 )
 
 KINDS = ("fp4", "speedup", "loss")
@@ -61,6 +62,17 @@ def test_equals_exhaustion(kind: str, seed: int) -> None:
         return
     assert solution.gap <= (GAP if kind == "fp4" else 1e-2)
     check(problem, solution, best)
+
+
+@pytest.mark.parametrize("kind", ["speedup", "loss"])
+@pytest.mark.parametrize("seed", range(4))
+def test_joint_savings_equal_exhaustion(kind: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, 6])
+    problem = with_joint(random_phased(rng, 3, 3, 2, 2, kind=kind), rng)
+    best, solution = exhaust(problem), solve(problem, deterministic_time=10)
+    assert (solution.status == "infeasible") == (best is None)
+    if best is not None:
+        check(problem, solution, best)
 
 
 @pytest.mark.parametrize("seed", range(2, 22))

@@ -56,6 +56,9 @@ def test_the_example_of_the_contract() -> None:
         1e12,
         (Choice(Format.FP8, (1e-4,), 0.0), Choice(Format.FP4, (2e-2,), 1e12)),
     )
+    body_ = body()
+    body_["items"][1]["joint"] = {first.id: {"fp4": 2.0}}
+    assert Problem.from_json(json.dumps(body_)).items[1].joint == {first.id: {Format.FP4: 2.0}}
     relaxed = body()
     relaxed["budget"]["stage_tolerance"] = None
     assert Problem.from_json(json.dumps(relaxed)).stage_tolerance is None
@@ -96,6 +99,8 @@ BAD_VALUES = [
     ("budget.target", float("nan"), "nan"),
     ("budget.stage_tolerance", -0.1, "null or a share"),
     ("budget.fixed_cost", {"0": 1.0}, "no meaning beside target"),
+    ("items[1].joint", {"x": {"fp8": 1.0}}, "id of another item of the same stage"),
+    ("items[1].joint", {"decoder.layers.0.mlp.linear_fc1:fprop": {"fp8": -1.0}}, "from 0 to 1e+18"),
     ("items[1].pin", "bf16", "not among the item's choices"),
     ("items", [], "at least one item"),
     ("items[1].id", "", "non-empty"),

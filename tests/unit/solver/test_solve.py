@@ -29,6 +29,7 @@ from .oracles import (
     random_problem,
     slowest,
     value_of,
+    with_joint,
 )
 
 
@@ -63,6 +64,35 @@ def test_equals_highs(seed: int) -> None:
     assert solution.status == "optimal"
     assert solution.gap <= GAP
     check(problem, solution, highs(problem))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_joint_savings_equal_exhaustion(seed: int) -> None:
+    rng = np.random.default_rng([seed, 5])
+    problem = with_joint(random_problem(rng, 6, 3, 2, None), rng)
+    losses = [max(c.loss for c in item.choices) for item in problem.items]
+    budget = Budget("speedup", 1.25) if seed % 2 else Budget("loss", float(rng.uniform(0.05, 0.6)) * math.fsum(losses))
+    problem = replace(problem, budget=budget)
+    solution, best = solve(problem), exhaust(problem)
+    assert (solution.status == "infeasible") == (best is None)
+    if best is not None:
+        check(problem, solution, best)
+        assert solution.speedup == pytest.approx(
+            slowest(problem, None) / slowest(problem, chosen(problem, solution)[0])
+        )
+
+
+def test_one_quantisation_for_two_gemms_decides_the_format() -> None:
+    """Alone, fprop would be faster in FP8; together with wgrad, one call quantises X for both."""
+    formats = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
+    fprop = Item("a:fprop", 0, 10.0, tuple(map(Choice, formats, [(0.0,)] * 3, [0.0, 4.0, 3.5])))
+    joint = {"a:fprop": {Format.FP8: 0.5, Format.FP8_TENSOR: 1.0}}
+    wgrad = Item("a:wgrad", 0, 10.0, tuple(map(Choice, formats, [(0.0,)] * 3, [0.0, 1.0, 4.0])), joint=joint)
+    solution = solve(Problem(Budget("loss", 1.0), (fprop, wgrad)))
+    assert set(solution.choices.values()) == {Format.FP8_TENSOR}
+    assert solution.objective == pytest.approx(20 - 3.5 - 4 - 1)
+    alone = solve(Problem(Budget("loss", 1.0), (fprop, replace(wgrad, joint={}))))
+    assert alone.choices["a:fprop"] is Format.FP8
 
 
 LOSS = st.one_of(
