@@ -37,7 +37,8 @@ def check_data(args: argparse.Namespace) -> None:
     """Raise SnipError if there is no training data, or if this entry does not support its kind."""
     for name in _OTHER_KINDS:
         if getattr(args, name, None):
-            raise SnipError(f"--{name.replace('_', '-')} is not supported by this entry; use attach() in a script")
+            argument = f"--{name.replace('_', '-')}"
+            raise SnipError(f"{argument} is not supported by this entry; use attach() in Megatron's own script")
     if args.mock_data:
         return
     if not any(getattr(args, name) for name in (*_PATHS, *_PATH_FILES)):
