@@ -275,7 +275,8 @@ def weight_operands(
 ) -> OperandPair:
     """Return the weight as the operands of fprop and of dgrad, quantised if it has changed.
 
-    With CUDA graphs only a forward may quantise it anew (``refresh``).
+    With CUDA graphs only a forward may quantise it anew (``refresh``). A weight that is gathered for every pass becomes
+    the operand of that pass alone.
     """
     state, backend = call.handle.state, call.handle.context.backend
 
@@ -283,7 +284,7 @@ def weight_operands(
         return call.spec("w", weight, fprop, dgrad)
 
     if call.handle.context.gathers:
-        return backend.quantize(weight, spec())
+        return backend.quantize(weight, call.spec("w", weight, *((fprop, None) if refresh else (None, dgrad))))
     if state.graphed is None or not call.trains:
         return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
     if refresh:

@@ -117,8 +117,8 @@ class GroupedLinear(torch.autograd.Function):
         else:
             spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
             rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
-        w, for_dgrad = _weight_operands(call, fprop, dgrad)
-        ctx.w = None if handle.context.gathers else for_dgrad  # the backward gathers the weights anew
+        # Weights that are gathered for every pass become the operands of that pass alone.
+        w, ctx.w = _weight_operands(call, fprop, None if handle.context.gathers else dgrad)
         y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         override = call.linear.override
         if override is not None:
@@ -141,7 +141,7 @@ class GroupedLinear(torch.autograd.Function):
         if [weight._version for weight in weights] != ctx.versions:
             raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
         products = call.products
-        fprop, dgrad, wgrad = ctx.formats
+        _, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
         if isinstance(g, PrequantizedTensor):
             rowwise, columnwise = g.operands
@@ -149,7 +149,7 @@ class GroupedLinear(torch.autograd.Function):
             rowwise, columnwise = products.quantize_rows(
                 g.contiguous(), call.splits, gradient_spec(call, g, dgrad, wgrad)
             )
-        w = _weight_operands(call, fprop, dgrad)[1] if ctx.w is None else ctx.w
+        w = _weight_operands(call, None, dgrad)[1] if ctx.w is None else ctx.w
         d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         override = call.linear.override
         if override is not None:
@@ -181,11 +181,11 @@ def _by_expert(
     return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])  # type: ignore[misc]
 
 
-def _weight_operands(call: GroupedCall, fprop: Format, dgrad: Format) -> OperandPair:
+def _weight_operands(call: GroupedCall, fprop: Format | None, dgrad: Format | None) -> OperandPair:
     """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed."""
     handle, weights = call.linear.handle, call.weights
     backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
-    if handle.context.gathers:
+    if fprop is None or dgrad is None:
         return call.products.quantize_weights(weights, spec)
     return handle.state.weights.get(
         backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)

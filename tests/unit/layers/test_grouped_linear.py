@@ -135,6 +135,24 @@ def test_gradients_without_main_grad_and_without_a_backward() -> None:
         assert decibel(exact, weight.grad) > 45
 
 
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (BF16, FP8, BF16), (FP8, BF16, FP8)], ids=str)
+def test_weights_that_are_gathered_for_each_pass(formats: Formats) -> None:
+    """They are at another address in the backward, and autograd gets their gradients."""
+    experts, (x, g) = Experts(2, formats), operands((128, 5))
+    exact = expected(experts, x, g, (128, 5), formats)
+    experts.context.gathers = True
+    y = experts(x, (128, 5))
+    for weight in experts.parameters():
+        freed, weight.data = weight.data, weight.data.clone()
+        freed.fill_(torch.nan)
+    y.backward(g)
+    found = (y, x.grad, torch.stack([weight.grad for weight in experts.parameters()]))  # type: ignore[misc]
+    for actual, of_all in zip(found, exact, strict=True):
+        assert actual is not None
+        assert decibel(of_all, actual) > 45
+    assert all((weight.main_grad == 1).all() for weight in experts.parameters())  # type: ignore[attr-defined]
+
+
 def test_weights_are_quantised_once_and_again_if_one_changes() -> None:
     counted: list[bool] = []
 
