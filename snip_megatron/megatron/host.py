@@ -6,7 +6,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,8 @@ def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_r
         for name, weight in norms.items():
             if weight is not None and name in row:
                 found[row[name]] = LocalSink(row[name], weight, replicated=True)
-    return [sink for sink in found.values() if sink.weight.requires_grad]
+    whole = (replace(sink, weight=getattr(sink.weight, "orig_param", sink.weight)) for sink in found.values())
+    return [sink for sink in whole if sink.weight.requires_grad]
 
 
 # -- a training step ------------------------------------------------------------------------------------------------

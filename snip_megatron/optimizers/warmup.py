@@ -40,7 +40,8 @@ def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
 
 def warm_up_sinks(weight: torch.Tensor, *, sharded: bool) -> None:
     """Evaluate the update error of a parameter that is no linear's weight, of a matrix in its first rows only."""
-    gradient = torch.zeros_like(weight[:_ROWS] if weight.dim() > 1 else weight, dtype=torch.float32)
+    rows = min(len(weight), _ROWS) if weight.dim() > 1 else len(weight)
+    gradient = torch.zeros(rows, *weight.shape[1:], dtype=torch.float32, device=weight.device)
     for start, end in _ranges(gradient.numel(), sharded):
         sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from launch import tiny_llama_args
+from test_warm_up import assert_all_is_warmed_up
 from traced_pretrain import read_traces
 from warm_ranks import WarmRanks
 
@@ -102,3 +104,8 @@ def test_tensor_parallel_ranks(train: Train) -> None:
     losses = [float.fromhex(each["losses"][STEPS]) for each in (train("tp", UPDATED, layout, ranks=4)[0],
               train("updated", UPDATED)[0])]  # fmt: skip
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
+    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    assert_all_is_warmed_up(warm, tmp_path, f"--use-distributed-optimizer {SHARDED}")

@@ -16,14 +16,18 @@ SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4
 # A candidate with one scale a tensor, a validation, shards of gathered tokens, and widths that SwiGLU's kernels take.
 ARGUMENTS = (
     "--snip-budget fp4=0.4 --snip-formats fp8_tensor,fp4,fp8 --snip-pin *linear_proj=bf16 --eval-iters 1"
-    " --eval-interval 4 --tensor-model-parallel-size 2 --sequence-parallel --hidden-size 128 --ffn-hidden-size 512"
+    " --eval-interval 4 --hidden-size 128 --ffn-hidden-size 512"
 )
 
 
 def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
+    assert_all_is_warmed_up(warm, tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel")
+
+
+def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str) -> None:
     run = tmp_path / "run"
-    given = tiny_llama_args(*shlex.split(f"{SNIP} {ARGUMENTS}"), "--bf16", "--snip-dir", str(run), iters=9)
-    environment = {"LISTED": str(tmp_path / "listed")}
+    given = tiny_llama_args(*shlex.split(f"{SNIP} {ARGUMENTS} {layout}"), "--bf16", "--snip-dir", str(run), iters=9)
+    environment = {"LISTED": str(tmp_path / "listed"), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     done = warm.run(2, given, module="listed_pretrain", env=environment, tmp=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
