@@ -122,18 +122,20 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, a
         return batch
     rank = mpu.get_tensor_model_parallel_rank()
     if rank == 0:
-        batch |= {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=_makes_attention_mask(args),
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=rank,
-        micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=True,  # both ends of the pipeline get everything
-    )
+        sample = next(data_iterator)
+        batch |= {name: sample[name].cuda(non_blocking=True) for name in _NAMES if name in sample}
+    if args.tensor_model_parallel_size > 1:
+        batch = get_batch_on_this_tp_rank(
+            batch,
+            has_cu_seqlens=False,
+            is_hybrid_cp=False,
+            create_attention_mask_in_dataloader=_makes_attention_mask(args),
+            broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+            broadcast_group=mpu.get_tensor_model_parallel_group(),
+            cp_size=args.context_parallel_size,
+            tp_rank=rank,
+            micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
+            seq_length=args.seq_length,
+            mtp_on_this_rank=True,  # both ends of the pipeline get everything
+        )
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())  # type: ignore[no-any-return]
