@@ -34,12 +34,6 @@ TORCH = (2, 11)
 
 _BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
-_GROUPED = (
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nn_contiguous",
-    "k_grouped_bf16_gemm_tn_contiguous",
-)
 Gemm = Callable[..., None]
 
 
@@ -80,7 +74,7 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
     found: DeepGemm | None = None
     if missing is None and library is not None:
         try:
-            found = DeepGemm(_load())
+            found = DeepGemm(grouped_library().fp8_gemm_nt)
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"
         else:
@@ -91,13 +85,10 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
 
 
 def grouped_library() -> Any:
-    """Return DeepGEMM's module for :mod:`snip_megatron.gemm.grouped_hopper`, or None if it lacks a product.
-
-    Call it after :func:`deepgemm` has found the library.
-    """
+    """Return DeepGEMM's module, which :mod:`snip_megatron.gemm.grouped_hopper` calls. Raises what its import does."""
     import deep_gemm
 
-    return deep_gemm if all(hasattr(deep_gemm, name) for name in _GROUPED) else None
+    return deep_gemm
 
 
 @functools.cache
@@ -124,13 +115,6 @@ def find_nvcc() -> str | None:
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     candidates = (os.path.join(home, "bin", "nvcc") for home in homes if home)
     return next((path for path in candidates if os.access(path, os.X_OK)), None) or shutil.which("nvcc")
-
-
-def _load() -> Gemm:
-    import deep_gemm
-
-    gemm: Gemm = deep_gemm.fp8_gemm_nt
-    return gemm
 
 
 def difference(found: DeepGemm, library: Any, device: torch.device) -> str | None:
