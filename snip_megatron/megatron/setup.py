@@ -116,6 +116,8 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
+        if self._registry is not None and self._registry.context.gathers and torch.cuda.is_available():
+            say("--use-megatron-fsdp: compared with Megatron bit by bit on CPUs, not yet on GPUs")
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.
