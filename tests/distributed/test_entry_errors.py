@@ -29,6 +29,8 @@ def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
+        (["--snip", "--snip-budget", "fp4=1.7"], "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
+        (["--snip-policy", "fisher"], "--snip-policy has no effect without --snip: add --snip, or leave it out"),
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
         (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
     ],

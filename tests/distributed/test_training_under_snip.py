@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from launch import finish, start_ranks, tiny_llama_args
 from warm_ranks import WarmRanks, free_port
 
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.records.readers import read_events, read_maps, read_metrics
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -118,21 +117,3 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
     # The map in force came out of the checkpoint, and so did the update that was on its way.
     assert {event["step"]: event["version"] for event in events(later, "adopt")} == expected
     assert own == {step: loss for step, loss in curve.items() if step >= SAVED}
-
-
-def test_a_static_map_needs_no_update(warm: WarmRanks, tmp_path: Path) -> None:
-    names = [str(LinearId("decoder", layer, kind)) for layer in range(4) for kind in KINDS]
-    static = PrecisionMap.uniform(names, Format.FP8, version=7)
-    path = tmp_path / "map.json"
-    path.write_text(static.to_json())
-    run = tmp_path / "run"
-    process = warm.run(
-        1, tiny_llama_args("--snip", "--snip-map", str(path), "--snip-dir", str(run), iters=4), tmp=tmp_path
-    )
-    check(process)
-    assert [(event["step"], event["version"]) for event in events(run, "adopt")] == [(0, 7)]
-    assert not events(run, "probe")
-    assert json.loads((run / "maps" / "step_0.json").read_text())["choices"] == dict.fromkeys(static.choices, "fp8")
-
-
-KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

@@ -175,18 +175,3 @@ def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: P
     assert process.returncode == 128 + number
     assert err == f"snip validate-proxy: stopped by {number.name}; the same command measures again\n"
     assert [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])] == []
-
-
-def test_what_cannot_be_compared_is_one_line(data: Path, tmp_path: Path) -> None:
-    no_data = snip("compare", NANO, "--out", tmp_path)
-    assert (no_data.returncode, no_data.stderr.count("\n")) == (2, 1)
-    no_results = snip("compare", "--report", NANO)
-    assert (no_results.returncode, no_results.stderr.count("\n")) == (2, 1)
-    assert "is no result file of snip compare" in no_results.stderr
-
-
-def test_a_dry_run_prints_every_command(data: Path, tmp_path: Path) -> None:
-    shown = snip("compare", NANO, "--data", data, "--out", tmp_path / "out", "--dry-run")
-    assert shown.returncode == 0
-    assert shown.stdout.count("python -m snip_megatron.pretrain_gpt") == 4
-    assert not (tmp_path / "out").exists()

@@ -44,13 +44,6 @@ def test_writes_the_page_and_says_where(recorded, tmp_path):
     assert "</html>" in (recorded / "report.html").read_text(encoding="utf-8")
 
 
-def test_out(recorded, tmp_path):
-    done = snip("report", str(recorded), "--out", "page.html", cwd=tmp_path)
-    assert done.returncode == 0
-    assert (tmp_path / "page.html").exists()
-    assert not (recorded / "report.html").exists()
-
-
 def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
     done = snip("report", "run", "--json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

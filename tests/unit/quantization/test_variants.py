@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from scipy.linalg import hadamard
 
 from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.precision import VARIANTS, Gemm
+from snip_megatron.precision import Gemm
 from snip_megatron.quantization import fake_quantize, quantize
-from snip_megatron.quantization.formats import SPECS, STOCHASTIC
 from snip_megatron.quantization.hadamard import Rotation, rotate
 
 from . import variants_oracle
@@ -23,14 +22,6 @@ def matrix(rows: int, cols: int, seed: int = 0, spread: float = 1.0) -> torch.Te
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(rows, 1, generator=generator).mul(spread).exp()
     return torch.randn(rows, cols, generator=generator) * sizes
-
-
-def test_variants_differ_from_their_base_in_scales_and_rounding_only() -> None:
-    for variant, of in VARIANTS.items():
-        own, base = SPECS[variant], SPECS[of.base]
-        assert (own.element, own.scaling, own.tile) == (base.element, base.scaling, base.tile)
-        assert variant.bits == of.base.bits
-        assert not (variant in STOCHASTIC and of.gemms == (Gemm.FPROP,))
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 999), st.sampled_from([0.3, 2.0, 6.0]))

@@ -5,15 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.policies import (
-    ESTIMATORS,
-    POLICIES,
-    UNSOLVED,
     divergences,
     policy_scores,
 )
@@ -34,26 +30,6 @@ def scores_of(table: StatisticsTable, **fields) -> np.ndarray:
 def per_flop(table: StatisticsTable, scores: np.ndarray) -> np.ndarray:
     """4-bit scores over FLOPs: what a solver goes by. [linears, 3]."""
     return scores[:, :, -1] / np.array([row.n * row.k for row in table.linears])[:, None]
-
-
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in UNSOLVED])
-def test_every_policy_scores_every_option(policy: str) -> None:
-    scores = scores_of(make_table(layers=4), policy=policy)
-    assert scores.shape == (16, 3, 2)
-    assert np.isfinite(scores).all()
-    assert np.all(scores >= 0.0)
-    assert np.all(scores[:, :, 0] <= scores[:, :, 1])
-
-
-def test_names_serve_the_command_line() -> None:
-    for policy in POLICIES:
-        SnipConfig(enabled=True, policy=policy)
-    for estimator in ESTIMATORS:
-        SnipConfig(enabled=True, estimator=estimator)
-    with pytest.raises(SnipError, match="--snip-policy hwq: unknown; choose one of snip, min-abs-err"):
-        scores_of(make_table(), policy="hwq")
-    with pytest.raises(SnipError, match="--snip-estimator guess: unknown; choose one of noise, fisher"):
-        scores_of(make_table(), estimator="guess")
 
 
 def test_min_abs_err_uses_the_errors_of_each_gemm() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Choice, Item, Phase, Problem, Solution, Spent, solve
@@ -188,12 +187,6 @@ def test_costs_of_nothing() -> None:
     timed = solve(replace(problem, budget=Budget("speedup", 1.0), stage_tolerance=None))
     assert timed.objective == 3.0
     assert timed.achieved == 1.0
-
-
-def test_bad_arguments() -> None:
-    problem = proportional()
-    with pytest.raises(SnipError, match="solver 'x' is not one of"):
-        solve(problem, solver="x")
 
 
 def test_the_plan_counts_steps_from_zero_or_as_told() -> None:
