@@ -80,28 +80,10 @@ def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> No
     assert chosen == [Format.FP8_TENSOR, Format.BF16]
     metrics = {m["step"]: m for m in read_metrics(run)}
     assert {m["fp4_fraction"] for m in metrics.values()} == {0.0}
-    solve_again(run, tmp_path, maps[12])
-
-
-def solve_again(run: Path, tmp: Path, latest: PrecisionMap) -> None:
-    """Other budgets and policies over what the run stored, without training."""
     for step in (2, 8):
         stored = find_stored(run, step)
         assert stored is not None
         assert rebuild(stored, Change(), None) == stored.problem()
-
-    def solved(*options: str) -> PrecisionMap:
-        assert main(["solve", *options, "--out", str(tmp / "again.json")]) == 0
-        return PrecisionMap.from_json((tmp / "again.json").read_text())
-
-    again = solved(str(run))
-    assert again.loss <= latest.loss * (1 + 1e-12)
-    assert (again.target, again.fp4_share) == (1.25, 0.0)
-    assert solved(str(run), "--budget", "speedup=1.2").loss < again.loss
-    assert solved(str(run / "problems" / "step_2.json"), "--budget", "loss=0").speedup == 1.0
-    other = solved(str(run / "stats" / "step_8.npz"), "--policy", "random")
-    assert other.speedup >= 1.25 * (1 - 1e-8)
-    assert other.choices != again.choices
 
 
 def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
@@ -123,21 +105,12 @@ def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
     assert "over fp8,fp4, schedule static: formats are emulated on this machine, which saves no time" in emulated.stdout
 
 
-@pytest.mark.parametrize(
-    ("budget", "extra", "words"),
-    [
-        ("speedup=2.5", (), ["speedup=2.5 is unreachable", "the highest reachable speedup is 1.7"]),
-        ("speedup=1.2", ("--snip-pin", "*.linear_fc1=mxfp8"), ["--snip-timings", "no mxfp8"]),
-        ("speedup=1.2", ("--snip-timings", "none.json"), ["--snip-timings none.json"]),
-    ],
-)
-def test_what_cannot_be_reached_is_refused_at_start(
-    warm: WarmRanks, tmp_path: Path, budget: str, extra: tuple[str, ...], words: list[str]
-) -> None:
-    done = warm.run(1, arguments(tmp_path, budget, *extra), tmp=tmp_path, timeout=400)
+def test_what_cannot_be_reached_is_refused_at_start(warm: WarmRanks, tmp_path: Path) -> None:
+    done = warm.run(1, arguments(tmp_path, "speedup=2.5"), tmp=tmp_path, timeout=400)
     assert done.returncode == 2
     (line,) = error_lines(done)
-    assert all(word in line for word in words), line
+    assert "speedup=2.5 is unreachable" in line
+    assert "the highest reachable speedup is 1.7" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -90,7 +90,6 @@ def test_hardware(arguments: tuple[object, ...], line: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("13b --data mock --save x", "13b: no such configuration; choose one of 1b, 3b, 7b, "),
         ("7b --save x", "--data: missing"),
         ("70b --data mock --save x", "--nodes 8: give --rendezvous HOST:PORT, the same on every node"),
         ("7b --data mock --save x --cores 8", "unrecognized arguments: --cores 8 (see snip launch --help)"),

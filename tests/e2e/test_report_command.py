@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from snip_megatron.cli import main
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_directory import RunDirectory
 
@@ -79,9 +80,9 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
         ("run", "run", "--live"),
     ],
 )
-def test_bad_input_is_one_line(recorded, tmp_path, arguments):
-    done = snip("report", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("snip report: ")
-    assert done.stderr.count("\n") == 1
+def test_bad_input_is_one_line(recorded, tmp_path, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("snip report: ")

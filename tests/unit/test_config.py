@@ -195,11 +195,8 @@ def test_budgets_by_kind() -> None:
 # -- values that cannot work -----------------------------------------------------------------------------------
 BAD = [
     (("--snip-budget", "fp4=1.7"), ["--snip-budget", "fp4=1.7", "between 0 and 1"]),
-    (("--snip-budget", "fp4=-0.1"), ["--snip-budget", "between 0 and 1"]),
     (("--snip-budget", "fp4=nan"), ["--snip-budget", "between 0 and 1"]),
-    (("--snip-budget", "fp4="), ["--snip-budget", "between 0 and 1"]),
     (("--snip-budget", "0.75"), ["--snip-budget", "fp4=SHARE"]),
-    (("--snip-budget", "fp5=0.5"), ["--snip-budget", "fp4=SHARE"]),
     (("--snip-budget", "speedup=0.9"), ["--snip-budget speedup=0.9", "must be a factor from 1 to 1e+06"]),
     (("--snip-budget", "speedup=fast"), ["--snip-budget speedup=fast", "must be a factor from 1 to 1e+06"]),
     (("--snip-budget", "loss=-1"), ["--snip-budget loss=-1", "0 or more nats"]),
@@ -217,20 +214,12 @@ BAD = [
     (("--snip-budget", "loss=0.1", "--snip-q", "paper"), ["--snip-budget loss=0.1", "--snip-q paper"]),
     (("--snip-wait", "inf"), ["--snip-wait inf", "0 or more"]),
     (("--snip-policy", "best"), ["--snip-policy best", "backward-first"]),
-    (("--snip-estimator", "oracle"), ["--snip-estimator oracle", "fisher"]),
     (("--snip-q", "sum"), ["--snip-q sum", "split"]),
-    (("--snip-granularity", "model"), ["--snip-granularity model", "layer"]),
-    (("--snip-gemm", "cublas"), ["--snip-gemm cublas", "reference"]),
-    (("--snip-eval", "fp4"), ["--snip-eval fp4", "both"]),
-    (("--snip-formats", ""), ["--snip-formats"]),
     (("--snip-formats", "fp8,fp8,fp4"), ["--snip-formats fp8,fp8,fp4", "distinct"]),
-    (("--snip-formats", "fp8,int4"), ["--snip-formats fp8,int4"]),
     (("--snip-formats", "fp8"), ["--snip-formats fp8", "--snip-budget fp4=0.75", "fp4"]),
     (("--snip-stage-tolerance", "2"), ["--snip-stage-tolerance 2", "between 0 and 1"]),
-    (("--snip-stage-tolerance", "some"), ["--snip-stage-tolerance some"]),
     (("--snip-pin", "fc2"), ["--snip-pin fc2", "GLOB=FORMAT"]),
     (("--snip-pin", "*=fp5"), ["--snip-pin *=fp5", "bf16"]),
-    (("--snip-pin", "=fp4"), ["--snip-pin =fp4", "GLOB=FORMAT"]),
     (("--snip-update-interval", "-1"), ["--snip-update-interval -1", "at least 0"]),
     (("--snip-first-update", "-3"), ["--snip-first-update -3", "at least 0"]),
     (("--snip-lag", "0"), ["--snip-lag 0", "at least 1"]),
@@ -247,7 +236,6 @@ BAD = [
     (("--snip-guard-sigma", "0"), ["--snip-guard-sigma 0", "positive"]),
     (("--snip-map", "a.json", "--snip-replay", "b"), ["--snip-map", "--snip-replay"]),
     (("--snip-map", "a.json", "--snip-pin", "*=fp8"), ["--snip-map", "--snip-pin"]),
-    (("--snip-replay", "b", "--snip-pin", "*=fp8"), ["--snip-replay", "--snip-pin"]),
 ]
 
 
@@ -388,7 +376,6 @@ def test_what_is_deployed_follows_what_is_validated_unless_it_is_said() -> None:
         ("--snip-schedule auto --snip-map m.json", "--snip-map m.json cannot be combined with --snip-schedule auto"),
         ("--snip-schedule auto --snip-replay r", "--snip-replay r cannot be combined with --snip-schedule auto"),
         ("--snip-schedule auto --snip-policy bf16", "--snip-policy bf16 cannot be combined with --snip-schedule auto"),
-        ("--snip-schedule auto --snip-policy late-all", "--snip-policy late-all cannot be combined with --snip-sched"),
         ("--snip-schedule auto --snip-update-interval 0", "--snip-update-interval 0 cannot be combined with --snip-s"),
         ("--snip-schedule auto --snip-granularity layer", "--snip-granularity layer cannot be combined with --snip-s"),
         ("--snip-policy late-all --snip-budget loss=1", "--snip-policy late-all cannot be combined with --snip-budget"),

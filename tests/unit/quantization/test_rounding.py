@@ -54,10 +54,7 @@ def test_random_bit_patterns_agree_with_ml_dtypes(name: str) -> None:
     assert_same_bits(round_to_element(torch.from_numpy(values.copy()), element), expected(values, element, dtype))
 
 
-def test_e4m3_agrees_with_torch_and_nan_stays_nan() -> None:
-    values = torch.cat([torch.randn(100_000) * scale for scale in (1e-3, 1.0, 300.0)])
-    cast = values.clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32)
-    assert torch.equal(round_to_element(values.clone(), E4M3), cast)
+def test_nan_stays_nan() -> None:
     for element in (E2M1, E4M3):
         assert round_to_element(torch.tensor([float("nan"), -float("nan")]), element).isnan().all()
 

@@ -67,18 +67,6 @@ def test_candidates_that_only_one_gemm_may_take_save_that_gemms_share() -> None:
     assert {fmt for key, fmt in solution.choices.items() if not key.endswith(":fprop")} == {Format.MXFP8}
 
 
-@pytest.mark.parametrize(
-    ("formats", "granularity", "words"),
-    [
-        (("nvfp4_46", "nvfp4"), "layer", "nvfp4_46 is a format of fprop, not of dgrad"),
-        (("nvfp4_46",), "gemm", "none is a format of dgrad; add nvfp4"),
-    ],
-)
-def test_candidates_that_leave_a_gemm_without_a_format(formats: tuple[str, ...], granularity: str, words: str) -> None:
-    with pytest.raises(SnipError, match=words):
-        SolveRequest(formats=formats, granularity=granularity)
-
-
 def test_pins() -> None:
     names = [row.name for row in linear_rows(1)]
     pins = (("*linear_fc1:fprop", "nvfp4_46"),)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.solver import Choice, Item, Phase, Problem, Spent
+
+from .test_problem_json import refused
 
 FINITE = st.floats(-1e3, 1e3)
 
@@ -38,16 +39,6 @@ def body() -> dict[str, Any]:
             for i in range(2)
         ],
     }
-
-
-def refused(text: str | bytes) -> str:
-    with pytest.raises(SnipError) as caught:
-        Problem.from_json(text, where="p.json")
-    message = str(caught.value)
-    assert message.startswith("p.json: ")
-    assert "\n" not in message
-    assert caught.value.exit_code == 2
-    return message.removeprefix("p.json: ")
 
 
 def test_the_example_of_the_format() -> None:
