@@ -46,26 +46,6 @@ def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> No
     assert Format.FP4 in formats
 
 
-BIASED = shlex.split(
-    "--num-experts 4 --moe-router-topk 2 --moe-router-pre-softmax --moe-ffn-hidden-size 32"
-    " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --expert-model-parallel-size 2"
-    " --num-layers 2 --no-bias-swiglu-fusion"
-)
-
-
-def test_experts_with_biases(warm: WarmRanks, tmp_path: Path) -> None:
-    """Megatron adds a bias to the output of an expert's linear in place."""
-    curves = []
-    for extra in ([], ["--snip", "--snip-policy", "uniform-fp8", "--snip-dir", str(tmp_path / "run")]):
-        args = [arg for arg in tiny_llama_args(*BIASED, *extra, iters=3) if arg != "--disable-bias-linear"]
-        done = warm.run(2, args, tmp=tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
-        curves.append(losses(done))
-    stock, quantised = curves
-    assert quantised != stock
-    assert quantised == pytest.approx(stock, rel=1e-3)
-
-
 ONE = shlex.split(
     "--num-experts 1 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 192"
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"

@@ -140,12 +140,3 @@ def test_another_end_moves_the_phases_in_one_line(warm: WarmRanks, whole: Whole,
     assert [phase["from_step"] for phase in events(run, "plan")[0]["phases"]] == [26, 30, 36]  # 13, 15, 18
     assert (tmp_path / "longer.out").read_text().count("snip: training now ends at step 40 instead of 20") == 1
     assert 20 not in [event["step"] for event in events(run, "phase")]  # the second plan holds no phase before 13
-
-
-def test_a_late_policy_switches_as_early_as_the_average_allows(warm: WarmRanks, tmp_path: Path) -> None:
-    """An average of 0.9 over 10 steps leaves three of them at two thirds: 7 + 3·2/3 = 9."""
-    policy = ("--snip", "--snip-policy", "late-forward", "--snip-budget", "fp4=0.9")
-    run = train(warm, tmp_path, "late", *policy, steps=10, ranks=1)
-    assert [event["step"] for event in events(run, "adopt")] == [0, 7]
-    assert [round(figure["fp4_fraction"], 6) for figure in read_metrics(run)] == [1.0] * 7 + [0.666667] * 3
-    assert list(read_plans(run)) == [0]

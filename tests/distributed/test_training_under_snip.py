@@ -79,16 +79,7 @@ def test_optimal_maps_are_adopted_on_tensor_and_pipeline_parallel_ranks(warm: Wa
 def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
     """Two torchrun agents, as on two nodes; each holds one pipeline stage."""
     run = tmp_path / "run"
-    launcher = (
-        "--nnodes",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "--rdzv-id",
-        "snip",
-    )
+    launcher = shlex.split(f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id snip")
     layout = ("--pipeline-model-parallel-size", "2")
     agents = [start_ranks(1, arguments(run, *layout), tmp=tmp_path, launcher=launcher) for _ in range(2)]
     for agent in agents:

@@ -21,18 +21,8 @@ def snip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_standard_library_is_prepared_and_reused(tmp_path: Path) -> None:
     output = tmp_path / "data"
-    arguments = (
-        "--output",
-        output,
-        "--glob",
-        "json/*.py",
-        "--glob",
-        "email/*.py",
-        "--tokenizer",
-        "bytes",
-        "--holdout",
-        "0.2",
-    )
+    given = "--glob json/*.py --glob email/*.py --tokenizer bytes --holdout 0.2"
+    arguments = ("--output", output, *given.split())
     made = snip(*arguments)
     assert made.returncode == 0, made.stderr
     assert "tokenizing train: 100%" in made.stderr

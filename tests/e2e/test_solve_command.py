@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,49 +135,6 @@ def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
         ([], "COMMAND"),
     ]:
         assert words in one_line(snip(*arguments), 2)
-
-
-def test_help_lists_the_commands() -> None:
-    path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-m", "snip_megatron.cli", "--help"],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in ("solve", "prepare-data", "report"))
-    assert "--solver" in snip("solve", "--help").stdout
-
-
-def test_other_budgets_over_a_stored_problem(written: Path, tmp_path: Path) -> None:
-    stored = written.read_text()
-    done = snip("solve", written, "--budget", "fp4=0.9", "--out", tmp_path / "map.json")
-    assert (done.returncode, done.stderr) == (0, "")
-    first = json.loads((tmp_path / "map.json").read_text())
-    assert first["achieved"] >= 0.9
-    done = snip("solve", written, "--budget", "speedup=2")
-    body = json.loads(done.stdout)
-    assert body["speedup"] == 2.0
-    assert body["target"] == 2.0
-    assert body["loss"] == body["objective"]
-    done = snip("solve", written, "--budget", f"loss={body['loss']!r}")
-    assert json.loads(done.stdout)["speedup"] == 2.0
-    assert written.read_text() == stored
-    assert "smallest reachable loss is 0" in one_line(snip("solve", written, "--budget", "loss=-1"), 3)
-
-
-def test_sweep(written: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep.json"
-    assert snip("solve", written, "--sweep", "5", "--out", out).returncode == 0
-    body = json.loads(out.read_text())
-    assert body["schema"] == "snip.sweep/1"
-    assert [p["budget"] for p in body["points"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    losses = [p["objective"] for p in body["points"]]
-    assert losses == sorted(losses)
-    assert losses[0] == 0.0
-    assert body["points"][-1]["cost_share"] == {"fp4": 1.0}
-    at_three_quarters = json.loads(snip("solve", written).stdout)
-    assert losses[3] == at_three_quarters["objective"]
-    assert "2 points" in one_line(snip("solve", written, "--sweep", "1"), 2)
 
 
 def phased(target: float = 0.75, **changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from warm_ranks import WarmRanks
 from faults.injection import read_record
 from faults.jobs import MODULE, TIMEOUT_S, no_orphans
 from faults.judge import MARK
-from faults.kinds import Lost
+from faults.kind import Lost
 from faults.plan import Fault
 from faults.storage import write_json
 from snip_megatron.records.readers import read_events, read_metrics

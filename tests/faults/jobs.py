@@ -15,8 +15,10 @@ from launch import finish, start_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from faults import judge
+from faults.endings import TRACKER, AgentKilled, CheckpointDamaged, Preempted
 from faults.injection import Record, read_record
-from faults.kinds import KINDS, TRACKER, AgentKilled, CheckpointDamaged, Lost, Preempted
+from faults.kind import Lost
+from faults.kinds import KINDS
 from faults.plan import FIRST_UPDATE, INTERVAL, LAG, SAVE_INTERVAL, Batch, Fault, window
 from faults.storage import write_json
 
@@ -240,16 +242,8 @@ def _kill_an_agent(job: Job, fault: Fault, folder: Path, arguments: Sequence[str
     def agent(number: int, host: int) -> Any:
         launcher = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", str(fault.number))
         # Files, not pipes that nobody reads until the end.
-        launcher += (
-            "--redirects",
-            "3",
-            "--log-dir",
-            str(folder / f"log{number}"),
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-            "--rdzv-conf",
-            f"is_host={host}",
-        )
+        launcher += ("--redirects", "3", "--log-dir", str(folder / f"log{number}"))
+        launcher += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}")
         tmp = folder / f"agent{number}"
         tmp.mkdir(exist_ok=True)
         own = {**env, "FAULTS_AGENT": f"{folder}/{number}"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.injection import read_record
-from faults.kinds import Lost
+from faults.kind import Lost
 from snip_megatron.records.readers import read_events, read_metrics
 
 MARK = "FAULTS_JOB"

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from faults.kinds import KINDS, Kind
+from faults.kind import Kind
+from faults.kinds import KINDS
 
 FIRST_UPDATE, INTERVAL, LAG = 2, 5, 2
 SAVE_INTERVAL = 5

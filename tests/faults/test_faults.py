@@ -11,7 +11,8 @@ from warm_ranks import WarmRanks
 from faults import judge
 from faults.delayed import LAG, run_delayed
 from faults.jobs import run_batch
-from faults.kinds import KINDS, Lost
+from faults.kind import Lost
+from faults.kinds import KINDS
 from faults.plan import Batch, Fault, make_plan, window
 
 TWO_STAGES = ("--pipeline-model-parallel-size", "2")

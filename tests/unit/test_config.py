@@ -271,10 +271,6 @@ def test_target_and_tolerance() -> None:
     assert SnipConfig().tolerance == 0.02
 
 
-def test_a_budget_of_zero_needs_no_four_bit_format() -> None:
-    assert parse("--snip", "--snip-budget", "fp4=0", "--snip-formats", "fp8").wanted == Budget("fp4", 0.0)
-
-
 @pytest.mark.parametrize(
     "argv",
     [

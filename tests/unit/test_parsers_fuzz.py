@@ -6,18 +6,14 @@ Nothing is unpickled, no file is opened but the one that was named, none is writ
 from __future__ import annotations
 
 import contextlib
-import copy
-import encodings.cp437  # noqa: F401  zipfile imports it for the first archive, which the watch would take for the parser's
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import LONG, damage_json, damaged, few_rows, hostile, watched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
@@ -50,130 +46,7 @@ from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.loading import load_cost_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT_S = 20  # only ends a test that hangs
 EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-# -- what a parser may not do ------------------------------------------------------------------------------------
-
-
-class Watch:
-    """Notes what the interpreter is asked for while it is on: an audit hook, which cannot be taken off again."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.seen: list[str] = []
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.on:
-            return
-        if event == "open":
-            path = arguments[0]
-            if isinstance(path, str | bytes) and not str(path).endswith((".py", ".pyc", ".so")):
-                self.seen.append(f"open {path!s} {arguments[1]}")
-        elif event in (
-            "pickle.find_class",
-            "exec",
-            "os.system",
-            "subprocess.Popen",
-            "os.remove",
-            "os.rename",
-            "os.mkdir",
-        ):
-            self.seen.append(f"{event} {arguments[:1]}")
-
-
-WATCH = Watch()
-
-
-@contextmanager
-def watched(*allowed: Path) -> Iterator[None]:
-    """Fails on a hang, and on anything but reading ``allowed`` and what lies in it."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise TimeoutError("the parser hangs")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LIMIT_S)
-    WATCH.seen.clear()
-    WATCH.on = True
-    try:
-        yield
-    except SnipError:  # one line by construction
-        pass
-    finally:
-        WATCH.on = False
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    readable = tuple(f"open {path}" for path in allowed)
-    assert [s for s in WATCH.seen if not (s.startswith(readable) and s.endswith((" r", " rb")))] == []
-
-
-# -- damage ------------------------------------------------------------------------------------------------------
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf")]),
-    st.sampled_from(["", "\0", "fp4", "nan", "/etc/passwd", "../../../x", "file:///x", "a" * 5000, "\ud800", "١"]),
-    st.sampled_from([[], {}, [[]], {"": {}}, [None] * 50, {"__class__": "os.system"}]),
-    st.text(max_size=20),
-    st.integers(),
-    st.floats(),
-)
-
-
-def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    children = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
-    for key, value in children:
-        yield from places(value, (*path, key))
-
-
-def damage_json(data: st.DataObject, body: Any) -> Any:
-    """Up to three places of a JSON value replaced, removed or duplicated."""
-    body = copy.deepcopy(body)
-    for _ in range(data.draw(st.integers(1, 3))):
-        *parents, last = data.draw(st.sampled_from([p for p in places(body) if p] or [(None,)]))
-        if last is None:
-            return data.draw(JUNK.map(copy.deepcopy))
-        owner = body
-        for key in parents:
-            owner = owner[key]
-        how = data.draw(st.sampled_from(["replace", "replace", "remove", "add"]))
-        if how == "remove":
-            del owner[last]
-        elif how == "replace":
-            owner[last] = data.draw(JUNK.map(copy.deepcopy))
-        elif isinstance(owner, list):
-            owner.append(copy.deepcopy(owner[last]))
-        else:
-            owner[data.draw(st.sampled_from(["x", "", "schema", "/etc/passwd"]))] = data.draw(JUNK.map(copy.deepcopy))
-    return body
-
-
-def damage_bytes(data: st.DataObject, content: bytes) -> bytes:
-    """Cut, flipped, overwritten or doubled."""
-    how = data.draw(st.sampled_from(["cut", "flip", "noise", "twice", "deep"]))
-    place = data.draw(st.integers(0, max(0, len(content) - 1)))
-    if how == "cut":
-        return content[:place]
-    if how == "flip":
-        return content[:place] + bytes([content[place] ^ (1 << data.draw(st.integers(0, 7)))]) + content[place + 1 :]
-    if how == "noise":
-        return content[:place] + data.draw(st.binary(max_size=40)) + content[place + 20 :]
-    return content + content if how == "twice" else content[:place] + b"[" * 100_000
-
-
-def damaged(data: st.DataObject, content: bytes) -> bytes:
-    """By its structure where it is JSON, else by its bytes."""
-    if data.draw(st.booleans()):
-        try:
-            body = json.loads(content)
-        except ValueError:
-            return damage_bytes(data, content)
-        return json.dumps(damage_json(data, body)).encode("utf-8", "surrogatepass")
-    return damage_bytes(data, content)
 
 
 # -- what is parsed ----------------------------------------------------------------------------------------------
@@ -281,24 +154,6 @@ def test_damaged_data_is_an_error_in_one_line(name: str, tmp_path: Path, data: s
 
 
 # -- every place of a file in turn ---------------------------------------------------------------------------------
-LONG = "a" * 5000
-
-
-def hostile(body: Any) -> Iterator[Any]:
-    """Copies of ``body`` with one value beyond float64, one long text, one long key, at every place in turn."""
-    for *parents, last in [place for place in places(body) if place]:
-        for change in ("number", "text", "key"):
-            copied = copy.deepcopy(body)
-            owner = copied
-            for key in parents:
-                owner = owner[key]
-            if change != "key":
-                owner[last] = 10**400 if change == "number" else LONG
-            elif isinstance(owner, dict):
-                owner[LONG] = owner.pop(last)
-            yield copied
-
-
 @pytest.mark.parametrize("name", [name for name in PARSERS if name != "statistics"])
 def test_at_every_place_a_hostile_value_is_read_or_refused_in_a_short_line(name: str, tmp_path: Path) -> None:
     parser = PARSERS[name]
@@ -319,13 +174,6 @@ def refusal(parser: Parser, source: Any) -> str:
     except SnipError as error:
         return str(error)
     return ""
-
-
-def few_rows(body: Any) -> Any:
-    """The same with at most two elements in each array: rows of one kind are read alike."""
-    if isinstance(body, list):
-        return [few_rows(value) for value in body[:2]]
-    return {key: few_rows(value) for key, value in body.items()} if isinstance(body, dict) else body
 
 
 # -- run directories ---------------------------------------------------------------------------------------------

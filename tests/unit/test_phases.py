@@ -117,11 +117,6 @@ def test_phases_move_with_the_end_of_the_run() -> None:
     assert over.moved(0, 100, 0) == over
 
 
-def test_phases_move_relative_to_the_first_step_of_the_run() -> None:
-    over = plan(1200, 1650, last=1700)
-    assert [phase.begin for phase in over.moved(1200, 2200, 1300).phases] == [1200, 2100]
-
-
 @given(SCHEDULES, SPANS, st.integers(1, 10**6), st.integers(0, 10**6))
 def test_moving_a_plan_gives_the_phases_that_the_schedule_has_there(
     over: Schedule, span: tuple[int, int], length: int, since: int

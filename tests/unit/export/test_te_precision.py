@@ -114,14 +114,6 @@ def test_uneven_stages(tmp_path: Path) -> None:
     assert recipe_of(out / "stage_1.yaml", "decoder.layers.2.mlp.linear_fc2") == EXPECTED[fmt]
 
 
-def test_changed_numerics_of_a_format_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    export(tmp_path, PrecisionMap(dict.fromkeys(dense_names(2), Format.NVFP4)))
-    first, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("nvfp4 → nvfp4 of Transformer Engine: ")
-    assert "NVTE_NVFP4_DISABLE_RHT=1" in first
-    assert first.endswith("(8 linears)")
-
-
 def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path: Path) -> None:
     """4 layers on 2 stages of 2 chunks: stage 0 holds layers 0 and 2, both called layer 0 there."""
     layers = (Format.FP8, Format.BF16, Format.FP8, Format.BF16)

@@ -96,9 +96,3 @@ def refused(name: str) -> str | None:
     except SnipError as error:
         return str(error)
     return None
-
-
-@given(st.binary(max_size=200))
-def test_any_text_is_refused(content: bytes) -> None:
-    with pytest.raises(SnipError, match=r"^c: "):
-        from_hugging_face(content.decode("latin-1"), where="c")

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from sensitivity.synthetic import make_table
 
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.plan import make_plan
@@ -19,11 +19,6 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import (
-    BOUNDARY_COLUMNS,
-    FORMAT_COLUMNS,
-    LINEAR_COLUMNS,
-    RHO_GRID,
-    SinkRow,
     StatisticsTable,
 )
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
@@ -97,25 +92,8 @@ def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
 # -- statistics of a run -------------------------------------------------------------------------------------------
 def statistics(path: Path, formats: tuple[str, ...] = ("fp8", "fp4"), blocks: int = SMALL.blocks) -> Path:
     """A file of random statistics of SMALL, recorded on one pipeline stage."""
-    rng = np.random.default_rng(0)
-    rows = with_blocks(SMALL, blocks).model().rows
-    sinks = tuple(SinkRow(f"sink{i}", min(i, 2 * blocks), 100) for i in range(2 * blocks + 2))
-    n, f, b = len(rows), len(formats), 2 * blocks + 1
-    table = StatisticsTable(
-        step=100,
-        tokens=256,
-        tokens_per_step=4096,
-        formats=formats,
-        linears=rows,
-        sinks=sinks,
-        linear={c: rng.lognormal(size=n) for c in LINEAR_COLUMNS},
-        by_format={c: rng.lognormal(size=(n, f)) * 1e-3 for c in FORMAT_COLUMNS},
-        boundary={c: rng.lognormal(size=b) for c in BOUNDARY_COLUMNS},
-        drift2=np.cumsum(rng.lognormal(size=(n, len(RHO_GRID))), axis=1),
-        sink_drift2=np.cumsum(rng.lognormal(size=(len(sinks), len(RHO_GRID))), axis=1),
-        sink_w2=rng.lognormal(size=len(sinks)),
-    )
-    path.write_bytes(table.to_bytes())
+    table = make_table(layers=blocks, formats=formats)
+    path.write_bytes(dataclasses.replace(table, linears=with_blocks(SMALL, blocks).model().rows).to_bytes())
     return path
 
 

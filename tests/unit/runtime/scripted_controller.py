@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
+from sensitivity.synthetic import make_table, with_columns
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
@@ -30,7 +30,7 @@ from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
+from snip_megatron.statistics.table import LINEAR_COLUMNS, StatisticsTable
 
 NAMES = dense_names(1)
 CPU = torch.device("cpu")
@@ -39,21 +39,7 @@ FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
 def table(step: int, value: float = 1.0) -> StatisticsTable:
-    n = len(NAMES)
-    return StatisticsTable(
-        step=step,
-        tokens=8,
-        tokens_per_step=8,
-        formats=("fp8", "fp4"),
-        linears=tuple(LinearRow(name, 0, 4, 4) for name in NAMES),
-        sinks=(),
-        linear={c: np.full(n, value) for c in LINEAR_COLUMNS},
-        by_format={c: np.ones((n, 2)) for c in FORMAT_COLUMNS},
-        boundary={c: np.ones(3) for c in BOUNDARY_COLUMNS},
-        drift2=np.ones((n, len(RHO_GRID))),
-        sink_drift2=np.ones((0, len(RHO_GRID))),
-        sink_w2=np.ones(0),
-    )
+    return replace(with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, value)), step=step)
 
 
 def measured(table: StatisticsTable) -> ProbeResult:

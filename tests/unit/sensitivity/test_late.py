@@ -48,15 +48,6 @@ def test_pins_hold_in_both_maps() -> None:
     assert formats(late_maps(request, NAMES)[0])[1:] == ["fp4", "fp4"]
 
 
-@pytest.mark.parametrize(("policy", "target", "begin"), [("late-forward", 0.97, 91), ("late-all", 0.9, 90)])
-def test_the_switch_comes_as_early_as_the_average_allows(policy: str, target: float, begin: int) -> None:
-    """A share of 0.97 leaves 9 of 100 steps at a share of 2/3: 1 - 0.09/3 = 0.97."""
-    plan = late_plan(SolveRequest(policy=policy, budget=Budget("fp4", target)), FLOPS, 0, 100)
-    assert [phase.begin for phase in plan.phases] == [0, begin]
-    assert plan.achieved == pytest.approx(target)
-    assert (plan.last, plan.target, plan.status) == (100, target, "static")
-
-
 @given(
     st.sampled_from(LATE),
     st.floats(0.0, 1.0),

@@ -104,14 +104,6 @@ def test_fixed_policies_choose_nothing(policy: str, fmt: str) -> None:
             scores_of(make_table(), policy=late)
 
 
-def test_fixed_maps_honour_pins() -> None:
-    fixed = fixed_map("uniform-fp4", NAMES, (("*.1.*", "bf16"), ("*.1.mlp.linear_fc2:wgrad", "fp8")))
-    assert fixed is not None
-    assert fixed.format_of(NAMES[0], Gemm.FPROP) is Format.FP4
-    assert fixed.format_of(NAMES[7], Gemm.FPROP) is Format.BF16
-    assert fixed.format_of(NAMES[7], Gemm.WGRAD) is Format.FP8
-
-
 def test_the_last_matching_pin_wins() -> None:
     pins = (("*", "bf16"), ("*linear_fc2", "fp8"), ("*:wgrad", "fp4"))
     fixed = pinned_formats(NAMES, pins)

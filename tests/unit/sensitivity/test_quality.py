@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from snip_megatron.sensitivity.policies import policy_scores
 from snip_megatron.sensitivity.problem import monotone, rounded
@@ -54,10 +52,3 @@ def test_fewer_bits_are_never_better() -> None:
 def test_rounding_keeps_four_digits() -> None:
     values = np.array([[1.23456e-12, -987.654321], [0.0, 1e3]])
     assert rounded(values).tolist() == [[1.235e-12, -987.7], [0.0, 1e3]]
-
-
-@given(st.floats(1e-12, 1e3), st.floats(-1e-9, 1e-9))
-def test_rounding_forgets_the_last_bits(value: float, nudge: float) -> None:
-    a, b = rounded(np.array([value])), rounded(np.array([value * (1 + nudge)]))
-    assert abs(a[0] - b[0]) <= 1.01e-3 * value  # equal, or neighbours when the value sits on the edge between two
-    assert abs(a[0] - value) <= 0.51e-3 * value
