@@ -113,9 +113,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("name", "steps"), [("adamw", 0), *((name, 9) for name in EXACT)])
-def test_drift_is_two_steps_of_the_real_optimizer_in_float64(name: str, steps: int) -> None:
-    trained = Trained(EXACT[name], steps, torch.float64)
+@pytest.mark.parametrize("name", list(EXACT))
+def test_drift_is_two_steps_of_the_real_optimizer_in_float64(name: str) -> None:
+    trained = Trained(EXACT[name], 9, torch.float64)
     g, unit = (trained.random((N * K,), torch.float64) for _ in range(2))
     torch.testing.assert_close(trained.update.direction(g), trained.step(g), rtol=1e-9, atol=1e-9)
     assert trained.update.squared_error(g, unit, SCALES).tolist() == pytest.approx(trained.drift2(g, unit), rel=1e-7)
