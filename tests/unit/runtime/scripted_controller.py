@@ -39,7 +39,9 @@ FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
 def table(step: int, value: float = 1.0) -> StatisticsTable:
-    return replace(with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, value)), step=step)
+    rows = tuple(LinearRow(name, 0, 4, 4) for name in NAMES)
+    made = with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, value))
+    return replace(made, step=step, linears=rows)
 
 
 def measured(table: StatisticsTable) -> ProbeResult:
