@@ -76,6 +76,20 @@ def test_optimal_maps_are_adopted_on_tensor_and_pipeline_parallel_ranks(warm: Wa
     assert (run / "report.html").stat().st_size > 100_000
 
 
+def test_a_hybrid_is_its_pattern_of_layers(warm: WarmRanks, tmp_path: Path) -> None:
+    """Its attention and its MLPs are layers of their own."""
+    hybrid = (
+        "--transformer-impl local --spec hybrid_stack stack --hybrid-layer-pattern *-*- --tensor-model-parallel-size 2"
+    )
+    run, curve = train(warm, tmp_path, 2, *hybrid.split())
+    assert_maps_hold(run, 1)
+    kinds = ["self_attention.linear_proj", "self_attention.linear_qkv"], ["mlp.linear_fc1", "mlp.linear_fc2"]
+    linears = {f"decoder.layers.{layer}.{kind}" for layer in range(4) for kind in kinds[layer % 2]}
+    for precision_map in read_maps(run).values():
+        assert {option.partition(":")[0] for option in precision_map.choices} == linears
+    assert curve[STEPS - 1] < curve[0] - 0.5
+
+
 def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
     """Two torchrun agents, as on two nodes; each holds one pipeline stage."""
     run = tmp_path / "run"

@@ -26,7 +26,6 @@ _FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
 #: Arguments for data, models and losses that need another forward step.
 _OTHER_KINDS = (
     "sft",
-    "hybrid_layer_pattern",
     "hybrid_context_parallel",
     "dataloader_inter_document_masking",
     "logits_load_dir",

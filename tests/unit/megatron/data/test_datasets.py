@@ -36,7 +36,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     check_data(data_args(data_path=["s3://bucket/text"]))
 
 
-@pytest.mark.parametrize("name", ["sft", "hybrid_layer_pattern", "dataloader_inter_document_masking"])
+@pytest.mark.parametrize("name", ["sft", "dataloader_inter_document_masking"])
 def test_other_kinds_are_refused(name: str) -> None:
     with pytest.raises(SnipError, match=f"--{name.replace('_', '-')} is not supported"):
         check_data(data_args(mock_data=True, **{name: "x"}))
