@@ -108,4 +108,4 @@ def test_tensor_parallel_ranks(train: Train) -> None:
 
 def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
     pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
-    assert_all_is_warmed_up(warm, tmp_path, f"--use-distributed-optimizer {SHARDED}")
+    assert_all_is_warmed_up(warm, tmp_path, f"--use-distributed-optimizer {SHARDED}", CUDA_DEVICE_MAX_CONNECTIONS="8")

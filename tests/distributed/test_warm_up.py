@@ -24,11 +24,11 @@ def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: P
     assert_all_is_warmed_up(warm, tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel")
 
 
-def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str) -> None:
+def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str, **variables: str) -> None:
     run = tmp_path / "run"
     given = tiny_llama_args(*shlex.split(f"{SNIP} {ARGUMENTS} {layout}"), "--bf16", "--snip-dir", str(run), iters=9)
-    environment = {"LISTED": str(tmp_path / "listed"), "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    done = warm.run(2, given, module="listed_pretrain", env=environment, tmp=tmp_path)
+    environment = {"LISTED": str(tmp_path / "listed")}
+    done = warm.run(2, given, module="listed_pretrain", env=environment | variables, tmp=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
     assert [event["step"] for event in adopted] == [3, 7]

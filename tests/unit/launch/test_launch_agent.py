@@ -154,13 +154,14 @@ def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signa
 
 
 def test_exit_codes() -> None:
+    before = signal.getsignal(signal.SIGTERM)
     assert agent.supervise([sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"], {"CODE": "7"}) == (
         7,
         None,
     )
     killed = agent.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
     assert killed == (128 + 9, None)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_exit_code_of_a_rank_and_what_other_nodes_read(tmp_path: Path) -> None:

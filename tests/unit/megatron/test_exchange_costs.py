@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -43,23 +42,16 @@ def of_run(communication: str, model: str, **given: Any) -> OptionTimes:
     )
 
 
-def random_map(rng: random.Random, *, mixed: bool) -> PrecisionMap:
-    """Formats by linear. ``mixed``: fprop has its own; dgrad and wgrad share one, so that the price of G is exact."""
-    choices = {}
-    for block in range(8):
-        for kind in DENSE_LAYER:
-            forward, backward = rng.choice(FORMATS), rng.choice(FORMATS)
-            for gemm in Gemm:
-                chosen = forward if mixed and gemm is Gemm.FPROP else backward
-                choices[option_id(str(LinearId("decoder", block, kind)), gemm)] = chosen
-    return PrecisionMap(version=1, choices=choices)
+def random_map(rng: random.Random) -> PrecisionMap:
+    linears = [str(LinearId("decoder", block, kind)) for block in range(8) for kind in DENSE_LAYER]
+    return PrecisionMap(version=1, choices={option_id(name, g): rng.choice(FORMATS) for name in linears for g in Gemm})
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize(("model", "mixed"), [("h200", False), ("flops", True)])
+@pytest.mark.parametrize("model", ["h200", "flops"])
 @pytest.mark.parametrize("communication", MODES)
 def test_planned_steps_are_the_options_seconds_and_the_rest(
-    communication: str, model: str, mixed: bool, recompute: str | None
+    communication: str, model: str, recompute: str | None
 ) -> None:
     """TP 2 with sequence parallelism, two stages. The h200 table has the collectives of two ranks."""
     given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -69,12 +61,10 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(
     bf16 = step.step(lambda row: ALL_BF16).total
     rng = random.Random(17)
     for _ in range(10):
-        chosen = random_map(rng, mixed=mixed)
+        chosen = random_map(rng)
         predicted = step.step(formats_of_map(chosen)).total
-        seconds = {0: 0.0, 1: 0.0}
-        for name, stage in stages.items():
-            seconds[stage] += math.fsum(times.of(name, g, chosen.format_of(name, g).value) for g in Gemm)
-        summed = step.layout.bubble * max(times.rest[stage] + found for stage, found in seconds.items())
+        seconds = times.by_stage(chosen, stages)
+        summed = step.layout.bubble * max(times.rest[stage] + found for stage, (_, found) in seconds.items())
         assert summed == pytest.approx(predicted, rel=1e-9)
         assert times.step_speedup(chosen, stages) == pytest.approx(bf16 / predicted, rel=1e-9)
 

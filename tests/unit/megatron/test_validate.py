@@ -233,7 +233,8 @@ def test_static_maps(tmp_path: Path) -> None:
     broken.write_text("{")
     assert refused(config(map=str(broken)), arguments()).startswith(f"--snip-map {broken}: not JSON")
     broken.write_bytes(b"\xff\xfe")
-    for path in (str(broken), str(tmp_path / "absent.json"), str(tmp_path)):
+    assert refused(config(map=str(broken)), arguments()).startswith(f"--snip-map {broken}: not a JSON object")
+    for path in (str(tmp_path / "absent.json"), str(tmp_path)):
         assert refused(config(map=path), arguments()).startswith(f"--snip-map {path}: cannot be read")
 
 
