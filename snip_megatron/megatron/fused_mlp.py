@@ -69,7 +69,7 @@ def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
     config = mlps[0].config
     if (why := why_no_swiglu(config)) is not None:
         return why
-    y = torch.empty(1, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
+    y = torch.empty(2, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
     if backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
         return (
             f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {y.shape[1] // 2} features a rank"
