@@ -74,6 +74,16 @@ def test_joint_savings_equal_exhaustion(kind: str, seed: int) -> None:
         check(problem, solution, best)
 
 
+def test_a_joint_saving_of_items_that_change_at_different_phases_is_shared_half_and_half() -> None:
+    choice = Choice(Format.FP8, (0.0, 0.0), 1.0)
+    fprop = Item("a:fprop", 0, 10.0, (choice,))
+    wgrad = Item("a:wgrad", 0, 10.0, (choice,), keeps=(1,), joint={"a:fprop": {Format.FP8: 0.5}})
+    problem = Problem(Budget("loss", 1.0), (fprop, wgrad), phases=(Phase(3), Phase(4)))
+    assert solve(problem).objective == pytest.approx(7 * (20 - 2 - 0.5))
+    other = replace(fprop, choices=(replace(choice, format=Format.FP8_TENSOR),))
+    assert solve(replace(problem, items=(other, wgrad))).objective == pytest.approx(7 * (20 - 2 - 0.25))
+
+
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_equals_highs(seed: int) -> None:
     problem = random_of_seed(seed)
