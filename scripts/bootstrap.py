@@ -166,6 +166,9 @@ def install(venv: Path, lock: int) -> None:
 def make(venv: Path, wanted: dict[str, str], lock: int) -> None:
     """Brings the environment to the wanted state: in place if it is whole and of the same Python, else from nothing."""
     marker, found = venv / "snip-installing", read_stamp(venv)
+    place = found or wanted  # the stamp of a copied clone names the place of its original
+    if place["venv"] == str(venv) and place["root"] != str(ROOT) and Path(place["root"], "scripts").is_dir():
+        fail(f"{venv} belongs to {place['root']}, which still uses it: name another place in SNIP_VENV")
     if marker.exists():
         print(f"snip: the last install of {venv} was interrupted; building it anew")
         shutil.rmtree(venv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -145,6 +146,17 @@ def test_an_environment_of_the_users_own_is_left_alone(project: Path) -> None:
     assert "was not made by scripts/bootstrap.sh" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert list((project / ".venv").iterdir()) == []
+
+
+def test_an_environment_of_another_clone_is_left_alone(project: Path) -> None:
+    assert bootstrap(project).returncode == 0
+    other = project.with_name("other")
+    shutil.copytree(project, other, ignore=shutil.ignore_patterns(".venv*"))
+    result = bootstrap(other, SNIP_VENV=str(project / ".venv"))
+    assert result.returncode == 1
+    assert f"belongs to {project}" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert stamp(project).exists()
 
 
 def run_with_path(project: Path, path: Path, home: Path, **extra: str) -> subprocess.CompletedProcess[str]:
