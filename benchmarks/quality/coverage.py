@@ -111,6 +111,8 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
     from megatron.training import arguments
 
     from snip_megatron.megatron.compat import pretraining
+    from snip_megatron.megatron.data.datasets import check_kind_of_data
+    from snip_megatron.megatron.validate import check_layers_of_experts
 
     words = [*command_line(given), *SNIP]
     if {"--use-megatron-fsdp", "--use-torch-fsdp2"} & set(words):
@@ -125,7 +127,13 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
             model = pretraining.model_config(args, on_cpu=False)
         except SnipError as error:
             return Verdict(case, "Megatron", str(error))
-        return _checked(case, SnipConfig.from_args(args), lambda config: args, model)
+
+        def of_entry(config: SnipConfig) -> argparse.Namespace:
+            check_kind_of_data(args)
+            check_layers_of_experts(args)
+            return args
+
+        return _checked(case, SnipConfig.from_args(args), of_entry, model)
 
 
 def recipe(case: str, make: Callable[[], Any]) -> Verdict:

@@ -18,7 +18,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.data.datasets import check_data, get_batch, provide_datasets
+from snip_megatron.megatron.data.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
 
@@ -92,6 +92,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     with _stimer(bdata=True):
         at_end = is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
         batch = get_batch(get_args(), data_iterator, training=model.training, at_pipeline_end=at_end)
+        packed = packed_documents(get_args(), batch)
     timers("batch-generator").stop()
     with _stimer:
         run = model.build_schedule_plan if return_schedule_plan else model
@@ -101,6 +102,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
             batch["attention_mask"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
+            packed_seq_params=packed,
         )
     # loss_mask is None on middle pipeline stages, where the loss function is not called.
     return output, functools.partial(loss_function, batch["loss_mask"])

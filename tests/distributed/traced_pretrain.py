@@ -3,17 +3,20 @@
 Each rank writes ``rank<k>.json``: ``losses`` and ``grad_norms`` (step from 1 -> float.hex(); losses only on the last
 pipeline stage) and ``weights`` (SHA-256 of all parameters at the end).
 
-``TORCH_ATTENTION=1``: torch's attention in local layers, which Megatron's cannot be in latent attention.
+``TORCH_ATTENTION=1``: torch's attention in local layers, which Megatron's cannot be in latent attention, and on packed
+documents. Conversations are read by a stand-in for the package datasets, where that is missing.
 ``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import sys
+import types
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,11 @@ def _probe(
     return seen
 
 
+def _load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
+    assert (kind, split) == ("json", "all")
+    return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
+
+
 def read_traces(folder: Path) -> list[dict[str, Any]]:
     """What the ranks wrote, in order of rank; steps are ints."""
     traces = []
@@ -118,6 +126,13 @@ def main() -> None:
         from megatron.core.models.gpt import gpt_layer_specs
         from torch_attention import TorchAttention
 
+        from snip_megatron.megatron.data import datasets
+
+        datasets.ENGINES_OF_PACKED.append("local")
+        if importlib.util.find_spec("datasets") is None:
+            sys.modules["datasets"] = stand_in = types.ModuleType("datasets")
+            stand_in.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+            stand_in.load_dataset = _load_dataset  # type: ignore[attr-defined]
         backends.DotProductAttention = gpt_layer_specs.DotProductAttention = TorchAttention
     recorder = Recorder()
     compat.wrap_train_step(recorder.wrap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,50 +13,83 @@ from typing import Any
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from snip_megatron.errors import SnipError, is_number
+from snip_megatron.megatron.compat import graph_implementation
 
 _NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+_ENDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")  # of the documents that a sequence consists of
+#: Implementations of layers whose attention knows where packed documents end.
+ENGINES_OF_PACKED = ["transformer_engine"]
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")
 _FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
 #: Arguments for data, models and losses that need another forward step.
-_OTHER_KINDS = (
-    "sft",
-    "hybrid_context_parallel",
-    "dataloader_inter_document_masking",
-    "logits_load_dir",
-)
+_OTHER_KINDS = ("hybrid_context_parallel", "logits_load_dir")
 
 
-def check_data(args: argparse.Namespace) -> None:
-    """Raise SnipError if there is no training data, or if this entry does not support its kind."""
+def check_kind_of_data(args: argparse.Namespace) -> None:
+    """Raise SnipError if this entry does not support the kind of data. No file is looked for."""
     for name in _OTHER_KINDS:
         if getattr(args, name, None):
             argument = f"--{name.replace('_', '-')}"
             raise SnipError(f"{argument} is not supported by this entry; use attach() in Megatron's own script")
+    if not _packs(args):
+        return
+    argument = "--sft" if args.sft else "--dataloader-inter-document-masking"
+    stages, engine, graphs = args.pipeline_model_parallel_size, args.transformer_impl, graph_implementation(args)
+    several = stages > 1 and args.micro_batch_size > 1
+    for refused, found, way in (
+        (engine not in ENGINES_OF_PACKED, f"--transformer-impl {engine}", "use transformer_engine"),
+        (several, f"--micro-batch-size {args.micro_batch_size} on several pipeline stages", "use 1"),
+        (graphs is not None, f"--cuda-graph-impl {graphs}", "leave it out"),
+        (args.sft and args.mock_data, "--mock-data", "give --data-path"),
+        (args.sft and args.reset_position_ids, "--reset-position-ids", "leave it out"),
+        (args.sft and args.reset_attention_mask, "--reset-attention-mask", "leave it out"),
+    ):
+        if refused:
+            raise SnipError(f"{argument} cannot be combined with {found}: it packs documents; {way}")
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Raise SnipError if there is no training data, or if this entry does not support its kind."""
+    check_kind_of_data(args)
+    if args.sft and args.tokenizer_type != "SFTTokenizer":
+        raise SnipError(f"--sft cannot be combined with --tokenizer-type {args.tokenizer_type}; use SFTTokenizer")
+    if args.sft and importlib.util.find_spec("datasets") is None:
+        raise SnipError("--sft needs a package that is not here: pip install datasets")
     if args.mock_data:
         return
     if not any(getattr(args, name) for name in (*_PATHS, *_PATH_FILES)):
         raise SnipError("no training data: give --data-path, --train-data-path or --mock-data")
+    suffix, hint = ("", "give a file of JSON lines") if args.sft else (".idx", "give the path without suffix")
     for name in _PATHS:
         for entry in getattr(args, name) or ():
-            if not is_number(entry) and "://" not in entry and not Path(entry + ".idx").is_file():
-                raise SnipError(
-                    f"--{name.replace('_', '-')} {entry}: there is no {entry}.idx (give the path without suffix)"
-                )
+            if not is_number(entry) and "://" not in entry and not Path(entry + suffix).is_file():
+                raise SnipError(f"--{name.replace('_', '-')} {entry}: there is no {entry}{suffix} ({hint})")
+
+
+def _packs(args: argparse.Namespace) -> bool:
+    """Whether sequences consist of documents that do not attend to each other, so that all stages read their ends."""
+    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def provide_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
     """Return train, validation and test data sets of ``samples`` sequences. They are None on ranks that read none."""
     args = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
+    text = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
-        kind, samples, functools.partial(_reads_data, vp_stage), dataset_config(args)
+        SFTDataset if args.sft else text, samples, functools.partial(_reads_data, vp_stage), dataset_config(args)
     )
     return builder.build()
 
@@ -64,7 +98,8 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and bool(is_first_or_last_pipeline_stage(vp_stage))
+    at_end = _packs(get_args()) or is_first_or_last_pipeline_stage(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and bool(at_end)
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
@@ -83,6 +118,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "sequences_per_dataset": _read_json(getattr(args, "per_dataset_sequences_path", None)),
         "tokenizer": get_tokenizer(),
         "create_attention_mask": _makes_attention_mask(args),
+        "inter_document_masking": args.dataloader_inter_document_masking,
     }
     kind = GPTDatasetConfig
     if args.fim_data:  # spans of a document are moved to its end, as for models that fill in the middle
@@ -114,19 +150,23 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, a
     Returns:
         ``tokens``, ``labels`` and ``position_ids`` (int64) and ``loss_mask`` (fp32), each [microbatch, sequence], and
         ``attention_mask``, which is None unless the data set makes one. Under context parallelism the sequence
-        dimension holds this rank's part. All values are None on middle pipeline stages.
+        dimension holds this rank's part. All values are None on middle pipeline stages. Where documents are packed,
+        every stage gets all values, the sequences of a microbatch are one, [1, microbatch · sequence], and
+        :func:`packed_documents` says where documents end.
     """
-    batch: dict[str, Any] = dict.fromkeys(_NAMES)
-    if not at_pipeline_end:
+    packs = _packs(args)
+    names = (*_NAMES, *_ENDS) if packs else _NAMES
+    batch: dict[str, Any] = dict.fromkeys(names)
+    if not (at_pipeline_end or packs):
         return batch
     rank = mpu.get_tensor_model_parallel_rank()
     if rank == 0:
         sample = next(data_iterator)
-        batch |= {name: sample[name].cuda(non_blocking=True) for name in _NAMES if name in sample}
+        batch |= {name: sample[name].cuda(non_blocking=True) for name in names if name in sample}
     if args.tensor_model_parallel_size > 1:
         batch = get_batch_on_this_tp_rank(
             batch,
-            has_cu_seqlens=False,
+            has_cu_seqlens=packs,
             is_hybrid_cp=False,
             create_attention_mask_in_dataloader=_makes_attention_mask(args),
             broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -135,6 +175,27 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, a
             tp_rank=rank,
             micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
             seq_length=args.seq_length,
-            mtp_on_this_rank=True,  # both ends of the pipeline get everything
+            mtp_on_this_rank=True,  # all stages that read get everything
         )
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())  # type: ignore[no-any-return]
+    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
+        flatten_batch_for_packed_sequences(batch),
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=not args.sft,  # only conversations are padded for parts of each
+    )
+
+
+def packed_documents(args: argparse.Namespace, batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Return where the documents of a microbatch of :func:`get_batch` end; None if they are not packed."""
+    if batch.get("cu_seqlens") is None:
+        return None
+    ends, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=int(ends[-1]) if args.hybrid_layer_pattern else None,  # Mamba needs each token's document
+        tokens_per_sample=args.seq_length,
+    )

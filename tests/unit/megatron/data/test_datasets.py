@@ -17,8 +17,16 @@ from snip_megatron.megatron.entry import loss_function
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 
 
+DATA: dict[str, Any] = {
+    **dict.fromkeys((*PATHS, "per_split_data_args_path")), "mock_data": False, "sft": False,
+    "dataloader_inter_document_masking": False, "pipeline_model_parallel_size": 1, "micro_batch_size": 2,
+    "transformer_impl": "transformer_engine", "cuda_graph_impl": "none", "reset_position_ids": False,
+    "reset_attention_mask": False, "tokenizer_type": "SFTTokenizer",
+}  # fmt: skip
+
+
 def data_args(**given: Any) -> Namespace:
-    return Namespace(**{**dict.fromkeys((*PATHS, "per_split_data_args_path")), "mock_data": False, **given})
+    return Namespace(**(DATA | given))
 
 
 def test_no_data() -> None:
@@ -36,10 +44,36 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     check_data(data_args(data_path=["s3://bucket/text"]))
 
 
-@pytest.mark.parametrize("name", ["sft", "dataloader_inter_document_masking"])
-def test_other_kinds_are_refused(name: str) -> None:
-    with pytest.raises(SnipError, match=f"--{name.replace('_', '-')} is not supported"):
-        check_data(data_args(mock_data=True, **{name: "x"}))
+def test_other_kinds_are_refused() -> None:
+    with pytest.raises(SnipError, match="--logits-load-dir is not supported"):
+        check_data(data_args(mock_data=True, logits_load_dir="x"))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"transformer_impl": "local"}, "--transformer-impl local: it packs documents; use transformer_engine"),
+        ({"pipeline_model_parallel_size": 2}, "--micro-batch-size 2 on several pipeline stages: .*; use 1"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"mock_data": True}, "--mock-data: it packs documents; give --data-path"),
+        ({"reset_position_ids": True}, "--reset-position-ids"),
+        ({"tokenizer_type": "NullTokenizer"}, "--tokenizer-type NullTokenizer; use SFTTokenizer"),
+    ],
+)
+def test_what_packed_documents_cannot_be_combined_with(given: dict[str, Any], found: str) -> None:
+    with pytest.raises(SnipError, match=f"--sft cannot be combined with {found}"):
+        check_data(data_args(sft=True, **given))
+
+
+def test_conversations_are_a_file_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(SnipError, match=f"there is no {tmp_path}/lines"):
+        check_data(data_args(sft=True, train_data_path=[f"{tmp_path}/lines"]))
+    (tmp_path / "lines").touch()
+    check_data(data_args(sft=True, train_data_path=[f"{tmp_path}/lines"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SnipError, match="--sft needs a package that is not here: pip install datasets"):
+        check_data(data_args(sft=True, train_data_path=[f"{tmp_path}/lines"]))
 
 
 def test_loss_is_masked_sum_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
