@@ -62,6 +62,15 @@ def plain_arguments() -> Iterator[None]:
         raise SnipError(str(error).replace("--snip-", "--"), exit_code=error.exit_code) from None
 
 
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Begin the message of an error from inside with ``where`` and a colon."""
+    try:
+        yield
+    except SnipError as error:
+        raise SnipError(f"{where}: {error}") from None
+
+
 def cut(text: object) -> str:
     """Return ``text`` if it has at most :data:`QUOTED` characters, otherwise its beginning and ``...``. For names in
     error lines.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from snip_megatron.config import parse_snip_arguments
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError, cut, located
 from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
 from snip_megatron.evaluation.models import Data, load_data
@@ -101,13 +101,11 @@ def run(args: argparse.Namespace) -> int:
 def _check_settings(experiment: Experiment, data: Data) -> None:
     """Raise SnipError for a run whose arguments SNIP would refuse, or that would end before its first map."""
     for run in experiment_runs(experiment, data):
-        try:
+        with located(f"{experiment.name}: {run.title}"):
             config = parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
             adopted = config.first_update + config.lag
             if config.updates and adopted >= experiment.schedule(run.kind):
                 raise SnipError(f"its first map would come at step {adopted}, after the last one; give more steps")
-        except SnipError as error:
-            raise SnipError(f"{experiment.name}: {run.title}: {error}") from None
 
 
 def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[Data]) -> int:

@@ -229,11 +229,6 @@ class SnipConfig:
             raise SnipError(f"--snip-budget {cut(self.budget)}: must be 0 or more nats")
         return budget
 
-    @property
-    def timed(self) -> bool:
-        """Whether the budget is one of predicted time or loss, rather than an fp4 share of FLOPs."""
-        return self.wanted.timed
-
     @functools.cached_property
     def phases(self) -> Schedule | None:
         """The phases of ``schedule``; None for a static one. A file is read once. Raises SnipError if it is invalid."""

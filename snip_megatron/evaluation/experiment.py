@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.errors import SnipError, located, quoted
 from snip_megatron.evaluation.models import model
 from snip_megatron.precision import Format, strict
 from snip_megatron.precision.fields import JsonFields
@@ -155,10 +155,9 @@ class Experiment(JsonFields):
 
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file. Raises SnipError naming the file, the field and the fault."""
-    try:
-        body = strict.read_object(strict.read_file(path))
-    except SnipError as error:
-        raise SnipError(f"{path}: {error}") from None
+    content = strict.read_file(path)
+    with located(str(path)):
+        body = strict.read_object(content)
     return parse_experiment(body, str(path), path.stem)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.defaults import backend_of, dominated
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, located
 from snip_megatron.gemm.selection import native_backend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
@@ -61,10 +61,8 @@ def _named_backend(timings: str | None) -> str | None:
     """Return the backend of the card that ``--snip-timings`` names, for a training that emulates its formats."""
     if timings is None:
         return None
-    try:
+    with located(f"--snip-timings {timings}"):
         return backend_of(load_cost_model(timings))
-    except SnipError as error:
-        raise SnipError(f"--snip-timings {timings}: {error}") from None
 
 
 @contextmanager

@@ -343,7 +343,7 @@ class SnipRun:
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None
-        if config.timed and config.updates and request.times is None:
+        if config.wanted.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
             own = OwnTimes(config, args, linears.covered, registry.context.backend, kept, self._host.device)

@@ -65,7 +65,7 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
         config: SNIP's configuration.
         backend: the name of the GEMM backend; None on a CPU before there is one.
     """
-    if not (config.timed and config.updates) or config.cost == "flops" or config.timings is not None:
+    if not (config.wanted.timed and config.updates) or config.cost == "flops" or config.timings is not None:
         return
     if backend in (None, *EMULATIONS):
         here = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"

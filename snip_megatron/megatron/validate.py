@@ -269,7 +269,7 @@ def solve_request(
         SnipError: If the table of times that the configuration names cannot be used.
     """
     return config.request(
-        times=option_times(config, args, linears.covered) if config.timed and config.updates else None,
+        times=option_times(config, args, linears.covered) if config.wanted.timed and config.updates else None,
         pins=pins(config, args),
         version=version,
         unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.left_flops.items()} or None,
@@ -286,7 +286,7 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
     if not config.updates:
         return
     request = solve_request(config, args, linears)
-    if config.timed:
+    if config.wanted.timed:
         if request.times is not None:  # otherwise the run measures them
             check_reachable(linears.covered, request)
         return

@@ -223,7 +223,7 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
     native = native_backend(options.get("gemm", SnipConfig.gemm))
     config = SnipConfig.from_options({"lag": 1, **options}, native, ends=False)
-    if config.timed and config.updates:
+    if config.wanted.timed and config.updates:
         default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
         raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")
     if config.late or config.phases is not None:

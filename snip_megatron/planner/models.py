@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.errors import SnipError, cut, located, quoted
 from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict
 
 _MAX_EDGE = 2**24
@@ -148,10 +148,8 @@ def load_llama(name: str) -> Llama:
 
 def from_hugging_face(text: str | bytes, *, where: str) -> Llama:
     """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
-    try:
+    with located(where):
         body = strict.read_object(text)
-    except SnipError as error:
-        raise SnipError(f"{where}: {error}") from None
     if body.get("model_type") != "llama":
         raise SnipError(
             f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'

@@ -111,7 +111,7 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
     config, layout = request.config, step.layout
     candidates = tuple(map(Format, config.formats))
     formats = {*candidates, *(Format(fmt) for _, fmt in config.pins)}
-    asked = config.request(times=step.option_times(formats) if config.timed else None)
+    asked = config.request(times=step.option_times(formats) if config.wanted.timed else None)
     with plain_arguments():
         if request.statistics is not None:
             return score_problem(_restaged(request, layout, request.statistics), asked)[0]

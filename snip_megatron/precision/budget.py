@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.errors import SnipError, cut, located, quoted
 
 MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100
@@ -53,10 +53,8 @@ class Budget:
             value = float(figure)
         except ValueError:
             value = math.nan
-        try:
+        with located(f"{where} {cut(text)}"):
             return cls(kind, value)
-        except SnipError as error:
-            raise SnipError(f"{where} {cut(text)}: {error}") from None
 
     @property
     def timed(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.errors import SnipError, located, quoted
 from snip_megatron.precision.formats import FOUR_BIT, Format, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
 from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_file, read_object, whole
@@ -138,10 +138,8 @@ class PrecisionMap:
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "map") -> PrecisionMap:
         """Parse and validate the text of a ``snip.map/1`` file. Raises SnipError naming ``where`` and the field."""
-        try:
+        with located(where):
             return cls.from_dict(read_object(text))
-        except SnipError as error:
-            raise SnipError(f"{where}: {error}") from None
 
     @classmethod
     def from_dict(cls, body: Any) -> PrecisionMap:
@@ -173,10 +171,8 @@ def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquan
 
 def _choice(key: str, value: Any) -> Format:
     """Return the format of one entry of ``choices``. Raises SnipError if the key or the value is not valid."""
-    try:
+    with located("choices"):
         _, gemm = split_option_id(key)
-    except SnipError as error:
-        raise SnipError(f"choices: {error}") from None
     if not isinstance(value, str) or value not in Format._value2member_map_:
         known = ", ".join(f.value for f in Format)
         raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {known})")

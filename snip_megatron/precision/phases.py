@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, is_finite
+from snip_megatron.errors import SnipError, is_finite, located
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.map import STATUSES, PrecisionMap
 from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
@@ -104,13 +104,11 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "schedule") -> Schedule:
         """Parse the text of a ``snip.schedule/1`` file. Raises SnipError naming ``where`` and the invalid field."""
-        try:
+        with located(where):
             body = read_object(text)
             phases = tuple(_schedule_phase(i, phase) for i, phase in enumerate(_entries(body, SCHEDULE_SCHEMA)))
             check_keys(body, ("schema", "phases"))
             return cls(phases)
-        except SnipError as error:
-            raise SnipError(f"{where}: {error}") from None
 
 
 AUTO = Schedule(tuple(SchedulePhase(begin) for begin in (0.0, 0.5, 0.75, 0.9)))
@@ -206,10 +204,8 @@ class PrecisionPlan:
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "plan") -> PrecisionPlan:
         """Parse and validate the text of a ``snip.phases/1`` file. Raises SnipError naming ``where`` and the field."""
-        try:
+        with located(where):
             return cls.from_dict(read_object(text))
-        except SnipError as error:
-            raise SnipError(f"{where}: {error}") from None
 
     @classmethod
     def from_dict(cls, body: Any) -> PrecisionPlan:
@@ -220,10 +216,8 @@ class PrecisionPlan:
             if last is not None and begin != last:
                 raise SnipError(f"phases[{i}].from_step: must be {last}, where the preceding phase ends")
             last = begin + whole(entry.get("steps"), f"phases[{i}].steps", 1)
-            try:
+            with located(f"phases[{i}].map"):
                 phases.append(PlanPhase(begin, PrecisionMap.from_dict(entry.get("map"))))
-            except SnipError as error:
-                raise SnipError(f"phases[{i}].map: {error}") from None
         status = one_of(body.get("status", "static"), "status", STATUSES)
         figures = {name: None if body.get(name) is None else finite(body[name], name) for name in _FIGURES}
         return cls(tuple(phases), last or 0, whole(body.get("version", 0), "version"), status, **figures)

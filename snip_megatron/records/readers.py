@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, located
 from snip_megatron.precision import PrecisionMap, strict
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.storage import read_lines
@@ -117,12 +117,10 @@ def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
 
 def _object(text: str | bytes, where: str, schema: str, name: str) -> dict[str, Any]:
     """Parse an object of ``schema`` that holds an object ``name``. Raises SnipError."""
-    try:
+    with located(where):
         body = strict.read_object(text)
         strict.check_schema(body, schema)
         strict.mapping(body.get(name), name)
-    except SnipError as error:
-        raise SnipError(f"{where}: {error}") from None
     return body
 
 

@@ -167,7 +167,7 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
     budget = budget or request.budget
     _check_unit(stored, phases, request.budget, budget)
     fields = dict(change.fields)
-    if budget.timed != request.timed and "formats" not in fields:
+    if budget.timed != request.budget.timed and "formats" not in fields:
         fields["formats"] = _candidates(stored, change, request, budget)
     with plain_arguments():
         request = dataclasses.replace(request, budget=budget, **fields, phases=phases)
@@ -176,12 +176,12 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
             f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
             " by one; give --schedule static too"
         )
-    if request.timed and request.unquantised_stage_flops:
+    if request.budget.timed and request.unquantised_stage_flops:
         raise SnipError(
             f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"
             " of FLOPs (fp4=)"
         )
-    if request.timed and (change.cost is not None or request.times is None):
+    if request.budget.timed and (change.cost is not None or request.times is None):
         if change.cost is None:
             raise SnipError(
                 f"{stored.run}: its budget was a share of FLOPs and no times are stored; give --cost, such as h200,"

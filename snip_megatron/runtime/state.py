@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import cut, located
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import PrecisionPlan
@@ -133,9 +133,7 @@ class ControllerState(JsonFields):
     @classmethod
     def from_bytes(cls, content: bytes) -> ControllerState:
         """Parse and check the output of :meth:`to_bytes`. Raises SnipError if the content is invalid."""
-        try:
+        with located("SNIP state in the checkpoint"):
             body = read_object(content)
             check_schema(body, STATE_SCHEMA)
             return cls.from_dict({name: value for name, value in body.items() if name != "schema"}, "state")
-        except SnipError as error:
-            raise SnipError(f"SNIP state in the checkpoint: {error}") from None

@@ -224,7 +224,7 @@ def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str,
     formats = (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     joint: dict[str, dict[Format, float]] = {}
-    if request.timed:
+    if request.budget.timed:
         cost, savings = _times(option.id, formats, request)
         joint = _joint(option.id, formats, request)
     choices = tuple(Choice(Format(fmt), (scores[fmt]["q"] if fmt in scores else 0.0,), savings[fmt]) for fmt in formats)

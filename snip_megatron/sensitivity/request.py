@@ -69,18 +69,14 @@ class SolveRequest(JsonFields):
             raise SnipError(f"granularity {quoted(self.granularity)}: unknown; choose one of {known}")
         for _, fmt in self.pins:
             Format(fmt)
-        if (why := candidates_fault(self.formats, granularity=self.granularity, share=not self.timed)) is not None:
+        why = candidates_fault(self.formats, granularity=self.granularity, share=not self.budget.timed)
+        if why is not None:
             raise SnipError(f"--snip-formats {cut(','.join(self.formats))}: {why}")
 
     @property
     def tolerance(self) -> float | None:
         """The stage tolerance of the Problem."""
-        return None if self.timed else self.stage_tolerance
-
-    @property
-    def timed(self) -> bool:
-        """Whether an option costs seconds instead of FLOPs."""
-        return self.budget.timed
+        return None if self.budget.timed else self.stage_tolerance
 
     def of_step(self, share: float) -> SolveRequest:
         """Return the request for a step with ``share`` of the tokens. Unquantised FLOPs scale with the tokens, as those

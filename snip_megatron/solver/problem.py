@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.errors import SnipError, cut, located, quoted
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP, Budget
 from snip_megatron.precision.fields import JsonFields
@@ -141,7 +141,7 @@ class Problem:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
         """Parse the text of a problem file of either schema; ``where`` names the file in errors. Raises SnipError."""
-        try:
+        with located(where):
             body = read_object(text)
             field(body, "schema")
             phased = check_schema(body, PROBLEM_SCHEMA, PHASED_SCHEMA) == PHASED_SCHEMA
@@ -154,8 +154,6 @@ class Problem:
                 parts["spent"] = None if body.get("spent") is None else Spent.from_dict(body["spent"], "spent")
             items = array(field(body, "items"), "items", " of objects")
             return cls(items=tuple(_item(raw, f"items[{i}]", phased) for i, raw in enumerate(items)), **parts)
-        except SnipError as error:
-            raise SnipError(f"{where}: {error}") from None
 
     def to_json(self) -> str:
         """Return the text of a problem file. Floats round-trip exactly; unused fields are left out."""

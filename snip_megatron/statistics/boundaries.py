@@ -30,14 +30,13 @@ class TokenShard:
     def first_row(self, local_rows: int) -> int:
         return self.rank * local_rows
 
-    def rows(self, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return local indices of the sampled tokens that this rank holds. Do not write to the result."""
-        return _held_rows(self, local_rows, count, device)
-
 
 @functools.lru_cache(maxsize=64)
-def _held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None) -> torch.Tensor:
-    """Compute :meth:`TokenShard.rows`; cached on the device, because a copy to a GPU waits for its work."""
+def held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return local indices of the sampled tokens that a rank holds. Do not write to the result.
+
+    It is cached on the device, because a copy to a GPU waits for its work.
+    """
     sampled = sample_rows(local_rows * shard.size, count)
     start = shard.first_row(local_rows)
     return (sampled[(sampled >= start) & (sampled < start + local_rows)] - start).to(device)
@@ -77,7 +76,7 @@ class Boundary:
     def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a float32 copy of the sampled tokens of [s, b, hidden] that this rank holds."""
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        rows = self.shard.rows(flat.shape[0], self.sample_tokens, flat.device)
+        rows = held_rows(self.shard, flat.shape[0], self.sample_tokens, flat.device)
         total = flat.shape[0] * self.shard.size
         self.weight = total / max(min(total, self.sample_tokens), 1)
         return flat[rows].float()
@@ -108,10 +107,8 @@ class Boundary:
             name = "fr2" if self.phase is Pass.FORWARD_NOISE else "br2"
             self._add(name, r - self.r[index])
 
-    def finish_statistics(self, above: Boundary | None) -> None:
+    def finish_statistics(self, above: Boundary) -> None:
         """After the statistics pass, record what the branch between this boundary and the one ``above`` added."""
-        if above is None:
-            return
         for index, (low, high) in enumerate(zip(self.h, above.h, strict=True)):
             self._add("branch_h2", high - low)
             self._add("branch_r2", above.r[index] - self.r[index])

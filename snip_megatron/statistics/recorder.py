@@ -97,6 +97,7 @@ class LinearRecorder:
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
         dots: one entry per microbatch.
+        rows: rows of X so far.
         whole: ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None for
             other linears.
     """
@@ -113,8 +114,8 @@ class LinearRecorder:
     dg_cols: torch.Tensor = field(init=False)
     dots: list[Dots] = field(default_factory=list)
     whole: torch.Tensor | None = None
+    rows: int = 0
     _weighed: bool = False
-    _rows: int = 0
     _samples: list[_Samples] = field(default_factory=list)
     _compared: int = 0
 
@@ -133,10 +134,6 @@ class LinearRecorder:
     def _own(self, tensor: str) -> float:
         """Return 0 if another tensor parallel rank reports this tensor ("x", "w", "g" or "y"), otherwise 1."""
         return self._once if tensor in _REPLICATED[self.handle.parallel] else 1.0
-
-    @property
-    def rows(self) -> int:
-        return self._rows
 
     def start(self, phase: Pass) -> None:
         """Begin a pass. Noise passes compare each microbatch with the same microbatch of the statistics pass."""
@@ -159,7 +156,7 @@ class LinearRecorder:
     def own_sums(self) -> torch.Tensor:
         """Return this rank's share of :attr:`whole`. Call it before a table takes the sums."""
         zero = torch.zeros((), dtype=torch.float64, device=self.handle.weight.device)
-        rows = zero + self._rows * self._once
+        rows = zero + self.rows * self._once
         return torch.stack([*(self.sums.get(name, zero) for name in ("x2", "g2", "s2")), rows])
 
     # -- statistics pass ---------------------------------------------------------------------------------------
@@ -183,7 +180,7 @@ class LinearRecorder:
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
         of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
         of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
-        self._rows += x.shape[0]
+        self.rows += x.shape[0]
         self._add("x2", _owned(of_x.cols.sum(), x_own))
         self._add("g2", _owned(of_g.cols.sum(), g_own))
         self._add("d2", _owned(sum_squares(d_reduced), d_own))

@@ -90,12 +90,12 @@ class PartialTable:
     def _add(self, array: str, row: int, value: torch.Tensor | float, column: str) -> None:
         scale = self._scale2 if column in _GRADIENT_COLUMNS else 1.0
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            self._on_device.append((array, row, value.detach().double(), scale))  # finish() copies all of them at once
+            self._on_device.append((array, row, value.detach().double(), scale))  # reduce() copies all of them at once
             return
         self.arrays[array][row] += (value.detach().double() if isinstance(value, torch.Tensor) else value) * scale
 
-    def finish(self) -> None:
-        """Add the values that are still on the device, with one copy to the host. :meth:`reduce` does so as well."""
+    def _finish(self) -> None:
+        """Add the values that are still on the device, with one copy to the host."""
         if not self._on_device:
             return
         values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu().numpy()
@@ -136,7 +136,7 @@ class PartialTable:
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
-        self.finish()
+        self._finish()
         if not dist.is_initialized():  # a process of its own
             return
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)

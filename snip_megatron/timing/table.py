@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.errors import SnipError, located, quoted
 from snip_megatron.precision import Format, strict
 
 TIMINGS_SCHEMA = "snip.timings/1"
@@ -86,10 +86,8 @@ class TimingTable:
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "timings") -> TimingTable:
         """Parse and validate a text. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
-        try:
+        with located(where):
             return _table(strict.read_object(text))
-        except SnipError as error:
-            raise SnipError(f"{where}: {error}") from None
 
     def to_json(self) -> str:
         """Return the text of a file, with rows sorted by size."""

@@ -83,9 +83,6 @@ class ResidualStream:
                 )
         for low, high in self._pairs:
             low.finish_statistics(high)
-        for strand, boundaries in self._strands:
-            if strand.ends:
-                boundaries[-1].finish_statistics(None)
 
     # -- hooks -------------------------------------------------------------------------------------------------
     @contextmanager
