@@ -11,8 +11,8 @@ implementations of CUDA graphs that are tried.
 
 ``snip_default*`` (``--snip`` alone) and ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time
 by which their steps took longer, and the times in the run's events; ``maps`` has the formats that they chose with the
-predicted loss and speedups. SNIP's other contenders keep one map, with the same
-format in every GEMM.
+predicted loss and speedups. SNIP's other contenders keep one map, with the same format in every GEMM. ``predicted`` has
+the milliseconds of a step that the run predicted under its last map, where it knew the times of its GEMMs.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
 permutation, Transformer Engine's formats with the padding that they need (by the experts, or by the router in
@@ -58,7 +58,7 @@ from benchmarks.jobs.contenders import CONTENDERS, EXTRA, MODELS, ROUTER_PADS
 from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
-from benchmarks.jobs.updates import accounts, adopted_maps
+from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
 from snip_megatron.records.readers import read_events
 
 LAG = 2
@@ -223,7 +223,7 @@ class Table:
         """Remove what earlier commands recorded about a contender."""
         for key in ("ms", "speedup", "graphs", "skipped"):
             self.result[key].pop(contender, None)
-        for key in ("failed", "runs", "updates", "maps", "kernels", "fused"):
+        for key in ("failed", "runs", "updates", "maps", "predicted", "kernels", "fused"):
             for name in [name for name in self.result.get(key, ()) if name.partition(":")[0] == contender]:
                 del self.result[key][name]
 
@@ -238,6 +238,9 @@ class Table:
             if CONTENDERS[turn.contender].updates is not None:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
                 self.result.setdefault("maps", {})[turn.name] = adopted_maps(run)
+            predicted = predicted_step(run) if run.is_dir() else None
+            if predicted is not None:
+                self.result.setdefault("predicted", {})[turn.name] = predicted
             fused = _FUSED.search(outcome.printed)
             if fused is not None:
                 self.result.setdefault("fused", {})[turn.name] = fused[1]
@@ -248,11 +251,7 @@ class Table:
         self._write()
 
     def _settle(self, contender: str) -> None:
-        medians = {}
-        for name, runs in self.result["runs"].items():
-            if name.partition(":")[0] == contender:
-                halves = [ms for run in runs for ms in run["steps_ms"][len(run["steps_ms"]) // 2 :]]
-                medians[name] = statistics.median(halves)
+        medians = {name: self._median(name) for name in self.result["runs"] if name.partition(":")[0] == contender}
         best = min(medians, key=medians.__getitem__)
         self.result["ms"][contender] = medians[best]
         if ":" in best:
@@ -262,6 +261,12 @@ class Table:
         self.result["ms"] = {name: ms[name] for name in order}
         self.result["speedup"] = {name: ms["bf16"] / ms[name] for name in order} if "bf16" in ms else {}
 
+    def _median(self, turn: str) -> float:
+        """Return the milliseconds of a step of a training, by the second half of each of its runs."""
+        return statistics.median(
+            ms for run in self.result["runs"][turn] for ms in run["steps_ms"][len(run["steps_ms"]) // 2 :]
+        )
+
     def _write(self) -> None:
         write(self._out, self.result)
 
@@ -270,6 +275,9 @@ class Table:
         for name, ms in self.result["ms"].items():
             speedup = self.result["speedup"].get(name)
             print(f"{name:24s} {ms:9.2f} ms" + ("" if speedup is None else f"  {speedup:6.3f} x bf16"))
+        for name, ms in self.result.get("predicted", {}).items():
+            measured = self._median(name)
+            print(f"{name:24s} step predicted {ms:.1f} ms, measured {measured:.1f} ({ms / measured - 1:+.1%})")
         for key in ("skipped", "failed"):
             for name, reason in self.result[key].items():
                 print(f"{name:24s} {key}: {reason}")

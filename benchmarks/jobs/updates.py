@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from snip_megatron.records.run_data import load_run
+from snip_megatron.reporting.stage_view import Prediction
+
 _LAYER = re.compile(r".*layers\.\d+\.")
 AFTER = 3
 """Number of steps from an adoption on that may still compile or allocate."""
@@ -82,3 +85,13 @@ def adopted_maps(run: Path) -> list[dict[str, Any]]:
         predicted = {key: body.get(key) for key in ("loss", "speedup", "step_speedup")}
         found.append({"step": int(path.stem[len("step_") :]), **predicted, "formats": dict(formats)})
     return found
+
+
+def predicted_step(run: Path) -> float | None:
+    """Return the milliseconds of a step that are predicted under the last map of a run directory; None if unknown."""
+    data = load_run(run)
+    prediction, chosen = Prediction.stored(data), data.adoptions[-1].precision_map if data.adoptions else None
+    if prediction is None or chosen is None:
+        return None
+    seconds = prediction.times.step_seconds(chosen, prediction.stages)
+    return None if seconds is None else 1e3 * seconds[1]

@@ -15,7 +15,8 @@ interleaved rounds:
   GEMMs and quantisation.
 
 ``products`` has the milliseconds of each bf16 product by library, the addition to FP32 gradients included. ``errors``
-has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices.
+has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices, ``host`` the milliseconds
+that a microbatch takes the launching thread, ``saved`` the bytes of X of both linears that are saved for the backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.common import header, interleaved, refuse_without_cuda, write
+from benchmarks.common import header, host_milliseconds, interleaved, refuse_without_cuda, write
 from benchmarks.layers.experts_steps import (
     MICROBATCHES,
     Experts,
@@ -150,9 +151,11 @@ def milliseconds(calls: Mapping[str, Callable[[], object]], rounds: int, device:
     return found
 
 
-def measure(shape: tuple[int, int, int, int], rounds: int, device: str, *, ragged: bool) -> dict[str, Any]:
+def measure(
+    shape: tuple[int, int, int, int], rounds: int, device: str, *, ragged: bool = False, library: str = "auto"
+) -> dict[str, Any]:
     """Return contender → milliseconds of a microbatch, their errors, and the map of ``snip``."""
-    problem = Problem(shape, device, ragged=ragged)
+    problem = Problem(shape, device, ragged=ragged, library=library)
     chosen, predicted = solved(problem, device)
     calls = {name: snip_step(problem, formats) for name, formats in (UNIFORM | {"snip": chosen}).items()}
     of_libraries: dict[str, Any] = {}
@@ -162,11 +165,17 @@ def measure(shape: tuple[int, int, int, int], rounds: int, device: str, *, ragge
         calls |= te_steps(problem) if device == "cuda" else {}
     expected = exact(problem)
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
+    saved = {name: problem.saved_inputs(call) for name, call in calls.items() if not name.startswith("te_")}
     found = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
+    host = {}
+    if device == "cuda":
+        host = {name: round(host_milliseconds(call) / MICROBATCHES, 3) for name, call in calls.items()}
     best = min((name for name in found if name in ("bf16_torch", "bf16_deepgemm")), key=found.__getitem__, default=None)
     return {
         "mlp": {**({} if best is None else {"bf16": found[best]}), **found},
         "errors": wrong,
+        "host": host,
+        "saved": saved,
         "map": {name: [fmt.value for fmt in formats] for name, formats in zip(LINEARS, chosen, strict=True)},
         "predicted": round(predicted, 3),
         "bf16": best,
@@ -180,6 +189,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ragged", action="store_true", help="rows that are no multiples of 128")
+    parser.add_argument("--library", default="auto", help="--snip-settings gemm_library; cublas: without DeepGEMM")
     parser.add_argument("--cpu", action="store_true", help="the reference at a tiny size, which any machine runs")
     parser.add_argument("--commit")
     args = parser.parse_args()
@@ -188,14 +198,15 @@ def main() -> None:
     else:
         refuse_without_cuda()
     device, shapes = ("cpu", TINY) if args.cpu else ("cuda", {name: SHAPES[name] for name in args.shapes})
-    result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged}
-    result |= {key: {} for key in ("mlp", "errors", "map", "predicted", "bf16", "products")}
+    result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged, "library": args.library}
+    result |= {key: {} for key in ("mlp", "errors", "host", "saved", "map", "predicted", "bf16", "products")}
     for name, shape in shapes.items():
-        for key, found in measure(shape, args.rounds, device, ragged=args.ragged).items():
+        for key, found in measure(shape, args.rounds, device, ragged=args.ragged, library=args.library).items():
             result[key][name] = found
         times = result["mlp"][name]
         base = times.get("bf16", times["snip"])
         print(name, {contender: f"{ms:.2f} ms, {base / ms:.2f} x bf16" for contender, ms in times.items()})
+        print(f"  host {result['host'][name]}, saved {result['saved'][name]}")
         print(f"  products {result['products'][name]}, predicted {result['predicted'][name]} ms")
         print(f"  map {result['map'][name]}, bf16 by {result['bf16'][name]}, errors {result['errors'][name]}")
         write(args.out, result)

@@ -69,12 +69,19 @@ class Problem:
     Args:
         shape: hidden size, size of an expert, experts, rows before padding.
         ragged: whether the MLP pads rows, and not the dispatcher.
+        library: ``--snip-settings gemm_library``.
+
+    Attributes:
+        microbatches: microbatches of a step.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], device: str, *, ragged: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], device: str, *, ragged: bool = False, library: str = "auto"
+    ) -> None:
         hidden, ffn, experts, rows = shape
         self.rows, self.splits = rows, uneven_splits(experts, rows, 1 if ragged else 128)
-        backend = select_backend("hopper" if device == "cuda" else "reference").backend
+        self.microbatches = MICROBATCHES
+        backend = select_backend("hopper" if device == "cuda" else "reference", library=library).backend
         context, count = StepContext(seed=1, backend=backend), sum(self.splits)
         self.fc1 = Experts(experts, 2 * ffn, hidden, context, device)
         self.fc2 = Experts(experts, hidden, ffn, context, device)
@@ -93,6 +100,24 @@ class Problem:
         _, n, k = getattr(self, name).memory.shape
         return n, k
 
+    def saved_inputs(self, step: Callable[[], Tensor]) -> int:
+        """Return the bytes of X of both linears that a microbatch saves: of all that it saves but weights, without Y of
+        fc1 and the probabilities, which SwiGLU saves.
+        """
+        found = {}
+
+        def noted(saved: Tensor) -> Tensor:
+            found[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        self.microbatches = 1
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda saved: saved):
+            step()
+        self.microbatches = MICROBATCHES
+        weights = [linear.memory.data_ptr() for linear in (self.fc1, self.fc2)]
+        of_swiglu = self.probs.nbytes + self.x.shape[0] * self.fc1.memory[0].shape[0] * self.x.itemsize
+        return sum(size for address, size in found.items() if address not in weights) - of_swiglu
+
     def clear(self) -> None:
         self.x.grad = None
         self.fc1.gradients.zero_()
@@ -108,7 +133,7 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
         for linear, chosen in zip((fc1, fc2), formats, strict=True):
             linear.handles[0].state.formats = chosen
             linear.handles[0].state.weights.clear()
-        for _ in range(MICROBATCHES):
+        for _ in range(problem.microbatches):
             problem.x.grad = None
             rows: Sequence[int] = splits
             hidden, probs = problem.x, problem.probs
@@ -189,7 +214,7 @@ def library_step(problem: Problem, library: TorchLibrary) -> Callable[[], Tensor
     """Return the step of a library in bf16."""
 
     def step() -> Tensor:
-        for _ in range(MICROBATCHES):
+        for _ in range(problem.microbatches):
             problem.x.grad = None
             y = _Groups.apply(problem.x, problem.fc1, library)  # type: ignore[no-untyped-call]
             y = _Groups.apply(swiglu(y, problem.probs), problem.fc2, library)  # type: ignore[no-untyped-call]
@@ -219,7 +244,7 @@ def te_steps(problem: Problem) -> dict[str, Callable[[], Tensor]]:
         modules.append(module)
 
     def step(chosen: Any) -> Tensor:
-        for microbatch in range(MICROBATCHES):
+        for microbatch in range(problem.microbatches):
             problem.x.grad = None
             with te.autocast(enabled=chosen is not None, recipe=chosen):
                 y = modules[0](problem.x, problem.splits, is_first_microbatch=microbatch == 0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, after_attention, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.precision import Format, Gemm, LinearRow, Role, Side
-from snip_megatron.sensitivity.times import SHARING, OptionTimes
+from snip_megatron.sensitivity.times import OptionTimes, seconds_of
 from snip_megatron.timing.cost_model import ACCUMULATION, CostModel
 from snip_megatron.timing.shapes import ALL_BF16, Formats, LinearShape
 
@@ -192,10 +193,8 @@ class StepModel:
 
     def linear(self, row: LinearRow, formats: Formats) -> float:
         """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
-        each = dict(zip(Gemm, formats, strict=True))
-        shape, wgrad = self.layout.shapes[row.name], each[Gemm.WGRAD]
-        saved = (self.model.joint(shape, gemm, wgrad) for gemm in SHARING if each[gemm] is wgrad)
-        return math.fsum(self._gemm(row, gemm, fmt) for gemm, fmt in each.items()) - math.fsum(saved)
+        each, shape = dict(zip(Gemm, formats, strict=True)), self.layout.shapes[row.name]
+        return seconds_of(each, partial(self._gemm, row), partial(self.model.joint, shape))
 
     def _gemm(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
         key = (self.layout.shapes[row.name], row.sharded, gemm, fmt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,15 +84,19 @@ class OptionTimes(JsonFields):
         """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
         they are not known.
         """
+        if gemm is None:
+            return self._of_gemms(linear, dict.fromkeys(Gemm, fmt))
         known = _of_linear(self.seconds, linear)
         if known is None:
             raise SnipError(f"{linear}: its predicted time is not known")
         parts = [known] if (exchanges := _of_linear(self.exchanges, linear)) is None else [known, exchanges]
         try:
-            alone = math.fsum(part[g.value][fmt] for g in ((gemm,) if gemm is not None else Gemm) for part in parts)
+            return math.fsum(part[gemm.value][fmt] for part in parts)
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
-        return alone if gemm is not None else alone - math.fsum(self.saved(linear, g, fmt) for g in SHARING)
+
+    def _of_gemms(self, linear: str, formats: Mapping[Gemm, str]) -> float:
+        return seconds_of(formats, functools.partial(self.of, linear), functools.partial(self.saved, linear))
 
     def saved(self, linear: str, gemm: Gemm, fmt: str) -> float:
         """Return the seconds that ``gemm``, of :data:`SHARING`, saves together with wgrad if both are in a format."""
@@ -105,18 +110,30 @@ class OptionTimes(JsonFields):
         parts: dict[int, list[tuple[float, float]]] = {}
         for name, stage in stages.items():
             formats = {gemm: precision_map.format_of(name, gemm).value for gemm in Gemm}
-            after = [self.of(name, gemm, fmt) for gemm, fmt in formats.items()]
-            after += [-self.saved(name, g, formats[g]) for g in SHARING if formats[g] == formats[Gemm.WGRAD]]
-            parts.setdefault(stage, []).append((self.of(name, None, Format.BF16.value), math.fsum(after)))
+            both = self.of(name, None, Format.BF16.value), self._of_gemms(name, formats)
+            parts.setdefault(stage, []).append(both)
         return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
 
     def step_speedup(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> float | None:
         """Return the predicted speedup of the whole step, or None if the rest of the step is not known."""
+        found = self.step_seconds(precision_map, stages)
+        return None if found is None else found[0] / found[1]
+
+    def step_seconds(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> tuple[float, float] | None:
+        """Return the seconds in which the slowest stage works in a step, in bf16 and under a map; None if not known."""
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
         times = self.by_stage(precision_map, stages)
         before, after = (max(self.rest[k] + each[i] for k, each in times.items()) for i in (0, 1))
-        return before / after
+        return before, after
+
+
+def seconds_of[F](
+    formats: Mapping[Gemm, F], seconds: Callable[[Gemm, F], float], saved: Callable[[Gemm, F], float]
+) -> float:
+    """Return the seconds of a linear's GEMMs: of each alone, without what those save that share a call with wgrad."""
+    shared = (saved(gemm, formats[gemm]) for gemm in SHARING if formats[gemm] == formats[Gemm.WGRAD])
+    return math.fsum(seconds(gemm, fmt) for gemm, fmt in formats.items()) - math.fsum(shared)
 
 
 def _of_linear(seconds: Seconds, linear: str) -> Mapping[str, Mapping[str, float]] | None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.layers.experts import TINY, measure
+from benchmarks.layers.experts import TINY, UNIFORM, measure
+from benchmarks.layers.experts_steps import Problem, libraries, library_step, snip_step
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.quantization import packed, swiglu
+from tests.unit.gemm import emulated_grouped
+from tests.unit.gemm.emulated_scaled_mm import scaled_mm
 
 
 def test_contenders_agree() -> None:
     (shape,) = TINY.values()
     with torch.compiler.set_stance("force_eager"):
-        found = measure(shape, 1, "cpu", ragged=False)
+        found = measure(shape, 1, "cpu")
     assert set(found["map"]) == set(found["products"]) == {"fc1", "fc2"}
     assert found["predicted"] > 0
     assert found["mlp"]["bf16"] == found["mlp"]["bf16_torch"]
@@ -18,3 +24,16 @@ def test_contenders_agree() -> None:
     for name, errors in found["errors"].items():
         least, most = (0.0, 0.01) if name.startswith("bf16") else (0.0 if name == "snip" else 0.001, 0.25)
         assert all(least < error < most for error in errors.values()), name
+
+
+def test_eight_bits_save_at_most_six_tenths_of_the_inputs_of_bf16() -> None:
+    (shape,) = TINY.values()
+    problem = Problem(shape, "cpu")
+    with torch.compiler.set_stance("force_eager"):
+        bf16 = problem.saved_inputs(library_step(problem, libraries(problem, "cpu")["torch"]))
+        assert bf16 == sum(problem.splits) * (128 + 128) * 2
+        problem.context.backend = HopperBackend(
+            packed, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped
+        )
+        for formats in UNIFORM.values():
+            assert problem.saved_inputs(snip_step(problem, formats)) <= 0.6 * bf16

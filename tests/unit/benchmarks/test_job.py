@@ -9,7 +9,7 @@ import pytest
 from benchmarks import job
 from benchmarks.common import ROOT
 from benchmarks.jobs import turns as job_turns
-from benchmarks.jobs.updates import accounts, adopted_maps
+from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +69,6 @@ def test_the_maps_of_a_run_are_counted_by_kind_of_gemm() -> None:
         assert sum(each["formats"].values()) == 22 * 4 * 3
         assert each["formats"]["mlp.linear_fc2:wgrad fp8_tensor"] == 22
         assert 0 < each["loss"] <= 0.002
+    predicted = predicted_step(ROOT / "examples/recorded_run")
+    assert predicted is not None
+    assert 153.3 < predicted < 400.0  # its request holds 153.33 ms that no format changes
