@@ -50,12 +50,11 @@ _LOSS = "lm loss"
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     """Adds SNIP to one training run. Leaving it as a context manager stops the sidecar and writes the last files.
 
+    Raises SnipError if the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
+
     Args:
         snip: A whole configuration, which is taken as it is; None to give ``options``.
         options: Fields of :class:`snip_megatron.config.SnipConfig`. The others are as ``--snip`` chooses them.
-
-    Raises:
-        SnipError: If the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
     """
 
     def __init__(self, snip: SnipConfig | None = None, **options: Any) -> None:
@@ -85,8 +84,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def attach(self, container: Any) -> SnipCallback:
         """Register SNIP's hook with the model of Bridge's ``ConfigContainer``, before ``pretrain``.
 
-        Raises:
-            SnipError: If this callback was attached before, or if the model has no pre-wrap hooks.
+        Raises SnipError if this callback was attached before, or if the model has no pre-wrap hooks.
         """
         if not self._snip.enabled:
             return self
@@ -107,8 +105,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Bridge calls this hook after it builds the model and before it wraps it.
 
-        Raises:
-            SnipError: If the configuration cannot be combined with SNIP or with SNIP under Bridge.
+        Raises SnipError if the configuration cannot be combined with SNIP or with SNIP under Bridge.
         """
         if self._said is not None:
             say(self._said)

@@ -38,12 +38,11 @@ class SnipError(Exception):
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Turn a missing package inside this context into one line that says how to install it.
 
+    Raises SnipError if a package that is imported inside is not installed.
+
     Args:
         extra: the extra of snip_megatron (``setup.py``) that brings the package.
         what: what needs it, the subject of the sentence.
-
-    Raises:
-        SnipError: a package that is imported inside is not installed.
     """
     try:
         yield

@@ -43,6 +43,8 @@ def select_backend(
 ) -> Selection:
     """Return the backend for a value of ``--snip-gemm``.
 
+    Raises SnipError if the name is unknown, or the backend cannot run on this machine.
+
     Args:
         name: one of ``BACKENDS``. "auto" selects the fastest backend that runs on this machine and keeps the numbers of
             the map.
@@ -50,9 +52,6 @@ def select_backend(
         tensor_parallel: whether weights are sharded over tensor parallel ranks.
         library: ``gemm_library``, one of ``LIBRARIES``.
         replays: whether C++ may launch the kernels of the Hopper backend.
-
-    Raises:
-        SnipError: the name is unknown, or the backend cannot run on this machine.
     """
     if name not in BACKENDS:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")

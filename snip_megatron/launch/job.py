@@ -103,10 +103,8 @@ def make_job(
 ) -> Job:
     """Build a job from the arguments of ``snip launch``.
 
-    ``changes`` are values of fields of the configuration. None leaves one as it is.
-
-    Raises:
-        SnipError: a name is unknown, sizes do not fit together, or files are missing.
+    ``changes`` are values of fields of the configuration. None leaves one as it is. Raises SnipError if a name is
+    unknown, sizes do not fit together, or files are missing.
     """
     if configuration not in CONFIGURATIONS:
         known = ", ".join(CONFIGURATIONS)

@@ -41,8 +41,7 @@ class PrequantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse the operation, except that autograd notes the streams that use the operands.
 
-        Raises:
-            SnipError: something else than the linear reads the tensor, or autograd adds another gradient to it.
+        Raises SnipError if something else than the linear reads the tensor, or autograd adds another gradient to it.
         """
         if func is torch.ops.aten.record_stream.default:
             for tensor in flatten(args[0].operands)[0]:

@@ -13,13 +13,12 @@ from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:
     """Check that a map names exactly the linears of the model.
 
+    Raises SnipError if the map names a linear that the model does not have, or it lacks one that the model has.
+
     Args:
         precision_map: the map.
         names: global names of the model's linears, in order.
         where: the start of the error message: where the map comes from.
-
-    Raises:
-        SnipError: the map names a linear that the model does not have, or it lacks one that the model has.
     """
     known = set(names)
     unknown = [str(linear) for linear in precision_map.linears() if str(linear) not in known]
@@ -78,8 +77,7 @@ class LinearRegistry:
     def add(self, handle: LinearHandle) -> None:
         """Register a linear, or the linear of one expert.
 
-        Raises:
-            SnipError: the linear is registered already, or the model has none of its name.
+        Raises SnipError if the linear is registered already, or the model has none of its name.
         """
         key = (handle.name, handle.expert)
         if key in self._handles or handle.name not in self._position:
@@ -104,10 +102,8 @@ class LinearRegistry:
     def adopt(self, precision_map: PrecisionMap) -> None:
         """Set the formats of ``precision_map`` for all following forwards.
 
-        Must be called between steps, with the same map on all ranks.
-
-        Raises:
-            SnipError: the map names a linear that the model does not have.
+        Must be called between steps, with the same map on all ranks. Raises SnipError if the map names a linear that
+        the model does not have.
         """
         unknown = {str(linear) for linear in precision_map.linears()} - set(self.names)
         if unknown:

@@ -20,13 +20,12 @@ from snip_megatron.timing.loading import load_cost_model
 def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
     """Check the machine, apply the compat sets that ``args`` needs, and print one line per set.
 
+    Raises SnipError if ``args`` requires what this machine lacks.
+
     Args:
         args: Megatron's validated arguments.
         startup: Decisions made before Megatron was imported.
         shown: Lines about sets that were applied earlier.
-
-    Raises:
-        SnipError: If ``args`` requires what this machine lacks.
     """
     compat.check(args, startup)
     for line in (*shown, *compat.apply(args, startup)):
@@ -36,11 +35,10 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
 def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     """Return SNIP's configuration on this machine, and lines about what the arguments left open.
 
+    Raises SnipError if an argument is invalid, or two of them cannot be combined.
+
     Args:
         args: Megatron's validated arguments with SNIP's.
-
-    Raises:
-        SnipError: an argument is invalid, or two of them cannot be combined.
     """
     if not getattr(args, "snip", False):
         return SnipConfig.from_args(args), []
@@ -69,12 +67,11 @@ def _named_backend(timings: str | None) -> str | None:
 def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     """Run a training with SNIP inside this context if ``--snip`` was given.
 
+    Raises SnipError if the configuration cannot work. It is checked before any collective is called.
+
     Args:
         args: Megatron's validated arguments.
         model_config: Holds ``pre_wrap_hooks``. The one that converts the model is added here.
-
-    Raises:
-        SnipError: If the configuration cannot work. It is checked before any collective is called.
     """
     config, said = configuration(args)
     with ExitStack() as stack:
@@ -94,13 +91,12 @@ def run_attached(
 ) -> Any:
     """Call a script's ``pretrain`` under SNIP.
 
+    Raises SnipError if the configuration cannot work, or if the script did not parse SNIP's arguments.
+
     Args:
         pretrain: Megatron's ``pretrain``, or a wrapper of it that takes the same arguments.
         positional, named: The arguments of the call.
         startup: Decisions made before Megatron was imported.
-
-    Raises:
-        SnipError: If the configuration cannot work, or if the script did not parse SNIP's arguments.
     """
     call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
     if not hasattr(args, "snip"):

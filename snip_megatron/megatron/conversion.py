@@ -57,8 +57,9 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks.
 
-    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes stay as they
-    are, in bf16. Rank 0 prints which.
+    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes stay as they are,
+    in bf16. Rank 0 prints which. Raises SnipError if a chunk has no decoder, or if data parallel ranks have built
+    different models.
 
     Args:
         model_chunks: The chunks as built, before or after Float16Module and DDP.
@@ -66,9 +67,6 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
     Returns:
         The registry of the converted linears.
-
-    Raises:
-        SnipError: If a chunk has no decoder, or if data parallel ranks have built different models.
     """
     built = built_linears(model_chunks)
     stock = of_all_stages(_stock(built))
@@ -109,12 +107,11 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears:
     """Return the linears of the model that arguments ask for, without starting ranks.
 
+    Raises CannotBuildError if the model cannot be built on this machine.
+
     Args:
         args: Megatron's validated arguments.
         model_config: the configuration of the model.
-
-    Raises:
-        CannotBuildError: the model cannot be built on this machine.
     """
     built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
     return ModelLinears.split((linear.row for linear in built), _stock(built))

@@ -31,8 +31,7 @@ _stimer = StragglerDetector()
 def run(startup: Startup) -> None:
     """Train as ``sys.argv`` says.
 
-    Raises:
-        SnipError: If the configuration cannot work. It is checked before any collective is called.
+    Raises SnipError if the configuration cannot work. It is checked before any collective is called.
     """
     shown: list[str] = []
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))

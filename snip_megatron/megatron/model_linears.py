@@ -64,8 +64,7 @@ class BuiltLinear:
 def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
     """Return the linears of this rank's decoder and MTP layers, in the order of the forward pass.
 
-    Raises:
-        SnipError: a chunk has no decoder.
+    Raises SnipError if a chunk has no decoder.
     """
     found: list[BuiltLinear] = []
     for chunk in chunks:
@@ -118,12 +117,11 @@ class ModelLinears:
 def model_linears(local: Sequence[BuiltLinear], stock: Mapping[str, str]) -> ModelLinears:
     """Return the linears of the whole model, from those of this rank. Collective, over all ranks.
 
+    Raises SnipError if ranks of the same pipeline stage have built different models.
+
     Args:
         local: the linears of this rank.
         stock: name of a linear of the model that is not converted → why.
-
-    Raises:
-        SnipError: ranks of the same pipeline stage have built different models.
     """
     rows = of_all_stages({each.row: None for each in local})  # experts of a layer share a row
     linears = ModelLinears.split(rows, stock)

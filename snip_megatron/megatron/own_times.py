@@ -81,8 +81,7 @@ class OwnTimes:
     def measure(self) -> OptionTimes:
         """Measure the times, and store them with the run and in the cache.
 
-        Raises:
-            SnipError: a size could not be measured, as where memory is too small.
+        Raises SnipError if a size could not be measured, as where memory is too small.
         """
         started = time.perf_counter()
         clock = clock_for(self._device) if self._clock is None else self._clock

@@ -13,12 +13,11 @@ from snip_megatron.quantization.formats import TILE
 def check_gathers(args: argparse.Namespace, communication: str = "gather") -> None:
     """Check that shards can be quantised before they are gathered, and partial sums before they are exchanged.
 
+    Raises SnipError if nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
+
     Args:
         args: Megatron's arguments.
         communication: ``--snip-communication``: gather or all.
-
-    Raises:
-        SnipError: If nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
     """
     here = f"--snip-communication {communication}"
     if not args.sequence_parallel or args.tensor_model_parallel_size == 1:

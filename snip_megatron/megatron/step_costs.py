@@ -33,11 +33,10 @@ def option_times(
 ) -> OptionTimes | None:
     """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
 
+    Raises SnipError if the named table cannot be read, or if the table lacks a candidate or pinned format.
+
     Returns:
         The times. None if there is neither: a run then measures its own GEMMs (``own_times.py``).
-
-    Raises:
-        SnipError: If the named table cannot be read, or if the table lacks a candidate or pinned format.
     """
     named = "flops" if config.cost == "flops" else config.timings
     model: CostModel
@@ -78,13 +77,12 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
 def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: SnipConfig) -> Layout:
     """Return what the planner knows of a run.
 
+    Raises SnipError if ranks cannot share the features of a linear.
+
     Args:
         args: Megatron's validated arguments.
         linears: the linears of the built model.
         config: SNIP's configuration.
-
-    Raises:
-        SnipError: ranks cannot share the features of a linear.
     """
     latent = getattr(args, "multi_latent_attention", False)
     groups = args.num_query_groups if args.group_query_attention and not latent else args.num_attention_heads

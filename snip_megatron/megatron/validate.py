@@ -30,12 +30,11 @@ from snip_megatron.sensitivity.request import SolveRequest
 def check(config: SnipConfig, args: argparse.Namespace) -> None:
     """Check that SNIP can run with these arguments. No collective is called.
 
+    Raises SnipError if two arguments cannot be combined. The message names both.
+
     Args:
         config: SNIP's configuration.
         args: Megatron's validated arguments.
-
-    Raises:
-        SnipError: If two arguments cannot be combined. The message names both.
     """
     for conflict in CONFLICTS:
         value = getattr(args, conflict.attribute, None)
@@ -67,13 +66,12 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
     """Check that maps, globs and budgets fit the linears of a model. No collective is called.
 
+    Raises SnipError if they do not.
+
     Args:
         config: SNIP's configuration.
         args: Megatron's validated arguments.
         linears: the linears of the model.
-
-    Raises:
-        SnipError: If they do not.
     """
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")
@@ -265,8 +263,7 @@ def solve_request(
 ) -> SolveRequest:
     """Return the request that every update of this run solves. Times that the run must measure are left out.
 
-    Raises:
-        SnipError: If the table of times that the configuration names cannot be used.
+    Raises SnipError if the table of times that the configuration names cannot be used.
     """
     return config.request(
         times=option_times(config, args, linears.covered) if config.wanted.timed and config.updates else None,

@@ -65,6 +65,7 @@ def convert(
 
     Parameters, their names and the model's ``state_dict`` do not change. Until the first update everything runs as
     before. DDP and ``torch.compile`` may wrap the model before or after, and ``fully_shard`` may shard it before.
+    Raises SnipError if no blocks are found, or an option is unknown or cannot work in a plain loop.
 
     Args:
         model: A transformer of pre-norm blocks. Frozen linears are converted as well, and have no wgrad. Trainable
@@ -74,9 +75,6 @@ def convert(
         microbatches: Batches whose gradients one optimizer step adds up.
         options: Fields of :class:`snip_megatron.config.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
-
-    Raises:
-        SnipError: If no blocks are found, or an option is unknown or cannot work in a plain loop.
     """
     config = _configuration(options)
     if microbatches < 1:
@@ -131,10 +129,8 @@ class PlainSnip:
 
         ``loss`` returns the mean token loss of the step's first batch. It is called once at the first step, and up to
         three times in an update, otherwise not at all. It must compute the same each time: read the batch before, not
-        inside. Returns whether a new map was adopted.
-
-        Raises:
-            SnipError: the model's blocks are not attention and MLP, or the loss does not run them once each.
+        inside. Returns whether a new map was adopted. Raises SnipError if the model's blocks are not attention and MLP,
+        or the loss does not run them once each.
         """
 
         def probe(clip: float) -> ProbeResult:

@@ -44,6 +44,8 @@ class ExactOperand(NamedTuple):
 def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
+    Raises SnipError if the dtype or the number of dimensions is not supported.
+
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number.
         spec: how it is quantised, in quantised formats. An operand of a Hadamard transform has whole groups of 16 rows.
@@ -51,9 +53,6 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
 
     Returns:
         The two operands. They are one object if :func:`shared` says that their numbers are always equal.
-
-    Raises:
-        SnipError: the dtype or the number of dimensions is not supported.
     """
     row, col = (
         None if fmt is None else _operand(*spec.of(x, axis)) for fmt, axis in zip(spec.formats, (1, 0), strict=True)

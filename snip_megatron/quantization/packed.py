@@ -62,7 +62,7 @@ def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = 
     """Quantise a matrix [M, K] for the GEMM that reduces over K and for the one that reduces over M.
 
     fp8 and fp4 have 1×128 tiles along the reduction, or 128×128 blocks if the matrix is a weight. fp8 always rounds to
-    nearest (docs/how-it-works.md, Formats).
+    nearest (docs/how-it-works.md, Formats). Raises SnipError if the dtype or the number of dimensions is not supported.
 
     Args:
         x: fp32, bf16 or fp16 [M, K].
@@ -72,9 +72,6 @@ def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = 
     Returns:
         The rowwise :class:`Operand` with M rows, and the columnwise one of the transposed matrix with K rows; None for
         what is left out.
-
-    Raises:
-        SnipError: the dtype or the number of dimensions is not supported.
     """
     made = _operand(x, spec, 1), _operand(x, spec, 0)
     return made if cached is None else cached.renew(made)

@@ -57,6 +57,9 @@ def quantize_dequantize(
 ) -> Tensor:
     """Quantise ``x`` and dequantise it. The result is what a GEMM in ``format`` multiplies.
 
+    Raises SnipError if the format, granularity or rounding is unknown, ``x`` is not 2-D or has another dtype, or a seed
+    is missing.
+
     Args:
         x: fp32, bf16 or fp16 [rows, cols].
         format: "fp4", "fp8", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8" or a quantised :class:`Format`.
@@ -68,10 +71,6 @@ def quantize_dequantize(
 
     Returns:
         FP32 [rows, cols]. A tile with a NaN or Inf becomes NaN. A zero tile stays zero.
-
-    Raises:
-        SnipError: the format, granularity or rounding is unknown, ``x`` is not 2-D or has another dtype, or a seed is
-            missing.
     """
     if granularity not in GRANULARITIES:
         raise SnipError(f"granularity {quoted(granularity)} is not one of {', '.join(GRANULARITIES)}")
@@ -97,6 +96,8 @@ def quantize(
 ) -> Quantized:
     """Quantise ``x``, with the options that quantised linears need.
 
+    Raises SnipError as :func:`quantize_dequantize`.
+
     Args:
         x: fp32, bf16 or fp16 [rows, cols].
         format: a quantised format.
@@ -108,9 +109,6 @@ def quantize(
         offset: global (row, column) of ``x[0, 0]``.
         cols: 1-D integer tensor of global column ids that replaces the offset, for shards that are not contiguous.
         tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard. Default: that of ``x``.
-
-    Raises:
-        SnipError: as :func:`quantize_dequantize`.
     """
     spec = _validated(x, format, axis)
     if rounding not in ROUNDINGS:

@@ -57,15 +57,13 @@ def repeated(data_iterator: Any, order: Sequence[int], sequences: int | None = N
     """Return what ``train_step`` takes as ``data_iterator``, of microbatches that it will read, without consuming them.
 
     The source of the iterator is made peekable in place. The record that Megatron's rerun machine keeps of a step is
-    not affected.
+    not affected. Raises SnipError if the iterator is of another type, or if ``order`` holds a number beyond the end of
+    the data.
 
     Args:
         data_iterator: A RerunDataIterator, a list of them (virtual pipeline), or None on a rank that reads no data.
         order: Numbers of the microbatches, 0 being the next one. One may occur twice.
         sequences: Number of sequences of each microbatch, which :func:`divisible` allows to cut. None for all.
-
-    Raises:
-        SnipError: If the iterator is of another type, or if ``order`` holds a number beyond the end of the data.
     """
     if isinstance(data_iterator, list):
         return [repeated(each, order, sequences) for each in data_iterator]

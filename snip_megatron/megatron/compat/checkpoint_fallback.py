@@ -38,10 +38,8 @@ def install() -> str:
 def read_tracker(tracker_filename: str) -> tuple[int, bool]:
     """Return (iteration to load, whether it is a release), as rank 0 finds it.
 
-    Collective over all ranks if torch.distributed is initialised.
-
-    Raises:
-        SnipError: If neither the checkpoint that the tracker names nor an earlier one is complete.
+    Collective over all ranks if torch.distributed is initialised. Raises SnipError if neither the checkpoint that the
+    tracker names nor an earlier one is complete.
     """
     tracker, together = Path(tracker_filename).absolute(), dist.is_initialized()
     found: list[int | None] = [None]

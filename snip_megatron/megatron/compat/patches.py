@@ -35,8 +35,7 @@ _LEFT_OUT = ("no_save_optim", "no_save_rng")
 def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     """Apply the compat sets that ``args`` needs and ``startup`` allows. Returns one line per set, to be printed.
 
-    Raises:
-        SnipError: If SNIP is on, Megatron's source has no hooks for it, and ``step-hook`` is off.
+    Raises SnipError if SNIP is on, Megatron's source has no hooks for it, and ``step-hook`` is off.
     """
     torch_norms = args.sequence_parallel and args.transformer_impl == "local"
     torch_adamw = args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw()

@@ -68,10 +68,7 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
     """Return the configuration of the GPT or hybrid model. The caller may change it and passes it to :func:`pretrain`.
 
     Its ``pre_wrap_hooks`` take the list of this rank's model chunks and return the list to use, before the chunks are
-    moved to the GPU, cast to 16 bits and wrapped by DDP.
-
-    Raises:
-        SnipError: If Megatron refuses the arguments.
+    moved to the GPU, cast to 16 bits and wrapped by DDP. Raises SnipError if Megatron refuses the arguments.
     """
     with _refusals():
         hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
@@ -139,14 +136,12 @@ def parsed_arguments() -> argparse.Namespace:
 def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]:
     """Give the model of a call hooks inside this context, and yield what holds ``pre_wrap_hooks``.
 
-    That is the model's own configuration, or a model provider that takes the place of the script's in the call.
+    That is the model's own configuration, or a model provider that takes the place of the script's in the call. Raises
+    SnipError if the call has neither a model configuration nor a model provider.
 
     Args:
         call: The call, from :func:`bound_call`.
         on_cpu: Whether there is no CUDA device. Outputs sent through gloo must not be freed early there.
-
-    Raises:
-        SnipError: If the call has neither a model configuration nor a model provider.
     """
     given = call.arguments
     model = getattr(given.get("cfg_container"), "model", None)

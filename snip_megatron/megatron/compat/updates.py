@@ -21,15 +21,13 @@ PACKAGE = "emerging-optimizers"
 def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update | None:
     """Return the update that the next step makes to this rank's shard of ``param``.
 
-    Returns None if other ranks hold its whole state, or if Adam has not stepped yet.
+    Returns None if other ranks hold its whole state, or if Adam has not stepped yet. Raises SnipError if the optimizer
+    is not one of :data:`SUPPORTED_OPTIMIZERS`, or is Adam with coupled weight decay.
 
     Args:
         optimizer: The optimizer of Megatron's ``train_step``.
         param: A parameter of the model.
         steps: Number of training steps done, for optimizers that do not count them.
-
-    Raises:
-        SnipError: If the optimizer is not one of :data:`SUPPORTED_OPTIMIZERS`, or is Adam with coupled weight decay.
     """
     held = held_state(optimizer, param)
     if held is None:

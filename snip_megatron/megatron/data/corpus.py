@@ -68,10 +68,8 @@ class Corpus:
     def split(self, share: float) -> tuple[list[TextFile], list[TextFile]]:
         """Return (training files, held-out files).
 
-        About ``share`` of the files are held out, and at least one if ``share`` > 0.
-
-        Raises:
-            SnipError: If no file is left for training.
+        About ``share`` of the files are held out, and at least one if ``share`` > 0. Raises SnipError if no file is
+        left for training.
         """
         held = [file for file in self.files if file.position() < share]
         if share > 0 and not held:
@@ -90,14 +88,12 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> Corpus:
     """Read every file of the inputs once.
 
     Binary files (with a NUL byte), files that are not UTF-8, empty files and duplicates are skipped and counted. A
-    duplicate could leak held-out text into the training text.
+    duplicate could leak held-out text into the training text. Raises SnipError if an input does not exist, cannot be
+    read, or holds no text.
 
     Args:
         inputs: Files and folders. A file that is named here is taken whatever its name.
         globs: Patterns that select files inside folders.
-
-    Raises:
-        SnipError: If an input does not exist, cannot be read, or holds no text.
     """
     total: Counter[str] = Counter()
     files: dict[str, TextFile] = {}
