@@ -31,10 +31,8 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 def snip_arguments(provider: Provider | None = None) -> Provider:
     """Return an ``extra_args_provider`` for Megatron's parser that adds ``--snip`` and the ``--snip-*`` arguments.
 
-    A wrong argument on the command line ends the script with one line instead of Megatron's usage.
-
-    Args:
-        provider: The script's own ``extra_args_provider``, which is called first.
+    A wrong argument on the command line ends the script with one line instead of Megatron's usage. ``provider`` is the
+    script's own ``extra_args_provider``, which is called first.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,10 +59,8 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
     With ``--snip`` on the command line, the call checks the configuration, converts the linears of the model that the
     script's configuration or model provider builds, and wraps Megatron's training step. What SNIP refuses ends the
     script with one line and SNIP's exit code. Without ``--snip`` the script's own ``pretrain`` is called and nothing is
-    changed.
-
-    Args:
-        pretrain: ``megatron.training.pretrain``, before or after Megatron's in-process restart has wrapped it.
+    changed. ``pretrain`` is ``megatron.training.pretrain``, before or after Megatron's in-process restart has wrapped
+    it.
     """
 
     @functools.wraps(pretrain)

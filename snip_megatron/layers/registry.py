@@ -14,11 +14,7 @@ def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str
     """Check that a map names exactly the linears of the model.
 
     Raises SnipError if the map names a linear that the model does not have, or it lacks one that the model has.
-
-    Args:
-        precision_map: the map.
-        names: global names of the model's linears, in order.
-        where: the start of the error message: where the map comes from.
+    ``where``, which begins the message, says where the map comes from.
     """
     known = set(names)
     unknown = [str(linear) for linear in precision_map.linears() if str(linear) not in known]

@@ -65,10 +65,8 @@ class GraphedWeight:
     """The operands that a backend made of a weight, kept in the same memory while the formats stay the same.
 
     Every forward launches the quantisation kernels. They write only if ``current`` is zero, as it is in the first
-    microbatch of a step; the step hooks set it. One captured forward therefore serves all microbatches.
-
-    Args:
-        current: int32 [1] on the weight's device, shared by the linears of a model chunk.
+    microbatch of a step; the step hooks set it. One captured forward therefore serves all microbatches. ``current`` is
+    int32 [1] on the weight's device, shared by the linears of a model chunk.
     """
 
     def __init__(self, current: Tensor) -> None:

@@ -20,12 +20,8 @@ from snip_megatron.timing.loading import load_cost_model
 def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
     """Check the machine, apply the compat sets that ``args`` needs, and print one line per set.
 
-    Raises SnipError if ``args`` requires what this machine lacks.
-
-    Args:
-        args: Megatron's validated arguments.
-        startup: Decisions made before Megatron was imported.
-        shown: Lines about sets that were applied earlier.
+    Raises SnipError if ``args`` requires what this machine lacks. ``shown`` are lines about sets that were applied
+    earlier.
     """
     compat.check(args, startup)
     for line in (*shown, *compat.apply(args, startup)):
@@ -36,9 +32,6 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     """Return SNIP's configuration on this machine, and lines about what the arguments left open.
 
     Raises SnipError if an argument is invalid, or two of them cannot be combined.
-
-    Args:
-        args: Megatron's validated arguments with SNIP's.
     """
     if not getattr(args, "snip", False):
         return SnipConfig.from_args(args), []

@@ -108,10 +108,6 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
     """Return the linears of the model that arguments ask for, without starting ranks.
 
     Raises CannotBuildError if the model cannot be built on this machine.
-
-    Args:
-        args: Megatron's validated arguments.
-        model_config: the configuration of the model.
     """
     built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
     return ModelLinears.split((linear.row for linear in built), _stock(built))

@@ -26,11 +26,7 @@ from snip_megatron.precision import Format
 
 
 class GraphedRun:
-    """The CUDA graphs of a run in one process. Without ``--cuda-graph-impl``, its methods do nothing.
-
-    Args:
-        args: Megatron's validated arguments.
-    """
+    """The CUDA graphs of a run in one process. Without ``--cuda-graph-impl``, its methods do nothing."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         implementation = compat.graph_implementation(args)
@@ -57,12 +53,7 @@ class GraphedRun:
             backend.check_graphs()
 
     def attach(self, registry: LinearRegistry, model: Sequence[torch.nn.Module]) -> None:
-        """Make the linears read the state of the step from the device. This is called before the first step.
-
-        Args:
-            registry: the linears of this rank.
-            model: the model chunks of this rank.
-        """
+        """Make the linears read the state of the step from the device. This is called before the first step."""
         self._model, self._registry = list(model), registry
         if self._graphs is None or not len(registry):
             return

@@ -31,13 +31,7 @@ _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 
 # -- what does not change -------------------------------------------------------------------------------------------
 def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], registry: LinearRegistry) -> Host:
-    """Return the host of a training.
-
-    Args:
-        args: Megatron's arguments.
-        model: the model chunks of this rank, wrapped by DDP.
-        registry: their converted linears.
-    """
+    """Return the host of a training whose ``model`` chunks DDP has wrapped."""
     config, groups = get_attr_wrapped_model(model[0], "config"), compat.process_groups(model[0])
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
     split = bool(config.sequence_parallel) and tp_size > 1
@@ -79,9 +73,7 @@ def _pass_group(config: Any) -> int:
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
     """Return the sub-blocks of a model chunk, and where the residual stream enters them.
 
-    Args:
-        chunk: the model chunk.
-        rows: the linears of the whole model that a map covers.
+    ``rows`` are the linears of the whole model that a map covers.
     """
     boundary = {row.name: row.sub_block for row in rows}
     ends = {row.id.stack: row.sub_block for row in rows}  # each MTP layer is a strand of its own
@@ -171,13 +163,7 @@ class StepCall:
 
 
 class MegatronStep:
-    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
-
-    Args:
-        call: arguments of the step.
-        args: Megatron's arguments.
-        groups: process groups.
-    """
+    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`."""
 
     def __init__(self, call: StepCall, args: argparse.Namespace, groups: ProbeGroups) -> None:
         self.step, self.microbatches = call.step, call.num_microbatches

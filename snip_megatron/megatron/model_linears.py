@@ -117,11 +117,8 @@ class ModelLinears:
 def model_linears(local: Sequence[BuiltLinear], stock: Mapping[str, str]) -> ModelLinears:
     """Return the linears of the whole model, from those of this rank. Collective, over all ranks.
 
-    Raises SnipError if ranks of the same pipeline stage have built different models.
-
-    Args:
-        local: the linears of this rank.
-        stock: name of a linear of the model that is not converted → why.
+    Raises SnipError if ranks of the same pipeline stage have built different models. ``stock`` is the name of a linear
+    of the model that is not converted → why.
     """
     rows = of_all_stages({each.row: None for each in local})  # experts of a layer share a row
     linears = ModelLinears.split(rows, stock)

@@ -61,10 +61,6 @@ class Oracle:
     """Forces options. Every rank has one, and all ranks call its methods at the same step.
 
     Raises SnipError if experts are parallel.
-
-    Args:
-        registry: Linears of this rank.
-        host: The training loop.
     """
 
     def __init__(self, registry: LinearRegistry, host: Host) -> None:

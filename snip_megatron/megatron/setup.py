@@ -51,12 +51,7 @@ _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
 
 class SnipRun:
-    """Holds SNIP's state in this process from the construction of the model to the end of training.
-
-    Args:
-        config: SNIP's configuration.
-        args: Megatron's validated arguments.
-    """
+    """Holds SNIP's state in this process from the construction of the model to the end of training."""
 
     def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
         self._config = config

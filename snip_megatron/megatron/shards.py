@@ -14,10 +14,6 @@ def check_gathers(args: argparse.Namespace, communication: str = "gather") -> No
     """Check that shards can be quantised before they are gathered, and partial sums before they are exchanged.
 
     Raises SnipError if nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
-
-    Args:
-        args: Megatron's arguments.
-        communication: ``--snip-communication``: gather or all.
     """
     here = f"--snip-communication {communication}"
     if not args.sequence_parallel or args.tensor_model_parallel_size == 1:

@@ -130,11 +130,8 @@ def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
     """Set environment variables and, without a CUDA device, patch torch. Must be called before importing Megatron.
 
     Variables that are already set are kept. Raises SnipError if a value of ``no_compat`` is unknown, if ``--yaml-cfg``
-    is given, or if there is no CUDA device and the ``cpu`` set is off.
-
-    Args:
-        argv: The command line without the program's name.
-        no_compat: Values of ``--snip-no-compat``.
+    is given, or if there is no CUDA device and the ``cpu`` set is off. ``argv`` is the command line without the
+    program's name.
     """
     check_sources(argv)
     disabled = check_compat_names(no_compat)
@@ -160,9 +157,6 @@ def current(no_compat: Sequence[str]) -> Startup:
     """Return what :func:`prepare` decided in this process, or what holds where it was not called.
 
     Raises SnipError if a value of ``no_compat`` is unknown.
-
-    Args:
-        no_compat: Values of ``--snip-no-compat``.
     """
     from snip_megatron.megatron import cpu_device
 

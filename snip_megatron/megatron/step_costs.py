@@ -78,11 +78,6 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
     """Return what the planner knows of a run.
 
     Raises SnipError if ranks cannot share the features of a linear.
-
-    Args:
-        args: Megatron's validated arguments.
-        linears: the linears of the built model.
-        config: SNIP's configuration.
     """
     latent = getattr(args, "multi_latent_attention", False)
     groups = args.num_query_groups if args.group_query_attention and not latent else args.num_attention_heads

@@ -31,10 +31,6 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     """Check that SNIP can run with these arguments. No collective is called.
 
     Raises SnipError if two arguments cannot be combined. The message names both.
-
-    Args:
-        config: SNIP's configuration.
-        args: Megatron's validated arguments.
     """
     for conflict in CONFLICTS:
         value = getattr(args, conflict.attribute, None)
@@ -67,11 +63,6 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
     """Check that maps, globs and budgets fit the linears of a model. No collective is called.
 
     Raises SnipError if they do not.
-
-    Args:
-        config: SNIP's configuration.
-        args: Megatron's validated arguments.
-        linears: the linears of the model.
     """
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")

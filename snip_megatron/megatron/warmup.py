@@ -45,12 +45,7 @@ _ROWS = 1024
 class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
-    Args:
-        registry: the linears of this rank.
-        config: the configuration of the run.
-        request: the solve request of every update.
-        host: the training loop.
-        drift: whether updates evaluate AdamW's drift.
+    ``drift`` says whether updates evaluate AdamW's drift.
     """
 
     def __init__(

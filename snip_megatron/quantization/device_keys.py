@@ -39,10 +39,7 @@ class Identity(NamedTuple):
 class DeviceKeys:
     """The keys of a rank's linears. Their addresses never change, because graphs hold them.
 
-    Args:
-        linears: the identity of each linear.
-        gemms: numbers of the two GEMMs.
-        device: the device on which keys are made and read.
+    ``gemms`` are the numbers of the two GEMMs.
     """
 
     def __init__(self, linears: Sequence[Identity], gemms: tuple[int, int], device: torch.device) -> None:

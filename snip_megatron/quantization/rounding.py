@@ -94,9 +94,7 @@ def _word(seed: Key, index: int) -> int | Tensor:
 def row_keys(seed: Key, rows: Tensor) -> Tensor:
     """Return one int32 word for each global row id. Different rows have different words.
 
-    Args:
-        seed: 64-bit seed, or key words on the device.
-        rows: integer [R], ids in [0, 2^32).
+    ``rows`` are integer [R], ids in [0, 2^32).
     """
     return mix32((rows.long() * ROW_STEP + _word(seed, 0)) & MASK32).to(torch.int32)
 
@@ -104,9 +102,7 @@ def row_keys(seed: Key, rows: Tensor) -> Tensor:
 def column_keys(seed: Key, cols: Tensor) -> Tensor:
     """Return one odd int32 word for each global column id. Columns 2i and 2i + 1 have the same word.
 
-    Args:
-        seed: 64-bit seed, or key words on the device.
-        cols: integer [C], ids in [0, 2^32).
+    ``cols`` are integer [C], ids in [0, 2^32).
     """
     return (mix32(((cols.long() >> 1) * COLUMN_STEP + _word(seed, 1)) & MASK32) | 1).to(torch.int32)
 

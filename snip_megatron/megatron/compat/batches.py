@@ -100,11 +100,8 @@ def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
 
     They can be if they are dictionaries of tensors [microbatch, ...], as those of Megatron's data sets are, and not of
     packed sequences. A rank that reads no data takes the size of a microbatch from Megatron's global arguments, which
-    Bridge does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch.
-
-    Args:
-        data_iterator: See :func:`repeated`.
-        args: Megatron's arguments.
+    Bridge does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch. ``data_iterator`` is
+    as in :func:`repeated`.
     """
     if args.tensor_model_parallel_size > 1 and (global_vars._GLOBAL_ARGS is not args or args.tp_comm_overlap):
         return False

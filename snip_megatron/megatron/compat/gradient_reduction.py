@@ -25,9 +25,7 @@ _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatt
 def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None:
     """Raise SnipError if gradients cannot be reduced in FP8 with these arguments.
 
-    Args:
-        args: Megatron's validated arguments.
-        way: ``--snip-gradient-reduction``.
+    ``way`` is the value of ``--snip-gradient-reduction``.
     """
     here = f"--snip-gradient-reduction {way}"
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):

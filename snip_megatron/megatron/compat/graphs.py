@@ -126,11 +126,7 @@ class Graphs:
         return True
 
     def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-        """Return the layers to capture anew when linears have changed their formats, or None for all. Collective.
-
-        Args:
-            changed: the linears of this rank whose formats are not those that were captured.
-        """
+        """Return the layers to capture anew when linears have changed their formats, or None for all. Collective."""
         return None
 
     def renew(
@@ -138,10 +134,7 @@ class Graphs:
     ) -> None:
         """Delete graphs. They are captured again under the map in force, at once or in the next steps.
 
-        Args:
-            model: the model chunks of this rank.
-            args: Megatron's arguments.
-            layers: what :meth:`choose` returned.
+        ``layers`` is what :meth:`choose` returned.
         """
         raise NotImplementedError
 

@@ -32,10 +32,6 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
 
     Groups have the sizes that the arguments say, and exchange nothing. Data parallel ranks are left out.
 
-    Args:
-        args: Megatron's validated arguments.
-        model_config: the configuration of the model.
-
     Raises:
         SnipError: this process is a rank already.
         CannotBuildError: the model cannot be built here.

@@ -31,11 +31,7 @@ ArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def parse_arguments(provide_arguments: ArgumentsProvider) -> argparse.Namespace:
-    """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message.
-
-    Args:
-        provide_arguments: Adds arguments to Megatron's parser.
-    """
+    """Parse and validate Megatron's arguments from ``sys.argv``. Raises SnipError with Megatron's message."""
     with _refusals():
         args: argparse.Namespace = arguments.parse_and_validate_args(
             lambda parser: let_snip_choose(provide_arguments(parser))
@@ -162,9 +158,6 @@ def _keep_outputs(model_chunks: list[Any]) -> list[Any]:
 
 class HookedProvider:
     """A script's own model provider, with the hooks of Megatron's model configuration.
-
-    Args:
-        provide: Builds one model chunk.
 
     Attributes:
         pre_wrap_hooks: Functions that are called once with all chunks of this rank, when the last one is built. They
