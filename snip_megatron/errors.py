@@ -38,11 +38,8 @@ class SnipError(Exception):
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Turn a missing package inside this context into one line that says how to install it.
 
-    Raises SnipError if a package that is imported inside is not installed.
-
-    Args:
-        extra: the extra of snip_megatron (``setup.py``) that brings the package.
-        what: what needs it, the subject of the sentence.
+    Raises SnipError if a package that is imported inside is not installed. ``extra`` is the extra of snip_megatron
+    (``setup.py``) that brings the package, ``what`` needs it and is the subject of the sentence.
     """
     try:
         yield

@@ -25,11 +25,9 @@ from snip_megatron.planner.layout import Layout
 def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Layout | str:
     """Check the arguments of a training entry with so many ranks in a new process, since Megatron keeps global state.
 
-    ``added`` are environment variables of its ranks. Raises SnipError if Megatron or SNIP refuses the arguments.
-
-    Returns:
-        What a rank runs, read from the model on torch's meta device. Its vocabulary is 0 if the tokenizer decides it.
-        Or why the model cannot be built on this machine.
+    ``added`` are environment variables of its ranks. Returns what a rank runs, read from the model on torch's meta
+    device, or why the model cannot be built on this machine. The vocabulary is 0 if the tokenizer decides it. Raises
+    SnipError if Megatron or SNIP refuses the arguments.
     """
     # Rank 0 would print a table of all arguments.
     variables = {**added, "WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}

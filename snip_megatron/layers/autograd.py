@@ -320,9 +320,7 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
 def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:
     """Return whether the output gradient of a row parallel linear is to be quantised before it is gathered.
 
-    Args:
-        handle: the linear. The pass must be one of training.
-        x: its input [s, b, K local], with the tokens of all ranks.
+    The pass must be one of training. ``x`` is the linear's input [s, b, K local], with the tokens of all ranks.
     """
     _, dgrad, wgrad = handle.formats
     if not handle.context.packs or Format.BF16 in (dgrad, wgrad):

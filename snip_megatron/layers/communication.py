@@ -91,8 +91,7 @@ def start_gather(shard: QuantizedShard, group: Group) -> Exchange[GemmOperand]:
 def quantized_shards(backend: GemmBackend, x: Tensor, spec: OperandSpec, group: Group) -> list[QuantizedShard | None]:
     """Quantise a shard of tokens [T/tp, cols], which has whole tiles, with the amax of the shards of all ranks.
 
-    Returns:
-        The shards of the rowwise and of the columnwise operand; None for a GEMM that does not run.
+    Returns the shards of the rowwise and of the columnwise operand; None for a GEMM that does not run.
     """
     formats = spec.rowwise, spec.columnwise
     amaxes = gathered_amaxes(x, formats, group)

@@ -60,11 +60,8 @@ def _named_backend(timings: str | None) -> str | None:
 def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     """Run a training with SNIP inside this context if ``--snip`` was given.
 
-    Raises SnipError if the configuration cannot work. It is checked before any collective is called.
-
-    Args:
-        args: Megatron's validated arguments.
-        model_config: Holds ``pre_wrap_hooks``. The one that converts the model is added here.
+    Raises SnipError if the configuration cannot work. It is checked before any collective is called. ``model_config``
+    holds ``pre_wrap_hooks``, to which the one that converts the model is added.
     """
     config, said = configuration(args)
     with ExitStack() as stack:
@@ -84,12 +81,8 @@ def run_attached(
 ) -> Any:
     """Call a script's ``pretrain`` under SNIP.
 
-    Raises SnipError if the configuration cannot work, or if the script did not parse SNIP's arguments.
-
-    Args:
-        pretrain: Megatron's ``pretrain``, or a wrapper of it that takes the same arguments.
-        positional, named: The arguments of the call.
-        startup: Decisions made before Megatron was imported.
+    Raises SnipError if the configuration cannot work, or if the script did not parse SNIP's arguments. ``pretrain`` may
+    be a wrapper that takes the same arguments.
     """
     call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
     if not hasattr(args, "snip"):

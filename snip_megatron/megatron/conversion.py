@@ -59,14 +59,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
     Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes stay as they are,
     in bf16. Rank 0 prints which. Raises SnipError if a chunk has no decoder, or if data parallel ranks have built
-    different models.
-
-    Args:
-        model_chunks: The chunks as built, before or after Float16Module and DDP.
-        config: SNIP's configuration.
-
-    Returns:
-        The registry of the converted linears.
+    different models. The chunks are as built, before or after Float16Module and DDP wrap them.
     """
     built = built_linears(model_chunks)
     stock = of_all_stages(_stock(built))

@@ -85,11 +85,8 @@ class Oracle:
     ) -> tuple[Truth, int]:
         """Force every option of ``table``. Returns the truth, equal on all ranks, and the number of microbatch passes.
 
-        Args:
-            step: The training step before which this runs.
-            table: Statistics of the same step.
-            microbatches: Microbatches that each trial runs, 0 being the first of the step.
-            scale: Scales of the gradient.
+        ``table`` holds the statistics of the same step; ``microbatches`` are those that each trial runs, 0 being the
+        first of the step.
         """
         names = [row.name for row in table.linears]
         trials, owners = plan_trials(names, table.formats), self._owners(step, names)

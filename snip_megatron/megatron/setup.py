@@ -235,9 +235,6 @@ class SnipRun:
             train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
                 completing the step at index 3, and the gradient norm at index 5.
             call: The arguments of the step.
-
-        Returns:
-            The result of ``train_step``.
         """
         # The backward runs in this thread. A switch to autograd's device thread and back costs as much host time as the
         # Python code of a small linear (gemm/README.md), and with one device a rank this thread would only wait.

@@ -33,10 +33,8 @@ def option_times(
 ) -> OptionTimes | None:
     """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
 
-    Raises SnipError if the named table cannot be read, or if the table lacks a candidate or pinned format.
-
-    Returns:
-        The times. None if there is neither: a run then measures its own GEMMs (``own_times.py``).
+    Returns None if there is neither: a run then measures its own GEMMs (``own_times.py``). Raises SnipError if the
+    named table cannot be read, or if the table lacks a candidate or pinned format.
     """
     named = "flops" if config.cost == "flops" else config.timings
     model: CostModel
@@ -60,9 +58,7 @@ def option_times(
 def check_measurable(config: SnipConfig, backend: str | None) -> None:
     """Raise SnipError if the budget weighs times that are neither named nor worth measuring.
 
-    Args:
-        config: SNIP's configuration.
-        backend: the name of the GEMM backend; None on a CPU before there is one.
+    ``backend`` is None on a CPU before there is one.
     """
     if not (config.wanted.timed and config.updates) or config.cost == "flops" or config.timings is not None:
         return

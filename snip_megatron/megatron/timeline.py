@@ -42,15 +42,8 @@ def timeline_of(
 ) -> Timeline | None:
     """Return the timeline; None if Megatron does not know where training ends.
 
-    Raises SnipError if a policy with a fixed plan is given, and the end is unknown.
-
-    Args:
-        config: SNIP's configuration.
-        args: Megatron's arguments.
-        request: the solve request of all updates.
-        linears: the model's linears.
-        scheduler: Megatron's scheduler of the learning rate, before it has run ``step``.
-        step: the 0-based training step that is next.
+    Raises SnipError if a policy with a fixed plan is given, and the end is unknown. The ``scheduler`` of the learning
+    rate has not run ``step``, the 0-based training step that is next.
     """
     last = int(args.train_iters or 0)
     schedule = config.phases

@@ -81,13 +81,8 @@ def turned(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the matrix that ``format`` quantises for a GEMM that reduces over ``axis``, and the amax of its tensor.
 
-    Args:
-        x: the operand [R, C].
-        format: a quantised format.
-        axis: 0 or 1.
-        rotation: how ``x`` is transformed if ``format`` transforms it; None: without sign changes.
-        amax: max|x| of the unsharded matrix if it is not transformed; None: that of ``x``.
-        weight: whether ``x`` is a weight.
+    ``rotation`` says how ``x`` [R, C] is transformed if ``format`` does, None: without sign changes. ``amax`` is max|x|
+    of the unsharded matrix if it is not transformed, None: that of ``x``, which may be a ``weight``.
     """
     if not is_turned(format, axis, weight=weight):
         return x, amax

@@ -71,11 +71,7 @@ def _check_replicas(args: argparse.Namespace, here: str) -> None:
 def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
     """Let models that are built from ``args`` reduce gradients in FP8.
 
-    Args:
-        args: Megatron's validated arguments.
-
-    Returns:
-        A function that ends it.
+    Returns a function that ends it.
     """
     genuine = {name: getattr(buffers, name) for name in (_FUNCTION, _CHOSEN)}
     check_signature(genuine[_FUNCTION], "output_tensor", "input_tensor", "op", "group", "async_op")

@@ -63,11 +63,8 @@ def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator
     """Run the layers of ``model`` without graphs inside this context. Captured graphs are kept, and none is recorded.
 
     The parameters keep their ``grad_added_to_main_grad``, because Transformer Engine's graphs set it only when they are
-    captured.
-
-    Args:
-        model: the model chunks of this rank.
-        settings: what the training loop asks for ``cuda_graph_impl``, beside the configurations of the model.
+    captured. ``settings`` is what the training loop asks for ``cuda_graph_impl``, beside the configurations of the
+    model.
     """
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, GraphableMegatronModule)]
     holders = {id(each): each for each in (settings, *map(get_model_config, model), *(m.config for m in layers))}

@@ -164,12 +164,8 @@ def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callab
     """Return a function from a step to its learning rate, that of parameters without overrides.
 
     The scheduler counts samples. They are taken to grow evenly up to ``step``, and from there to the end of the run,
-    which is exact unless the batch size ramps up.
-
-    Args:
-        scheduler: Megatron's scheduler of the optimizer's parameters, before it has run ``step``.
-        args: Megatron's arguments.
-        step: the 0-based training step that is next.
+    which is exact unless the batch size ramps up. The ``scheduler`` has not run ``step``, the 0-based training step
+    that is next.
     """
     done, last = int(scheduler.num_steps), int(args.train_iters or 0)
     whole = int(getattr(args, "train_samples", None) or last * int(args.global_batch_size))

@@ -48,11 +48,8 @@ def held_state(optimizer: Any, param: torch.nn.Parameter) -> HeldState | None:
     """Return the part of ``param``'s optimizer state on this rank.
 
     Returns None if the parameter is frozen or if other ranks hold its whole state. Raises SnipError if the optimizer is
-    of another class.
-
-    Args:
-        optimizer: The optimizer of Megatron's ``train_step``: distributed, fp32, mixed precision, or a chain of these.
-        param: A parameter of the model.
+    of another class. The ``optimizer`` is that of Megatron's ``train_step``: distributed, fp32, mixed precision, or a
+    chain of these.
     """
     for part in inner_optimizers(optimizer):
         sharded = isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp

@@ -48,8 +48,7 @@ run again without that bound, so that training is the same without it. The backe
 def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     """Switch Megatron's FP8 and FP4 off in arguments, or in one of Bridge's configurations.
 
-    Returns:
-        A line to print, empty if nothing was on, and the formats of the recipe.
+    Returns a line to print, empty if nothing was on, and the formats of the recipe.
     """
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep":

@@ -96,11 +96,7 @@ def pretrain(
 ) -> None:
     """Run Megatron's training loop.
 
-    Args:
-        args: Megatron's validated arguments.
-        model: Result of :func:`model_config`.
-        provide_datasets: Builds the train, validation and test data sets.
-        forward_step: Runs one microbatch through a model chunk.
+    ``model`` is the result of :func:`model_config`.
     """
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(functools.partial(_start, args))
     run(
@@ -133,11 +129,8 @@ def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]
     """Give the model of a call hooks inside this context, and yield what holds ``pre_wrap_hooks``.
 
     That is the model's own configuration, or a model provider that takes the place of the script's in the call. Raises
-    SnipError if the call has neither a model configuration nor a model provider.
-
-    Args:
-        call: The call, from :func:`bound_call`.
-        on_cpu: Whether there is no CUDA device. Outputs sent through gloo must not be freed early there.
+    SnipError if the call has neither a model configuration nor a model provider. Outputs sent through gloo must not be
+    freed early ``on_cpu``.
     """
     given = call.arguments
     model = getattr(given.get("cfg_container"), "model", None)

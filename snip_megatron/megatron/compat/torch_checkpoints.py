@@ -25,12 +25,9 @@ check_names(training, "save_checkpoint")
 def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None], None]) -> Callable[[], None]:
     """Let checkpoints of the formats ``torch`` and ``fsdp_dtensor`` hold SNIP's state.
 
-    Args:
-        save: Called on every rank when such a checkpoint is written. Returns the state; None if there is none.
-        load: Called with the state in the checkpoint that is loaded; None if it has none.
-
-    Returns:
-        A function that ends it.
+    ``save`` is called on every rank when such a checkpoint is written, and returns the state, None if there is none.
+    ``load`` is called with the state in the checkpoint that is loaded, None if it has none. Returns a function that
+    ends it.
     """
     write = training.save_checkpoint
     make, read = (getattr(checkpointing, name) for name in _FUNCTIONS)

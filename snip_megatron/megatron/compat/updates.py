@@ -22,12 +22,8 @@ def update_of(optimizer: Any, param: torch.nn.Parameter, steps: int) -> Update |
     """Return the update that the next step makes to this rank's shard of ``param``.
 
     Returns None if other ranks hold its whole state, or if Adam has not stepped yet. Raises SnipError if the optimizer
-    is not one of :data:`SUPPORTED_OPTIMIZERS`, or is Adam with coupled weight decay.
-
-    Args:
-        optimizer: The optimizer of Megatron's ``train_step``.
-        param: A parameter of the model.
-        steps: Number of training steps done, for optimizers that do not count them.
+    is not one of :data:`SUPPORTED_OPTIMIZERS`, or is Adam with coupled weight decay. ``steps`` is the number of
+    training steps done, for optimizers that do not count them.
     """
     held = held_state(optimizer, param)
     if held is None:
