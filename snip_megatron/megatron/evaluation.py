@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ def share(value: torch.Tensor | None, device: torch.device) -> float | None:
     return total / count if count else None
 
 
+@dataclass
 class Evaluation:
     """Wraps Megatron's ``evaluate``.
 
-    Args:
+    Attributes:
         mode: Value of ``--snip-eval``: map, bf16 or both.
         args: Megatron's arguments.
         context: State that the converted linears share.
@@ -54,43 +56,35 @@ class Evaluation:
         graphs: CUDA graphs of the training steps. Validation runs without them.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        args: argparse.Namespace,
-        context: StepContext,
-        record: Record,
-        graphs: GraphedRun,
-    ) -> None:
-        self._mode = mode
-        self._args = args
-        self._context = context
-        self._record = record
-        self._graphs = graphs
-        self._kind = "validation"
-        self._sets: Iterator[Any] = iter(())
+    mode: str
+    args: argparse.Namespace
+    context: StepContext
+    record: Record
+    graphs: GraphedRun
+    _kind: str = "validation"
+    _sets: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def begin(self, prefix: str) -> None:
-        """Note which sets Megatron evaluates next; see :func:`compat.watch_evaluations`."""
+        """Note which sets Megatron evaluates next; see :func:`compat.evaluations_watched`."""
         self._kind = "test" if prefix.endswith("test set") else "validation"
-        several = self._args.multiple_validation_sets and self._kind == "validation"
-        self._sets = iter((getattr(self._args, "validation_set_names", None) or itertools.count()) if several else ())
+        several = self.args.multiple_validation_sets and self._kind == "validation"
+        self._sets = iter((getattr(self.args, "validation_set_names", None) or itertools.count()) if several else ())
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``evaluate`` wrapped."""
 
         def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-            with self._graphs.beside(model):
+            with self.graphs.beside(model):
                 return evaluate(forward_step_func, data_iterator, model, *rest, **named)
 
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             bf16_loss = None
-            if self._mode == "both":
+            if self.mode == "both":
                 batches = compat.repeated(data_iterator, range(self._microbatches(named.get("eval_iters"))))
-                consumed = self._args.consumed_valid_samples  # the second validation uses the same samples
+                consumed = self.args.consumed_valid_samples  # the second validation uses the same samples
                 with (
-                    compat.changed(self._context, bf16_eval=True),
-                    compat.changed(self._args, consumed_valid_samples=consumed),
+                    compat.changed(self.context, bf16_eval=True),
+                    compat.changed(self.args, consumed_valid_samples=consumed),
                 ):
                     losses, _, out_of_time = evaluate_eagerly(forward_step_func, batches, model, *rest, **named)
                 if out_of_time:
@@ -107,16 +101,16 @@ class Evaluation:
         return evaluate_with_snip
 
     def _microbatches(self, eval_iters: int | None) -> int:
-        args = self._args
+        args = self.args
         iters = args.eval_iters if eval_iters is None else eval_iters
         return int(iters * (args.eval_global_batch_size // (args.eval_micro_batch_size * args.data_parallel_size)))
 
     def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:
         device = next(model[0].parameters()).device
-        found = {"bf16" if self._mode == "bf16" else "map": main_loss(losses)}
-        if self._mode == "both":
+        found = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
+        if self.mode == "both":
             found["bf16"] = losses.get(BF16_LOSS)
         shared = {label: share(loss, device) for label, loss in found.items()}
         name = next(self._sets, None)
         which = {} if name is None else {"set": str(name)}
-        self._record({label: value for label, value in shared.items() if value is not None}, kind=self._kind, **which)
+        self.record({label: value for label, value in shared.items() if value is not None}, kind=self._kind, **which)

@@ -79,7 +79,7 @@ class SnipRun:
         validate.check(self._config, self._args)
         self.undo.callback(compat.wrap_train_step(self.wrap))
         if self._config.gradient_reduction != "fp32":
-            self.undo.callback(compat.reduce_gradients_in_fp8(self._args))
+            self.undo.enter_context(compat.gradients_reduced_in_fp8(self._args))
         model_config.pre_wrap_hooks.append(self.pre_wrap_hook)
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
@@ -139,7 +139,7 @@ class SnipRun:
     def _watch_evaluation(self, registry: LinearRegistry) -> None:
         evaluation = Evaluation(self._config.eval, self._args, registry.context, self._validated, self.graphs)
         self._undo_model.callback(compat.wrap_evaluate(evaluation.wrap))
-        self._undo_model.callback(compat.watch_evaluations(evaluation.begin))
+        self._undo_model.enter_context(compat.evaluations_watched(evaluation.begin))
 
     def _sinks(self) -> Sinks:
         return Sinks(wandb=get_wandb_writer(), tensorboard=get_tensorboard_writer())

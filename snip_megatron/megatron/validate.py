@@ -249,9 +249,7 @@ def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str],
     return (*own, *config.pins)
 
 
-def solve_request(
-    config: SnipConfig, args: argparse.Namespace, linears: ModelLinears, version: int = 0
-) -> SolveRequest:
+def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> SolveRequest:
     """Return the request that every update of this run solves. Times that the run must measure are left out.
 
     Raises SnipError if the table of times that the configuration names cannot be used.
@@ -259,7 +257,6 @@ def solve_request(
     return config.request(
         times=option_times(config, args, linears.covered) if config.wanted.timed and config.updates else None,
         pins=pins(config, args),
-        version=version,
         unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.left_flops.items()} or None,
     )
 

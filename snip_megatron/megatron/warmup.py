@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,53 +43,46 @@ _ROWS = 1024
 """Most rows with which kernels are listed: more than a probe samples. Kernels depend on multiples of 16 alone."""
 
 
+@dataclass
 class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
     ``drift`` says whether updates evaluate AdamW's drift.
     """
 
-    def __init__(
-        self,
-        registry: LinearRegistry,
-        config: SnipConfig,
-        request: SolveRequest,
-        host: Host,
-        *,
-        drift: bool,
-    ) -> None:
-        self._registry = registry
-        self._config = config
-        self._request = request
-        self._host = host
-        self._world = host.groups.world
-        self._drift = drift
-        self._compilation: Compilation | None = None
+    registry: LinearRegistry
+    config: SnipConfig
+    request: SolveRequest
+    host: Host
+    drift: bool
+    _compilation: Compilation | None = None
+
+    @property
+    def _replays(self) -> bool:
         # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
-        self._replays = registry.context.backend.name == "hopper" and registry.device is None
+        return self.registry.context.backend.name == "hopper" and self.registry.device is None
 
     def begin(self) -> bool:
         """See :class:`Kernels`. On a device without kernels nothing is compiled."""
-        weight = next((handle.weight for handle in self._registry), None)
+        weight = next((handle.weight for handle in self.registry), None)
         if not torch.cuda.is_available() or not (weight is None or has_kernels(weight)):
             return True
         listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self._world)
-        dist.all_gather_object(gathered, listed, group=self._world)
+        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self.host.groups.world)
+        dist.all_gather_object(gathered, listed, group=self.host.groups.world)
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
         self._compilation = self._compiling(now | later)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
-        dist.all_reduce(running, group=self._world)
+        dist.all_reduce(running, group=self.host.groups.world)
         if float(running):
             say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
         return not float(running)
 
     def finish(self, seconds: float = math.inf) -> bool:
-        """See :class:`Kernels`."""
         return self._compilation is None or not self._compilation.running(seconds)
 
     def complete(self) -> Mapping[str, float]:
@@ -105,11 +99,10 @@ class WarmUp:
         if found.seconds:
             say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
         if self._replays:
-            say(launch_from_cpp(self._registry.context.backend, self._checked))
+            say(launch_from_cpp(self.registry.context.backend, self._checked))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
 
     def close(self) -> None:
-        """See :class:`Kernels`."""
         if self._compilation is not None:
             self._compilation.close()
 
@@ -121,7 +114,7 @@ class WarmUp:
         if compilation.processes:
             say(f"compiling {compilation.kernels} kernels of the map in force ...")
         compilation.running(math.inf)
-        dist.barrier(self._world)
+        dist.barrier(self.host.groups.world)
         if compilation.processes:
             say(f"compiled in {time.perf_counter() - started:.1f} s")
 
@@ -143,12 +136,12 @@ class WarmUp:
         with listed(run=False) as listing:
             self.run_once(in_force=in_force)
             for fmt in self._checked if self._replays and not in_force else ():
-                wrong_numbers(self._registry.context.backend, "cuda", [fmt])  # when C++ launches kernels
+                wrong_numbers(self.registry.context.backend, "cuda", [fmt])  # when C++ launches kernels
         return list(listing.variants)
 
     @property
     def _checked(self) -> list[Format]:
-        return [fmt for fmt in map(Format, self._config.formats) if fmt in NATIVE]
+        return [fmt for fmt in map(Format, self.config.formats) if fmt in NATIVE]
 
     # -- what is run -------------------------------------------------------------------------------------------
     def run_once(self, *, in_force: bool = False) -> None:
@@ -157,23 +150,23 @@ class WarmUp:
         Args:
             in_force: run the steps under the map in force alone.
         """
-        updates, sharded = self._config.updates and not in_force, self._host.sharded and self._host.groups.dp_size > 1
+        updates, sharded = self.config.updates and not in_force, self.host.sharded and self.host.groups.dp_size > 1
         for handle, formats in self._kinds(in_force=in_force):
             for tokens in self._tokens(handle):
-                gathered = self._host.gathers and handle.parallel == "column"
+                gathered = self.host.gathers and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
                 if updates:
-                    recorder = warm_up_recording(linear, self._config.measured_formats, self._config.probe_tokens)
-                    if self._drift:
+                    recorder = warm_up_recording(linear, self.config.measured_formats, self.config.probe_tokens)
+                    if self.drift:
                         warm_up_update_error(recorder, sharded=sharded)
-        if updates and self._drift:
-            for weight in {(s.weight.dim(), s.weight.shape[-1]): s.weight for s in self._host.local_sinks}.values():
+        if updates and self.drift:
+            for weight in {(s.weight.dim(), s.weight.shape[-1]): s.weight for s in self.host.local_sinks}.values():
                 warm_up_sinks(weight, sharded=sharded)
 
     def _tokens(self, handle: LinearHandle) -> list[int]:
         """Return the numbers of rows to run. Those of an expert vary, and kernels differ for multiples of 16."""
-        tokens, shards = self._host.tokens, 16 * handle.tp_size
+        tokens, shards = self.host.tokens, 16 * handle.tp_size
         assert tokens is not None
         if tokens > _ROWS * handle.tp_size:
             tokens = _ROWS * handle.tp_size + tokens % shards
@@ -182,7 +175,7 @@ class WarmUp:
     def _kinds(self, *, in_force: bool) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
         found: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
-        for handle in self._registry:
+        for handle in self.registry:
             key = (
                 tuple(handle.weight.shape),
                 handle.parallel,
@@ -201,20 +194,20 @@ class WarmUp:
         for replayed in self._replayed:
             of_y, of_x, of_w = (replayed.format_of(handle.name, gemm) for gemm in Gemm)
             yield (of_y, of_x, of_w)
-        if not self._config.updates and not self._config.late:
+        if not self.config.updates and not self.config.late:
             return
-        candidates = [Format(name) for name in self._config.formats]
+        candidates = [Format(name) for name in self.config.formats]
         fprop, dgrad, wgrad = (
             self._pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms])
             for gemm in Gemm
         )
-        yield from covering((fprop, dgrad, wgrad), alike=self._request.granularity == "layer")
+        yield from covering((fprop, dgrad, wgrad), alike=self.request.granularity == "layer")
 
     @functools.cached_property
     def _replayed(self) -> list[PrecisionMap]:
-        return [] if self._config.replay is None else list(replayed_maps(self._config.replay).values())
+        return [] if self.config.replay is None else list(replayed_maps(self.config.replay).values())
 
     @functools.cached_property
     def _pinned(self) -> dict[str, list[Format]]:
-        found = pinned_formats(self._registry.names, self._request.pins)
+        found = pinned_formats(self.registry.names, self.request.pins)
         return {option: [Format(name)] for option, name in found.items()}

@@ -11,7 +11,7 @@ from snip_megatron.megatron.compat.full_sharding import Shares
 from snip_megatron.megatron.compat.gradient_reduction import (
     check_gradient_reduction,
     check_reduced_models,
-    reduce_gradients_in_fp8,
+    gradients_reduced_in_fp8,
 )
 from snip_megatron.megatron.compat.graphs import (
     graph_implementation,
@@ -23,11 +23,11 @@ from snip_megatron.megatron.compat.groups import optimizer_instance, process_gro
 from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
+    evaluations_watched,
     learning_rate,
     loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
-    watch_evaluations,
     wrap_evaluate,
     wrap_train_step,
 )

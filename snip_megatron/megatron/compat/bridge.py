@@ -13,7 +13,7 @@ import megatron.bridge.training.train as train
 
 from snip_megatron.megatron.compat import patches
 from snip_megatron.megatron.compat.own_precision import switch_off
-from snip_megatron.megatron.compat.versions import check_names, check_signature
+from snip_megatron.megatron.compat.versions import check_names, check_signature, nothing
 from snip_megatron.megatron.startup import Startup, say
 
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state", "pg_collection")
@@ -55,15 +55,11 @@ def apply(startup: Startup) -> list[str]:
     """Apply the compat sets to Bridge's own start code. Returns one line per set, to be printed."""
     lines = []
     if startup.allows("dataset-helpers") and patches.dataset_helpers_are_prebuilt():
-        initialize.compile_helpers = _nothing
+        initialize.compile_helpers = nothing
         lines.append("dataset-helpers: the compiled dataset index builder is used as shipped")
     if startup.on_cpu:
         if not isinstance(setup.initialize_megatron, functools.partial):
             setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
-        setup.set_jit_fusion_options = _nothing
+        setup.set_jit_fusion_options = nothing
         lines.append("cpu: CUDA calls answered by the CPU, no warm-up of fused kernels")
     return lines
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None

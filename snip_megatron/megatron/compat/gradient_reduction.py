@@ -7,7 +7,8 @@ handle of its own that finishes the sum. That argument is set, and its function 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.communication import Exchange, start_gradient_reduction
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.versions import changed, check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
@@ -68,23 +69,13 @@ def _check_replicas(args: argparse.Namespace, here: str) -> None:
         )
 
 
-def reduce_gradients_in_fp8(args: argparse.Namespace) -> Callable[[], None]:
-    """Let models that are built from ``args`` reduce gradients in FP8.
-
-    Returns a function that ends it.
-    """
-    genuine = {name: getattr(buffers, name) for name in (_FUNCTION, _CHOSEN)}
-    check_signature(genuine[_FUNCTION], "output_tensor", "input_tensor", "op", "group", "async_op")
-    given = getattr(args, _ARGUMENT)
-    setattr(args, _ARGUMENT, True)
-    setattr(buffers, _FUNCTION, _reduce_scatter)
-
-    def undo() -> None:
-        setattr(args, _ARGUMENT, given)
-        for name, function in genuine.items():
-            setattr(buffers, name, function)
-
-    return undo
+@contextlib.contextmanager
+def gradients_reduced_in_fp8(args: argparse.Namespace) -> Iterator[None]:
+    """Let models that are built from ``args`` inside this context reduce gradients in FP8."""
+    check_signature(getattr(buffers, _FUNCTION), "output_tensor", "input_tensor", "op", "group", "async_op")
+    replaced = {_FUNCTION: _reduce_scatter, _CHOSEN: getattr(buffers, _CHOSEN)}  # the second is set by Megatron later
+    with changed(args, **{_ARGUMENT: True}), changed(buffers, **replaced):
+        yield
 
 
 def check_reduced_models(models: Sequence[Any]) -> None:

@@ -190,7 +190,6 @@ class LocalGraphs(Graphs):
 
     @property
     def captured(self) -> bool:
-        """See :class:`Graphs`."""
         return bool(_RECORD.cudagraph_created)
 
     def renew(
@@ -222,7 +221,6 @@ class FullIterationGraphs(Graphs):
 
     @property
     def captured(self) -> bool:
-        """See :class:`Graphs`."""
         return FullCudaGraphWrapper.cuda_graph["training"] is not None
 
     def renew(
@@ -236,8 +234,6 @@ class FullIterationGraphs(Graphs):
         torch.cuda.empty_cache()
 
     def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-        """See :class:`Graphs`."""
-
         def watching(**named: Any) -> Any:
             before, started = self.captured, time.perf_counter()
             if not before:

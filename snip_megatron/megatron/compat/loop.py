@@ -13,7 +13,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
-from snip_megatron.megatron.compat.versions import changed, check_names, check_signature
+from snip_megatron.megatron.compat.versions import changed, check_names, check_signature, nothing
 
 _LOGITS = "current_max_attn_logits"
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
@@ -82,10 +82,9 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     return _replace("evaluate", wrapper)
 
 
-def watch_evaluations(begin: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``begin`` before Megatron evaluates its sets, with what it prints: "iteration 8 on test set", for example.
-
-    Returns a function that ends this.
+def evaluations_watched(begin: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Call ``begin`` before Megatron evaluates its sets inside this context, with what it prints: "iteration 8 on test
+    set", for example.
     """
     original = training.evaluate_and_print_results
 
@@ -93,11 +92,7 @@ def watch_evaluations(begin: Callable[[str], None]) -> Callable[[], None]:
         begin(prefix)
         return original(prefix, *rest, **named)
 
-    def undo() -> None:
-        training.evaluate_and_print_results = original
-
-    training.evaluate_and_print_results = evaluate_sets
-    return undo
+    return changed(training, evaluate_and_print_results=evaluate_sets)
 
 
 # -- passes that are no training -------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ def rerun_disabled() -> AbstractContextManager[None]:
     even in disabled mode it ends the job at a NaN, whereas a NaN in a probe must only drop the update.
     """
     # set_mode() would log a warning each time.
-    return changed(get_rerun_state_machine(), mode=RerunMode.DISABLED, validate_result=_nothing)
+    return changed(get_rerun_state_machine(), mode=RerunMode.DISABLED, validate_result=nothing)
 
 
 def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
@@ -121,7 +116,7 @@ def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
         no_sync_func=contextlib.nullcontext,
         grad_sync_func=None,
         param_sync_func=None,
-        finalize_model_grads_func=_nothing,  # with None, Megatron would call its own
+        finalize_model_grads_func=nothing,  # with None, Megatron would call its own
         timers=None,
         overlap_moe_expert_parallel_comm=False,
     )
@@ -154,10 +149,6 @@ def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
         for module in (module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)):
             stack.enter_context(changed(module, **{_LOGITS: getattr(module, _LOGITS)}))
         yield
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callable[[int], float]:

@@ -23,7 +23,7 @@ from snip_megatron.megatron.compat import (
     writer_processes,
 )
 from snip_megatron.megatron.compat.loop import hooks_in_source
-from snip_megatron.megatron.compat.versions import changed, check_signature
+from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
 
 check_signature(training.load_checkpoint, "ddp_model", "optimizer", "opt_param_scheduler", "load_arg")
@@ -64,7 +64,7 @@ def _patch_for_cpu() -> str:
         training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
     # set_jit_fusion_options warms fused kernels up with random inputs whose shape depends on the layout. On the CPU
     # they would advance the generator that initialises the weights, so that weights would depend on the layout.
-    training.set_jit_fusion_options = _nothing
+    training.set_jit_fusion_options = nothing
     # The tracker warns if work under a CUDA generator advances the CPU's generator. Here both are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -88,7 +88,7 @@ def dataset_helpers_are_prebuilt() -> bool:
 
 def _skip_dataset_build() -> str:
     """Skip the ``make`` that Megatron runs at start. It would exit, as the wheel has no Makefile."""
-    dataset_utils.compile_helpers = _nothing
+    dataset_utils.compile_helpers = nothing
     return "the compiled dataset index builder is used as shipped"
 
 
@@ -129,7 +129,3 @@ def _allow_torch_norms() -> str:
 
     WrappedTorchNorm.__new__ = build
     return "torch norms accepted, their gradients summed over the tensor-parallel group"
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None

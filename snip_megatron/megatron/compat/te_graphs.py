@@ -52,11 +52,9 @@ class TransformerEngineGraphs(Graphs):
 
     @property
     def captured(self) -> bool:
-        """See :class:`Graphs`."""
         return self._helper is not None and bool(self._helper.graphs_created())
 
     def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
-        """See :class:`Graphs`."""
         self._accumulating = weights
 
     def take(self) -> tuple[float, Mapping[str, Any]]:
@@ -66,7 +64,6 @@ class TransformerEngineGraphs(Graphs):
         return seconds, {"layers": layers}
 
     def hold(self, module: torch.nn.Module) -> bool:
-        """See :class:`Graphs`."""
         return id(module) in self._inside
 
     # -- a capture ---------------------------------------------------------------------------------------------

@@ -49,4 +49,8 @@ def changed(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Take the place of a function that must not run."""
+
+
 MEGATRON_VERSION = check_version(_version)
