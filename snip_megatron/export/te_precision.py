@@ -17,7 +17,7 @@ from typing import Any
 
 from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
-from snip_megatron.records.storage import is_special, write_atomically
+from snip_megatron.records.storage import write_atomically
 
 RECIPES: Mapping[Format, str] = {
     Format.BF16: "bf16",
@@ -59,8 +59,6 @@ def read_formats(path: Path) -> dict[LinearId, Formats]:
 
     Raises SnipError if the file cannot be read, is not a map, or names no linear.
     """
-    if is_special(path):  # to read a pipe without a writer would block for ever
-        raise SnipError(f"{path}: is a pipe or a device; give a map's file")
     found: dict[LinearId, Formats] = {}
     precision_map = PrecisionMap.load(path)
     for linear in precision_map.linears():

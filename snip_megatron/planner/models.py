@@ -140,9 +140,9 @@ def load_llama(name: str) -> Llama:
             )
         if path.stat().st_size > _MAX_BYTES:
             raise SnipError(f"{path}: not a model's config.json: larger than {_MAX_BYTES >> 20} MiB")
-        text = path.read_bytes()
+        text = strict.read_bytes(path)
     except OSError as error:
-        raise SnipError(f"{path}: cannot be read ({error})") from None
+        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
     return from_hugging_face(text, where=str(path))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,20 @@ from snip_megatron.errors import SnipError, is_finite, quoted
 MOST = 2**53  # above, JSON readers of other languages lose digits
 
 
+def read_bytes(path: Path | str) -> bytes:
+    """Return the content of a file. Raises OSError, also for a pipe without a writer, for which a read would wait."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
+        content = file.read()
+        if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EPIPE, "a pipe into which no process writes")
+    return content
+
+
 def read_file(path: Path | str, where: str = "") -> bytes:
     """Return the content of a file, which is called ``where`` in errors."""
     try:
-        return Path(path).read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise SnipError(f"{where or path}: cannot be read: {error.strerror}") from None
 

@@ -277,10 +277,16 @@ def write_output(path: Path, data: bytes) -> None:
 
     A rename would put a file in the place of ``/dev/null``. Raises OSError if ``path`` cannot be written.
     """
-    if is_special(path):
-        path.write_bytes(data)
-    else:
+    if not is_special(path):
         write_atomically(path, data)
+        return
+    try:  # without the flag, a pipe that nothing reads would hold the command for ever
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            file.write(data)
+    except OSError as error:
+        reason = "a pipe from which no process reads" if error.errno == errno.ENXIO else error.strerror
+        raise OSError(error.errno, reason) from None
 
 
 def deliver(argument: str, path: Path | None, text: str) -> None:
@@ -289,7 +295,7 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
         print(text, end="")
         return
     try:
-        write_output(path, text.encode())
+        write_output(path, text.encode(errors="replace"))
     except OSError as error:
         raise SnipError(f"{argument} {path}: cannot be written: {error.strerror}") from None
 

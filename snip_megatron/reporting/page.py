@@ -18,8 +18,8 @@ import jinja2
 from markupsafe import Markup
 
 from snip_megatron import __version__
-from snip_megatron.errors import SnipError, needs_extra
-from snip_megatron.records.storage import write_output
+from snip_megatron.errors import needs_extra
+from snip_megatron.records.storage import deliver
 
 with needs_extra("report", "a report"):
     from plotly.offline import get_plotlyjs
@@ -43,12 +43,7 @@ def render_page(template: str, **values: Any) -> str:
 
 def write_page(page: str, path: Path) -> Path:
     """Write the page to ``path`` and return ``path``. Raises SnipError if the file cannot be written."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory; give a file name")
-        write_output(path, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise SnipError(f"report: cannot be written ({error})") from None
+    deliver("page", path, page)
     return path
 
 

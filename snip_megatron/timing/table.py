@@ -78,7 +78,7 @@ class TimingTable:
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise SnipError(f"{path}: not timings: larger than {MAX_BYTES >> 20} MiB")
-            content = path.read_bytes()
+            content = strict.read_bytes(path)
         except OSError as error:
             raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
         return cls.from_json(content, where=str(path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +66,24 @@ def test_the_parser_of_the_command_line_cuts_too(capsys: pytest.CaptureFixture[s
     line = capsys.readouterr().err
     assert "a" * 40 in line
     assert "a" * (QUOTED + 1) not in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "solve {}",
+        "export --format megatron {} --out recipes",
+        "plan --model {}",
+        "plan --model 1b --timings {}",
+        "plan --model 1b --schedule {}",
+        "plan --model 1b --json {}",
+    ],
+)
+def test_a_pipe_without_another_end_does_not_hang(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert cli.main(command.format(pipe).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{pipe}" in line
+    assert "no process" in line
