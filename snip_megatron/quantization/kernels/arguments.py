@@ -33,6 +33,16 @@ def checked(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def reads_words(x: Tensor) -> bool:
+    """Return whether kernels may read x [M, K], contiguous rows, as words of two 16-bit numbers.
+
+    They may not read a single row, a number for which Triton compiles a kernel of its own: ptxas 12.8 knows that the
+    rows beside it are zero, and stores two of four bytes of their E4M3 zeros from a register that nothing has written.
+    """
+    even = x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
+    return even and x.element_size() == 2 and x.shape[0] != 1
+
+
 def bits_of(amax: Tensor) -> Tensor:
     """Return the FP32 bits of a magnitude, int32 [1]."""
     return amax.detach().to(torch.float32).reshape(1).view(torch.int32)

@@ -18,6 +18,7 @@ from snip_megatron.quantization.kernels.arguments import (
     draws_of,
     memory_of,
     parts_of,
+    reads_words,
     stride_of,
     tile_output,
     values_like,
@@ -56,7 +57,7 @@ def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = 
     tensor, after its amax.
     """
     x = checked(x)
-    if not _is_readable(x):
+    if not reads_words(x):  # torch quantises others
         return packed.quantize_operands(x, spec, cached)
     row: Operand | None = None
     col: Operand | None = None
@@ -168,16 +169,6 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`snip_megatron.quantization.wire.pack_partial`."""
     made, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
     return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
-
-
-def _is_readable(x: Tensor) -> bool:
-    """Return whether the kernels take x: they read words of two 16-bit numbers. Torch quantises other matrices.
-
-    So it does a single row, a number for which Triton compiles a kernel of its own: ptxas 12.8 knows that the rows
-    beside it are zero, and stores two of four bytes of their E4M3 zeros from a register that nothing has written.
-    """
-    words = x.element_size() == 2 and x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
-    return words and x.shape[0] != 1
 
 
 def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:

@@ -17,6 +17,7 @@ from snip_megatron.quantization.kernels.arguments import (
     has_hopper_instructions,
     memory_of,
     parts_of,
+    reads_words,
     stride_of,
     tile_output,
     widths_of,
@@ -41,12 +42,9 @@ _WORD = torch.int32
 
 
 def fits(y: Tensor) -> bool:
-    """Return whether the kernels take y [M, 2K]: bf16 that is read as words of two numbers, and whole tiles along K.
-
-    A single row: see :func:`snip_megatron.quantization.kernels.quantize._is_readable`.
-    """
-    words = y.stride(1) == 1 and y.stride(0) % 2 == 0 and y.storage_offset() % 2 == 0 and y.shape[0] != 1
-    return y.dtype is torch.bfloat16 and words and y.shape[1] % (2 * TILE) == 0
+    """Return whether the kernels take y [M, 2K]: bf16 that is read as words of two numbers, and whole tiles along K."""
+    whole = y.stride(1) == 1 and y.shape[1] % (2 * TILE) == 0
+    return y.dtype is torch.bfloat16 and whole and reads_words(y)
 
 
 def quantize_swiglu(y: Tensor, spec: OperandSpec, probs: Tensor | None = None) -> OperandPair:

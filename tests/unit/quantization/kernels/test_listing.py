@@ -65,7 +65,7 @@ def test_what_triton_tells_apart_is_another_variant(other: Any) -> None:
 
 
 def test_a_single_row_runs_no_kernel() -> None:
-    """ptxas miscompiles it (``_is_readable``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
+    """ptxas miscompiles it (``reads_words``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
     with listed(run=False) as listing:
         for fmt, weight in ((Format.FP8, False), (Format.FP8, True), (Format.FP8_TENSOR, False)):
