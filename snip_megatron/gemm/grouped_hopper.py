@@ -1,9 +1,10 @@
 """Grouped products of all experts on a Hopper GPU: one launch of a library for each product.
 
-DeepGEMM multiplies bf16, and fp8 and fp4 in tiles and blocks. It adds a wgrad of bf16 in FP32 to the gradients of all
-experts, which follow each other in Megatron's buffers. It was faster than torch in every bf16 product of four models on
-an H100 (``experts_h100_2026-11-26.json``). Without it torch multiplies bf16, and makes a wgrad in bf16, which is then
-added.
+DeepGEMM multiplies fp8 and fp4 in tiles and blocks, and adds a wgrad of bf16 in FP32 to the gradients of all experts,
+which follow each other in Megatron's buffers. Without it torch makes this wgrad in bf16, which is then added. torch
+multiplies bf16 otherwise: DeepGEMM was 3 to 18 % faster in fprop and dgrad of four models on an H100
+(``experts_h100_2026-11-26.json``), of which maps of the solver keep one at most in bf16, but compiles each kernel with
+nvcc for ten seconds, before a training's first step.
 
 Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM
 0.1.4 gave other sums in every run on an H100 where some experts had no or few rows (tests/gpu/test_grouped_gpu.py). It
@@ -75,8 +76,8 @@ class HopperGroups(GroupLoop):
     Args:
         quantize, multiply: see :class:`GroupLoop`.
         quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
-        library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: torch multiplies bf16, and other
-            formats run expert by expert.
+        library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: formats other than bf16 run expert by
+            expert.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
     """
 
@@ -153,16 +154,9 @@ class HopperGroups(GroupLoop):
                 left[:2], right[:2], out, rows.experts, disable_ue8m0_cast=True
             )
             return out
-        out = left.new_empty(left.shape[0], right.shape[1 if gemm is Gemm.FPROP else 2])
         if not len(left):
-            return out
-        if self._library is None:
-            return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.ends)
-        if gemm is Gemm.FPROP:
-            self._library.m_grouped_bf16_gemm_nt_contiguous(left, right, out, rows.experts)
-        else:
-            self._library.m_grouped_bf16_gemm_nn_contiguous(left, right, out, rows.experts)
-        return out
+            return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
+        return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.ends)
 
     def _apart(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad expert by expert, each into its rows of one result."""

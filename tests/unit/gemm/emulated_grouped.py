@@ -26,25 +26,13 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     assert scale.shape == (rows, depth // TILE)
     assert scale.stride() == (1, rows)
     assert blocks.shape == (len(weights), weights.shape[1] // TILE, depth // TILE)
-    _by_rows(values.double() * _wide(scale), weights.double() * _wide(blocks, TILE), d, experts, True)
-
-
-def m_grouped_bf16_gemm_nt_contiguous(a: Tensor, b: Tensor, d: Tensor, experts: Tensor) -> None:
-    _by_rows(a.double(), b.double(), d, experts, True)
-
-
-def m_grouped_bf16_gemm_nn_contiguous(a: Tensor, b: Tensor, d: Tensor, experts: Tensor) -> None:
-    _by_rows(a.double(), b.double(), d, experts, False)
-
-
-def _by_rows(a: Tensor, b: Tensor, d: Tensor, experts: Tensor, transposed: bool) -> None:
+    left, right = values.double() * _wide(scale), weights.double() * _wide(blocks, TILE)
     assert d.dtype is torch.bfloat16
     assert experts.dtype is torch.int32
-    assert experts.shape == (len(a),)
-    for first in range(0, len(a), TILE):
+    assert experts.shape == (rows,)
+    for first in range(0, rows, TILE):
         (expert,) = set(experts[first : first + TILE].tolist())  # a tile of rows is of one expert
-        weight = b[expert].t() if transposed else b[expert]
-        d[first : first + TILE] = a[first : first + TILE] @ weight
+        d[first : first + TILE] = left[first : first + TILE] @ right[expert].t()
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
