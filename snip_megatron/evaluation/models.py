@@ -61,6 +61,10 @@ _LATENT = (
     "--multi-latent-attention --rope-type rope --no-rope-fusion --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64"
     " --qk-pos-emb-head-dim 32 --v-head-dim 64"
 )
+_DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-conv-kernel-dim 4"
+    " --linear-key-head-dim 64 --linear-value-head-dim 64 --linear-num-key-heads 8 --linear-num-value-heads 16"
+)
 MODELS: Mapping[str, Model] = {
     "nano": Model(layers=2, hidden=64, ffn=128, heads=4, groups=2),  # for tests: trains in seconds on a CPU
     "tiny": Model(layers=4, hidden=256, ffn=512, heads=4, groups=2),
@@ -73,6 +77,12 @@ MODELS: Mapping[str, Model] = {
         *(6, 512, 1408, 8, 8),
         f"{_LATENT} --moe-layer-freq [0]*1+[1]*5 --moe-shared-expert-intermediate-size 384 --moe-ffn-hidden-size 384"
         f" --moe-router-topk 4 {_EXPERTS} 16",
+    ),
+    # Qwen3-Next-like: two blocks of gated DeltaNet to one of gated attention, a shared expert beside 2 of 8.
+    "hybrid": Model(
+        *(6, 512, 1408, 8, 2),
+        f"{_DELTA_NET} --attention-output-gate --qk-layernorm --moe-shared-expert-intermediate-size 384"
+        f" --moe-shared-expert-gate --moe-ffn-hidden-size 768 --moe-router-topk 2 {_EXPERTS} 8",
     ),
     "1b": Model(layers=22, hidden=2048, ffn=5632, heads=32, groups=4),
     "3b": Model(layers=26, hidden=3200, ffn=8640, heads=32, groups=32),
