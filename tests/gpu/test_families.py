@@ -98,6 +98,7 @@ class Family:
             arguments += ["--snip-dir", str(run / "snip")]
         folders = [*map(str, path), str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRACE": str(run)}
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the entry sets it as the arguments need it
         environment |= {
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -113,7 +114,8 @@ class Family:
             )  # fmt: skip
         said = f"{run.name}: code {done.returncode} after {time.monotonic() - began:.0f} s"
         if done.returncode != 0:
-            said += f"\n{self.stdout(name)[-2000:]}\n{(run / 'stderr').read_text()[-6000:]}"
+            failed = (run / "stderr").read_text()
+            said += f"\n{self.stdout(name)[-2000:]}\n{failed[max(failed.find('Traceback'), 0) :][:9000]}"  # the cause
         print(said, flush=True)  # at once, with pytest -s
         assert done.returncode == 0, said
         self.found[name] = json.loads((run / "rank0.json").read_text())

@@ -49,7 +49,8 @@ TRAININGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "stock": ("", {}),
         "updated": (UPDATED, {}),
         "overlapped": (OVERLAPPED, {}),
-        "overlapped_graphs": (f"{OVERLAPPED} {GRAPHS}", {"path": APEX}),
+        "graphs": (f"{UPDATED} --overlap-moe-expert-parallel-comm {GRAPHS}", {}),
+        "delayed_graphs": (f"{OVERLAPPED} {GRAPHS}", {"path": APEX}),
         "bf16": (BF16, {"load": "stock", "at": FIRST}),
         "resumed": (UPDATED, {"load": "updated", "at": SECOND}),
     },
@@ -110,10 +111,11 @@ def test_updated_maps_resume_bit_for_bit(trained: Trained, family: str, names: t
     [
         ("experts", ("stock", "updated")),
         ("experts", ("stock", "overlapped")),
-        ("experts", ("stock", "overlapped_graphs")),
+        ("experts", ("stock", "graphs")),
+        ("experts", ("stock", "delayed_graphs")),
         ("tensor", ("stock", "updated")),
     ],
-    ids=["experts", "overlapped", "graphs", "tensor"],
+    ids=["experts", "overlapped", "graphs", "delayed_graphs", "tensor"],
 )
 def test_updated_maps_train_nearly_as_bf16(trained: Trained, family: str, names: tuple[str, ...]) -> None:
     found, (_, name) = trained(family, names), names
