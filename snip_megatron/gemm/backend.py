@@ -66,16 +66,20 @@ class GemmBackend:
         """
         return None
 
-    def swiglu(self, y: Tensor, d: Tensor | None, spec: OperandSpec | None) -> tuple[Any, Any]:
+    def swiglu(
+        self, y: Tensor, d: Tensor | None, spec: OperandSpec | None, probs: Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Return SwiGLU [T, K] of y [T, 2K], gates first, or its gradient [T, 2K].
 
         Args:
             y: input. :meth:`swiglu_kernel` says which ``spec`` it may have.
             d: gradient of SwiGLU [T, K], contiguous, to return the gradient of y; None for SwiGLU itself.
             spec: how the result is quantised.
+            probs: FP32 [T], with ``spec``: SwiGLU of each row is multiplied by its own.
 
         Returns:
-            The two operands of the result. Without ``spec``: the result in y's dtype, and its amax, FP32 and 0-dim.
+            The two operands of the result, and of a gradient that of ``probs``, if given. Without ``spec``: the result
+            in y's dtype, and its amax, FP32 and 0-dim.
         """
         raise NotImplementedError
 

@@ -78,7 +78,7 @@ class HopperGroups(GroupLoop):
         quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: formats other than bf16 run expert by
             expert.
-        activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
+        swiglu: see :meth:`snip_megatron.gemm.backend.GemmBackend.swiglu`; None if SwiGLU is not fused.
     """
 
     row_multiple = TILE
@@ -89,41 +89,42 @@ class HopperGroups(GroupLoop):
         multiply: Callable[..., Tensor],
         quantizers: Any,
         library: Any = None,
-        activations: Any = None,
+        swiglu: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(quantize, multiply)
         self._quantizers = quantizers
         self._library = library
-        self._activations = activations
+        self._swiglu = swiglu
         self._tiled = frozenset(() if library is None else STORED)
         self.in_one_launch = self._tiled | {Format.BF16}
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
-        x, row = x.contiguous(), None
-        if spec.rowwise in self._tiled:
-            row, _ = self._quantize(x, spec._replace(columnwise=None, rotation=None))
-        sides = x if spec.rowwise is Format.BF16 else row, x if spec.columnwise is Format.BF16 else None
-        found = _of_experts(sides, splits, x.device)
-        left = spec._replace(
-            rowwise=None if spec.rowwise in self.in_one_launch else spec.rowwise,
-            columnwise=None if spec.columnwise is Format.BF16 else spec.columnwise,
-        )
-        return found if left.formats == (None, None) else _either(found, super().quantize_rows(x, splits, left))
+        x, (first, second) = x.contiguous(), spec.formats
+        row: Any = x if first is Format.BF16 else None
+        if first in self._tiled:
+            row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys))
+        found = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
+        apart = None if row is not None else first, None if second is Format.BF16 else second
+        if apart == (None, None):
+            return found
+        return _either(found, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
-        return self._activations is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
+        return self._swiglu is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
     def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """See the base class."""
-        return _of_experts(self._activations.quantize_swiglu(y, spec, probs), splits, y.device)
+        assert self._swiglu is not None
+        return _of_experts(self._swiglu(y, None, spec, probs), splits, y.device)
 
     def swiglu_gradient(
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
         """See the base class."""
-        *made, of_probs = self._activations.quantize_swiglu_gradient(d, y, spec, probs)
+        assert self._swiglu is not None
+        *made, of_probs = self._swiglu(y, d, spec, probs)
         return _of_experts(made, splits, y.device), of_probs
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
@@ -220,8 +221,8 @@ def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
 def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
     """Return the operands of a matrix with the rows of all experts as grouped products take them."""
     rows = group_rows(tuple(splits), device)
-    row, col = (None if side is None else RowsOperand(side, rows) for side in made)
-    return row, col
+    row, col = made
+    return None if row is None else RowsOperand(row, rows), None if col is None else RowsOperand(col, rows)
 
 
 def _plain(operand: RowsOperand) -> Tensor:

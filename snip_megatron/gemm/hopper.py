@@ -8,6 +8,7 @@ formats. See README.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -72,16 +73,20 @@ class HopperBackend(GemmBackend):
             return "quantize"
         return "amax" if Format.FP8_TENSOR in formats and {*NATIVE, None}.issuperset(formats) else None
 
-    def swiglu(self, y: Tensor, d: Tensor | None, spec: OperandSpec | None) -> tuple[Any, Any]:
+    def swiglu(
+        self, y: Tensor, d: Tensor | None, spec: OperandSpec | None, probs: Tensor | None = None
+    ) -> tuple[Any, ...]:
         """See the base class."""
         kernels = self._activations
         assert kernels is not None
-        made: OperandPair
+        made: tuple[Any, ...]
         if spec is None:
             made = kernels.swiglu_with_amax(y, d)
+        elif d is None:
+            made = kernels.quantize_swiglu(y, spec, probs)
         else:
-            made = kernels.quantize_swiglu(y, spec) if d is None else kernels.quantize_swiglu_gradient(d, y, spec)[:2]
-        return made
+            made = kernels.quantize_swiglu_gradient(d, y, spec, probs)
+        return made if probs is not None else made[:2]
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
@@ -108,9 +113,12 @@ class HopperBackend(GemmBackend):
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """See the base class."""
-        if n % TILE or k % TILE or dtype is not torch.bfloat16:
-            return super().grouped(n, k, dtype)
-        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._groups, self._activations)
+        return super().grouped(n, k, dtype) if n % TILE or k % TILE or dtype is not torch.bfloat16 else self._experts
+
+    @functools.cached_property
+    def _experts(self) -> HopperGroups:
+        swiglu = None if self._activations is None else self.swiglu
+        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._groups, swiglu)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""

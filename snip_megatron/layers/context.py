@@ -206,6 +206,12 @@ class LinearHandle:
         assert isinstance(weight, torch.nn.Parameter)
         return weight
 
+    @functools.cached_property
+    def shard(self) -> tuple[int, int, torch.dtype]:
+        """Rows, columns and dtype of the local shard of the weight, as the first pass found them."""
+        n, k = self.weight.shape
+        return n, k, self.weight.dtype
+
     @property
     def formats(self) -> tuple[Format, Format, Format]:
         """Formats of (fprop, dgrad, wgrad) in the map in force."""
@@ -272,8 +278,7 @@ class LinearHandle:
         context = self.context
         if not context.quantizes or context.recipes or self.parameter == "weight":
             return False
-        n, k = self.weight.shape
-        return Format.BF16 in context.backend.grouped(n, k, self.weight.dtype).in_one_launch
+        return Format.BF16 in context.backend.grouped(*self.shard).in_one_launch
 
     @property
     def runs_recipe(self) -> bool:

@@ -76,7 +76,7 @@ def grouped_product(
     first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
     products = grouped_products(first)
     rows = None
-    if any(count % products.row_multiple for count in splits):
+    if not isinstance(splits, PaddedSplits) and any(count % products.row_multiple for count in splits):
         rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)
         x, splits = rows.pad(x), rows
     override = first.context.override
@@ -91,10 +91,8 @@ def grouped_product(
 
 def grouped_products(handle: LinearHandle) -> GroupLoop:
     """Return what multiplies in the next forward. A probe records the rows of each expert, without padding."""
-    backend, (n, k) = handle.context.backend, handle.weight.shape
-    if handle.context.probing:
-        return GroupLoop(backend.quantize, backend.multiply)
-    return backend.grouped(n, k, handle.weight.dtype)
+    backend = handle.context.backend
+    return GroupLoop(backend.quantize, backend.multiply) if handle.context.probing else backend.grouped(*handle.shard)
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -66,7 +66,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         return grad_outputs[0].index_select(0, *ctx.saved_tensors), None, None
 
 
@@ -79,11 +79,12 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         (positions,), g = ctx.saved_tensors, grad_outputs[0]
         return g.new_zeros(ctx.rows, *g.shape[1:]).index_copy_(0, positions, g), None
 
 
-def _refuse_second_derivatives() -> None:
+def refuse_second_derivatives() -> None:
+    """Raise SnipError in a backward that is to be differentiated. torch's once_differentiable takes more time."""
     if torch.is_grad_enabled():
         raise SnipError("create_graph=True is not supported, because rounding has no derivative")

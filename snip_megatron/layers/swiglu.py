@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from snip_megatron.gemm.backend import Formats, matrix
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
+from snip_megatron.layers.padding import refuse_second_derivatives
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
@@ -78,9 +78,9 @@ class _Fused(torch.autograd.Function):
         return result()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of y and of ``probs``."""
+        refuse_second_derivatives()
         return (*ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None)
 
 

@@ -94,12 +94,16 @@ def test_swiglu_is_replayed(replayed: GemmBackend, python: GemmBackend) -> None:
     for call in range(5):
         y, d = (each.detach() / 4**call for each in (operands(512, 256, 512, 0)[0], operands(512, 256, 512, 1)[1]))
         keys = GradientKeys(2**40 + call, 2**41 + call, cols, paired=True)
-        results = []
+        results, probs = [], y.float().abs().sum(1)
         for each in (replayed, python):
             made = [*each.swiglu(y, None, OperandSpec(FP8, FP4)), *each.swiglu(y, d, OperandSpec(FP8, FP4, keys=keys))]
+            made += each.swiglu(y, None, OperandSpec(FP8, FP8), probs)
+            *weighted, of_probs = each.swiglu(y, d, OperandSpec(FP8, FP8), probs)
+            made += weighted
             results.append([*each.swiglu(y, None, None), *each.swiglu(y, d, None), *(o.dequantize() for o in made)])
+            results[-1].append(of_probs)
         assert_alike(*results)
-    assert replays(replayed)["swiglu"] >= before["swiglu"] + 12
+    assert replays(replayed)["swiglu"] >= before["swiglu"] + 18
 
 
 def test_memory_that_is_used_up_is_torch_s_own_error(replayed: GemmBackend) -> None:

@@ -58,3 +58,19 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: tuple[Format,
 
 def test_the_check_before_training_passes(extension: Any) -> None:
     assert wrong_numbers(replay(backend(), extension), "cpu", (FP4, TENSOR)) is None
+
+
+def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> None:
+    """As between two linears of experts, whose rows differ in number from call to call."""
+    python, replayed = backend(), replay(backend(), extension)
+    for call in range(12):
+        rows, draws = 128 * (1 + call % 2), torch.Generator().manual_seed(call)
+        y, d, probs = (torch.randn(rows, *size, generator=draws) for size in ((512,), (256,), ()))
+        results = []
+        for each in (python, replayed):
+            made = each.swiglu(y.bfloat16(), None, OperandSpec(FP8, BF16), probs)
+            made += each.swiglu(y.bfloat16(), d.bfloat16(), OperandSpec(FP8, None), probs)
+            results.append([t if isinstance(t, torch.Tensor) else t.dequantize() for t in made if t is not None])
+        for expected, found in zip(*results, strict=True):
+            assert torch.equal(expected, found)
+    assert replayed.replayed["swiglu"].replays > 0
