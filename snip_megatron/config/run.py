@@ -176,7 +176,6 @@ class SnipConfig:
         " with the fewest bits",
         least=0,
     )
-    backward_noise: bool = setting(False, "one more probe pass, with noise in the gradients, as in the paper")
     probe_tokens: int = setting(
         512, "tokens of each microbatch at which noise probes compare activations and gradients", least=1
     )

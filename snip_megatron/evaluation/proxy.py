@@ -139,9 +139,6 @@ def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
     base = SolveRequest(formats=(fmt,))
     true, trusted = _measured(table, table.truth, fmt)
     columns = {name: _estimated(*divergences(table, replace(base, estimator=name))) for name in ESTIMATORS}
-    if float(table.linear["bg2"].sum()) > 0.0:
-        with_noise = divergences(table, replace(base, backward_noise=True))
-        columns["noise with backward noise"] = _estimated(*with_noise)
     columns |= _rules(table, base)
     again: _Trusted = {}
     if table.truth_again is not None:

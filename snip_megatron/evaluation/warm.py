@@ -154,7 +154,7 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
         *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
-        *("--snip", "--snip-settings", '{"truth": true, "backward_noise": true}'),
+        *("--snip", "--snip-settings", '{"truth": true}'),
         *("--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
         *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),

@@ -36,7 +36,7 @@ def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
         return {}
     kinds = ["statistics"]
     if needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator)):
-        kinds += ["forward_noise", *(("backward_noise",) if config.backward_noise else ())]
+        kinds.append("forward_noise")
     return dict.fromkeys(kinds, probe_microbatches(layout, config))
 
 

@@ -157,14 +157,14 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
     return error
 
 
-def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool = False) -> Propagation:
+def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     """Return where the error of a dgrad in ``fmt`` goes (recipe, step 4).
 
     Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
     down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
     too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and the G of the
-    linears before it. With ``backward_noise`` the gain from sub-block b to linear j is not 1, but bG_j/bR_b as the
-    paper's backward-noise pass measured it. Raises SnipError if the table lacks that pass.
+    linears before it. (The paper measures the gain from sub-block b to linear j by a pass with noise in the gradient.
+    Taking it for 1 ranks options as well or better: ``benchmarks/results/quality/proxy_*``.)
     """
     sub, role = _places(table)
     sink, at_option = _sink_boundaries(table), sub[:, None]
@@ -174,16 +174,8 @@ def dgrad_propagation(table: StatisticsTable, fmt: str, *, backward_noise: bool 
     local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
     share = _ratio(table.boundary["branch_r2"], table.boundary["r2"])[sub][:, None]
     q = local * share
-    to_linear = (sub[None, :] < at_option).astype(np.float64)
-    to_sink = ((sink[None, :] <= at_option) & ~own_norm).astype(np.float64)
-    if backward_noise:
-        if not np.any(table.linear["bg2"] > 0.0):
-            raise SnipError(f"the statistics of step {table.step} lack the backward-noise pass")
-        residual = _ratio(table.boundary["br2"], table.boundary["r2"])
-        of_option = residual[sub][:, None]
-        measured = _ratio(table.linear["bg2"], table.linear["gs2"])[None, :]
-        to_linear = to_linear * _ratio(measured**2, of_option**2)
-        to_sink = to_sink * _ratio(residual[sink][None, :] ** 2, of_option**2)
+    to_linear = sub[None, :] < at_option
+    to_sink = (sink[None, :] <= at_option) & ~own_norm
     return Propagation(
         linears=q * to_linear + local * ((sub[None, :] == at_option) & (role[None, :] < role[:, None])),
         sinks=q * to_sink + local * own_norm,
@@ -229,7 +221,7 @@ def _total_update_error(table: StatisticsTable, reached: Propagation) -> FloatAr
     return total
 
 
-def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backward_noise: bool = False) -> FloatArray:
+def weight_divergence(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     """Return ΔW = Σ_j F_j(√(ρ_j² + ξ_j²)) over all linears and sinks, of every option, float64 [linears, 3, formats].
 
     ΔW is a sum of relative changes of the optimizer's update and has no unit. wgrad changes its own linear only
@@ -244,7 +236,6 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str], *, backwar
     scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
     for column, fmt in enumerate(formats):
         scores[:, FPROP, column] = _total_update_error(table, fprop_propagation(table, fmt))
-        reached = dgrad_propagation(table, fmt, backward_noise=backward_noise)
-        scores[:, DGRAD, column] = _total_update_error(table, reached)
+        scores[:, DGRAD, column] = _total_update_error(table, dgrad_propagation(table, fmt))
     scores[:, WGRAD] = _ratio(format_column(table, "wdrift2", formats), table.linear["w2"][:, None])
     return scores

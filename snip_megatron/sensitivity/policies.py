@@ -47,7 +47,7 @@ def divergences(table: StatisticsTable, request: SolveRequest) -> tuple[FloatArr
     loss = second_order(table, request.formats)
     if not needs_forward_noise(request):
         return loss, np.zeros_like(loss)
-    return loss, weight_divergence(table, request.formats, backward_noise=request.backward_noise)
+    return loss, weight_divergence(table, request.formats)
 
 
 def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weight: FloatArray) -> FloatArray:

@@ -58,7 +58,6 @@ class SolveRequest(JsonFields):
     deterministic_time: float = 10.0
     unquantised_stage_flops: Mapping[int, float] | None = None
     backward_share: float = BACKWARD_SHARE
-    backward_noise: bool = False
     protected_kinds: tuple[str, ...] = ("mlp.linear_fc2", "self_attention.linear_proj")
     phases: PhasedRequest | None = None
     standing_share: float = STANDING_SHARE

@@ -89,7 +89,7 @@ class Boundary:
             self._add("h2", h)
             if not tensor.requires_grad:  # all below it is frozen
                 self.r[index] = torch.zeros_like(h)
-        elif self.phase is Pass.FORWARD_NOISE:
+        else:
             dh = h - self.h[index]
             self._add("fh2", dh)
             self._add_value("cn2", (self.r[index] * dh).sum(1).double().square().sum())
@@ -104,8 +104,7 @@ class Boundary:
             self.r[index] = r
             self._add("r2", r)
         else:
-            name = "fr2" if self.phase is Pass.FORWARD_NOISE else "br2"
-            self._add(name, r - self.r[index])
+            self._add("fr2", r - self.r[index])
 
     def finish_statistics(self, above: Boundary) -> None:
         """After the statistics pass, record what the branch between this boundary and the one ``above`` added."""

@@ -37,11 +37,10 @@ _REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
 
 
 class Pass(Enum):
-    """The passes of a probe over the same microbatches (docs/how-it-works.md, the six steps: 1 to 3)."""
+    """The passes of a probe over the same microbatches (docs/how-it-works.md, An update: steps 1 and 3)."""
 
     STATISTICS = "statistics"
     FORWARD_NOISE = "forward_noise"
-    BACKWARD_NOISE = "backward_noise"
 
 
 @dataclass
@@ -91,7 +90,7 @@ class LinearRecorder:
     """Recorder of one linear on one rank, in the current pass ``phase``.
 
     Attributes:
-        sample_tokens: rows of a microbatch that noise passes compare.
+        sample_tokens: rows of a microbatch that the noise pass compares.
         sums: column name → float64 scalar, this rank's share of the global sum.
         by_format: column name → float64 [formats].
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
@@ -136,7 +135,7 @@ class LinearRecorder:
         return self._once if tensor in _REPLICATED[self.handle.parallel] else 1.0
 
     def start(self, phase: Pass) -> None:
-        """Begin a pass. Noise passes compare each microbatch with the same microbatch of the statistics pass."""
+        """Begin a pass. The noise pass compares each microbatch with the same microbatch of the statistics pass."""
         self.phase = phase
         self._compared = 0
 
@@ -252,18 +251,14 @@ class LinearRecorder:
         found = {fmt.value: self.handle.rotation(name, tensor, fmt) for fmt in map(resolve, self.formats)}
         return {fmt: rotation for fmt, rotation in found.items() if rotation is not None}
 
-    # -- noise passes ------------------------------------------------------------------------------------------
+    # -- noise pass --------------------------------------------------------------------------------------------
     def _compare(self, x: torch.Tensor, g: torch.Tensor) -> None:
         sample = self._samples[self._compared]
         self._compared += 1
         rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
-        x_own, g_own = self._own("x"), self._own("g")
-        dg2 = sum_squares(g[rows].float() - sample.g.float()) * sample.weight * g_own
-        if self.phase is Pass.BACKWARD_NOISE:
-            self._add("bg2", dg2)
-            return
-        self._add("fg2", dg2)
-        self._add("fx2", sum_squares(x[rows].float() - sample.x.float()) * sample.weight * x_own)
+        for name, now, then in (("fx2", x, sample.x), ("fg2", g, sample.g)):
+            own = self._own(name[1])
+            self._add(name, sum_squares(now[rows].float() - then.float()) * sample.weight * own)
 
     # -- accumulation ------------------------------------------------------------------------------------------
     def _add(self, name: str, value: torch.Tensor) -> None:

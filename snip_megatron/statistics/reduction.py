@@ -22,7 +22,7 @@ from snip_megatron.statistics.table import SinkRow, StatisticsTable, array_shape
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
 # token loss, so these columns are multiplied by the square of one factor (docs/how-it-works.md, definitions).
 _GRADIENT_COLUMNS = frozenset(
-    ("g2", "d2", "s2", "gs2", "fg2", "bg2", "c2", "dg_row2", "dg_col2", "r2", "branch_r2", "cn2", "fr2", "br2")
+    ("g2", "d2", "s2", "gs2", "fg2", "c2", "dg_row2", "dg_col2", "r2", "branch_r2", "cn2", "fr2")
 )
 
 

@@ -41,7 +41,6 @@ LINEAR_COLUMNS = (
     "gs2",  # ‖G‖² over the sampled tokens
     "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
     "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
-    "bg2",  # the same in the backward-noise pass; 0 if that pass was not run
 )
 # One value per linear and candidate format.
 FORMAT_COLUMNS = (
@@ -64,7 +63,6 @@ BOUNDARY_COLUMNS = (
     "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
     "fh2",  # ‖δh_b‖², sampled tokens, forward-noise pass
     "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
-    "br2",  # ‖δr_b‖², sampled tokens, backward-noise pass; 0 if that pass was not run
 )
 
 

@@ -30,8 +30,7 @@ AT = 3
 """Steps in the checkpoint; the probe runs before the next one."""
 # Pipeline stages have budgets of their own: without a stage constraint all layouts are asked the same.
 SNIP = shlex.split(
-    "--snip --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
-    " --snip-settings backward_noise=true --snip-settings probe_tokens=96"
+    "--snip --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none --snip-settings probe_tokens=96"
 )
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"

@@ -52,7 +52,6 @@ ONE = shlex.split(
 )
 PROBED = shlex.split(
     "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120"
-    " --snip-settings backward_noise=true"
     " --snip-probe-microbatches 2 --global-batch-size 4"
 )
 

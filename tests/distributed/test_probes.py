@@ -50,7 +50,7 @@ ALL_BF16 = ("--snip", "--snip-policy", "bf16")
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
 PROBES = shlex.split(
     "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
-    " --snip-settings backward_noise=true --snip-settings probe_tokens=48"
+    " --snip-settings probe_tokens=48"
 )
 # Options forced alone; what follows from them is still on its way when the run ends.
 MEASUREMENT = shlex.split(
@@ -120,8 +120,8 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     events = list(read_events(directory))
     probes = [(event["step"], event["kind"]) for event in events if event["event"] == "probe"]
     # A busy machine may still be solving when the next update is due, which is then left out.
-    assert probes[:3] == [(3, kind) for kind in ("statistics", "forward_noise", "backward_noise")]
-    assert len(probes) % 3 == 0
+    assert probes[:2] == [(3, kind) for kind in ("statistics", "forward_noise")]
+    assert len(probes) % 2 == 0
     assert all(event["changed"] == 0 for event in events if event["event"] == "adopt")
 
 
@@ -141,7 +141,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
     _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = Llama("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64).model(2)
-    planned = passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True, backward_noise=True))
+    planned = passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True))
     first = events[0]["step"]
     assert planned == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

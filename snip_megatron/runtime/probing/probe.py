@@ -31,7 +31,7 @@ _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.p
 class ProbeRunner:
     """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
 
-    The noise passes run only if the policy ``weighs_updates``. Once this process ``has_trained`` a step, its peak
+    The noise pass runs only if the policy ``weighs_updates``. Once this process ``has_trained`` a step, its peak
     memory predicts what a pass takes.
     """
 
@@ -110,10 +110,9 @@ class ProbeRunner:
                 found.reduce(self._host.groups.world, self._host.device)
                 table.merge(found)
             seconds["reduction"] = time.perf_counter() - started
-            noise = [Pass.FORWARD_NOISE, *([Pass.BACKWARD_NOISE] if config.backward_noise else [])]
-            for phase in noise if self._weighs_updates else []:
-                sigma = self._sigma(phase, table, scale)
-                seconds[phase.value] = self._run_pass(phase, step, sequences, recorders, stream, sigma)
+            if self._weighs_updates:
+                sigma = self._sigma(table, scale)
+                seconds["forward_noise"] = self._run_pass(Pass.FORWARD_NOISE, step, sequences, recorders, stream, sigma)
             started = time.perf_counter()
             table.merge(self._measured(recorders, stream, scale))
             seconds["reduction"] += time.perf_counter() - started
@@ -167,13 +166,9 @@ class ProbeRunner:
         table.reduce(self._host.groups.world, self._host.device)
         return table
 
-    def _sigma(self, phase: Pass, table: PartialTable, scale: StepScale) -> float:
-        """Standard deviation of a pass's noise: ``probe_noise`` times the root mean square of the residual stream at
-        the embedding (forward noise) or of its gradient at the output of the decoder's last block (backward noise).
+    def _sigma(self, table: PartialTable, scale: StepScale) -> float:
+        """Return the standard deviation of the noise: ``probe_noise`` times the root mean square of the residual stream
+        at the embedding.
         """
-        if phase is Pass.FORWARD_NOISE:
-            power = float(table.arrays["boundary.h2"][0])
-        else:
-            top = 1 + max(row.sub_block for row in self._registry.rows if row.id.stack == "decoder")
-            power = float(table.arrays["boundary.r2"][top]) / scale.gradient**2
-        return float(self._config.probe_noise * (power / (scale.tokens * self._host.hidden)) ** 0.5)
+        power = float(table.arrays["boundary.h2"][0]) / (scale.tokens * self._host.hidden)
+        return float(self._config.probe_noise * power**0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from snip_megatron.runtime.host import Chunk, Place, Strand
 from snip_megatron.statistics.boundaries import Boundary, TokenShard
 from snip_megatron.statistics.recorder import Pass
 
-_FORWARD, _BACKWARD = 0, 1
+_EMBEDDING = (0, 0)  # of the seeds of the noise
 
 
 class ResidualStream:
@@ -45,8 +44,8 @@ class ResidualStream:
         self._pairs: list[tuple[Boundary, Boundary]] = []
         self._strands: list[tuple[Strand, list[Boundary]]] = []
         self._enter = [chunk.enter for chunk in chunks if chunk.enter is not None]
-        self._noise = {_FORWARD: 0.0, _BACKWARD: 0.0}
-        self._draws: Counter[tuple[int, int]] = Counter()
+        self._noise = 0.0
+        self._draws = 0
         for strand in (strand for chunk in chunks for strand in chunk.strands):
             indices = [place.boundary for place in strand.places]
             found = [Boundary(index, shard, sample_tokens) for index in (*indices, indices[-1] + 1)]
@@ -61,11 +60,7 @@ class ResidualStream:
 
     def start(self, phase: Pass, sigma: float = 0.0) -> None:
         """Begin a pass. ``sigma`` is the standard deviation of its noise."""
-        self._noise = {
-            _FORWARD: sigma if phase is Pass.FORWARD_NOISE else 0.0,
-            _BACKWARD: sigma if phase is Pass.BACKWARD_NOISE else 0.0,
-        }
-        self._draws.clear()
+        self._noise, self._draws = sigma, 0
         for boundary in self.all:
             boundary.start(phase)
 
@@ -95,22 +90,18 @@ class ResidualStream:
                 for place, boundary in zip(strand.places, boundaries, strict=False):
                     hook = self._on_input(boundary, place)
                     stack.callback(place.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                hook = self._on_output(boundaries[-1], ends=strand.ends)
-                stack.callback(strand.output.register_forward_hook(hook).remove)
+                stack.callback(strand.output.register_forward_hook(self._on_output(boundaries[-1])).remove)
             yield
 
     def _enters(self, stream: torch.Tensor) -> torch.Tensor:
         if self._recomputing():  # the first block runs once more, on the same microbatch
-            self._draws[_FORWARD, 0] -= 1
-        return stream + self._draw(_FORWARD, stream) if self._noise[_FORWARD] else stream
+            self._draws -= 1
+        return stream + self._draw(stream) if self._noise else stream
 
-    def _on_output(self, tail: Boundary, *, ends: bool) -> Callable[..., None]:
+    def _on_output(self, tail: Boundary) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            stream = output[0] if isinstance(output, tuple) else output
             if torch.is_grad_enabled() and not self._repeats(tail):
-                if ends and self._noise[_BACKWARD]:
-                    stream.register_hook(lambda gradient: gradient + self._draw(_BACKWARD, gradient, tail.index))
-                tail.on_forward(stream)
+                tail.on_forward(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
@@ -133,14 +124,14 @@ class ResidualStream:
         """Whether this forward repeats one that was recorded."""
         return boundary.seen and self._recomputing()
 
-    def _draw(self, direction: int, like: torch.Tensor, place: int = 0) -> torch.Tensor:
-        """Draw Gaussian noise [s(/tp), b, hidden] that depends on boundary, global microbatch, token and feature."""
+    def _draw(self, like: torch.Tensor) -> torch.Tensor:
+        """Draw Gaussian noise [s(/tp), b, hidden] that depends on global microbatch, token and feature."""
         context = self._context
-        microbatch = self._draws[direction, place] * context.dp_size + context.dp_rank
-        self._draws[direction, place] += 1
-        seed = derive_seed(self._seed, context.step, microbatch, direction, place)
+        microbatch = self._draws * context.dp_size + context.dp_rank
+        self._draws += 1
+        seed = derive_seed(self._seed, context.step, microbatch, *_EMBEDDING)
         rows, hidden = like.numel() // like.shape[-1], like.shape[-1]
         first = self._shard.first_row(rows)
         tokens = torch.arange(first, first + rows, device=like.device)
         noise = random_normal(seed, tokens, torch.arange(hidden, device=like.device))
-        return (noise * self._noise[direction]).view(like.shape).to(like.dtype)
+        return (noise * self._noise).view(like.shape).to(like.dtype)

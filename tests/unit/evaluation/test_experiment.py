@@ -62,10 +62,10 @@ def test_committed_experiments_give_runs_that_the_entry_accepts(path: Path) -> N
 
 def test_settings_set_any_field_of_the_configuration() -> None:
     body = changed("from_warm.settings", {"backward_share": 0.145, "lag": 2})
-    body["from_warm"]["policies"] = ["bf16", {"policy": "snip", "settings": {"lag": 3, "backward_noise": True}}]
+    body["from_warm"]["policies"] = ["bf16", {"policy": "snip", "settings": {"lag": 3, "probe_noise": 0.05}}]
     fixed, solved = (snip_config(run.arguments) for run in experiment_runs(parse(body), data()))
-    assert (fixed.backward_share, fixed.lag, fixed.backward_noise) == (0.145, 2, False)
-    assert (solved.backward_share, solved.lag, solved.backward_noise) == (0.145, 3, True)
+    assert (fixed.backward_share, fixed.lag, fixed.probe_noise) == (0.145, 2, 0.03)
+    assert (solved.backward_share, solved.lag, solved.probe_noise) == (0.145, 3, 0.05)
 
 
 def test_runs_come_seed_by_seed_references_first() -> None:

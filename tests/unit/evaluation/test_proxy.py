@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sensitivity.synthetic import make_table, with_columns
+from sensitivity.synthetic import make_table
 
 from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
@@ -32,7 +32,6 @@ def truth_from(table: StatisticsTable, noise: float, seed: int) -> dict[str, np.
 
 def table_with_truth(noise: float = 0.0, *, again: float | None = None, step: int = 7) -> StatisticsTable:
     table = replace(make_table(layers=4, seed=3), step=step)
-    table = with_columns(table, "linear", bg2=0.0)
     twice = None if again is None else truth_from(table, again, 2)
     return replace(table, truth=truth_from(table, noise, 1), truth_again=twice)
 

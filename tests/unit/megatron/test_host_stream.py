@@ -136,8 +136,8 @@ def test_boundaries_are_the_residual_stream(model: GPTModel) -> None:
 
 def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary(model: GPTModel) -> None:
     stream, sigma = new_stream(model), 0.01
-    for phase in (Pass.STATISTICS, Pass.FORWARD_NOISE):
-        probe(model, stream, phase, sigma)
+    probe(model, stream, Pass.STATISTICS)
+    probe(model, stream, Pass.FORWARD_NOISE, sigma)
     bottom = stream.reported[0]
     elements = 2 * SEQUENCE * BATCH * HIDDEN
     assert float(bottom.sums["fh2"]) == pytest.approx(sigma**2 * elements, rel=0.1)
@@ -145,7 +145,7 @@ def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary
     # The same noise, added by hand: the stream's own draw of microbatch 0 and 1.
     again = new_stream(model)
     again.start(Pass.FORWARD_NOISE, sigma)
-    draws = [again._draw(0, torch.zeros(SEQUENCE, BATCH, HIDDEN)) for _ in range(2)]
+    draws = [again._draw(torch.zeros(SEQUENCE, BATCH, HIDDEN)) for _ in range(2)]
     assert not torch.equal(draws[0], draws[1])
     plain = [truth(model, m) for m in range(2)]
     noisy = [truth(model, m, lambda out, m=m: out + draws[m]) for m in range(2)]
@@ -159,19 +159,6 @@ def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary
         }
         for name, value in expected.items():
             assert float(boundary.sums[name]) == pytest.approx(value, rel=1e-3), (b, name)
-
-
-def test_backward_noise_enters_at_the_top(model: GPTModel) -> None:
-    stream, sigma = new_stream(model), 1e-4
-    for phase in (Pass.STATISTICS, Pass.BACKWARD_NOISE):
-        probe(model, stream, phase, sigma)
-    elements = 2 * SEQUENCE * BATCH * HIDDEN
-    top = stream.reported[-1]
-    assert float(top.sums["br2"]) == pytest.approx(sigma**2 * elements, rel=0.1)
-    # It travels down: Jacobians near the identity keep its size within a factor.
-    for boundary in stream.reported[:-1]:
-        assert 0.3 < float(boundary.sums["br2"]) / float(top.sums["br2"]) < 10
-        assert "fr2" not in boundary.sums
 
 
 def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
