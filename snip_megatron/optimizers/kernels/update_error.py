@@ -79,7 +79,7 @@ def error_sums(
         on_grid(update_error_kernel, (blocks,))(
             gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
             rho, *_vectors(sizes, device),
-            *words(sizes.seed, sizes.rows.to(device), sizes.cols.to(device)),
+            *words(sizes.seed, sizes.rows, sizes.cols, device),
             state.start, size, sizes.rows.numel(), sizes.cols.numel(),
             float(factor), float(noise) if settled else 1.0,
             1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,

@@ -42,15 +42,25 @@ class UpdateErrors:
         groups. ``table`` is the reduced table of the statistics pass, which ``step`` has run, and the ``recorders`` of
         this rank's linears have reduced column norms.
         """
+        apart = [recorder.whole for recorder in recorders if recorder.whole is not None]
+        sums = iter(torch.stack(apart).tolist() if apart else ())  # one copy to the host for all experts
         for recorder in recorders:
-            self._add_linear(found, table, recorder, step, scale)
+            own = None if recorder.whole is None else next(sums)
+            self._add_linear(found, table, recorder, own, step, scale)
         step.join_gradients()
         for sink in self._host.local_sinks:
             self._add_sink(found, sink, step, scale)
 
     def _add_linear(
-        self, found: PartialTable, table: PartialTable, recorder: LinearRecorder, step: HostStep, scale: StepScale
+        self,
+        found: PartialTable,
+        table: PartialTable,
+        recorder: LinearRecorder,
+        own: Sequence[float] | None,
+        step: HostStep,
+        scale: StepScale,
     ) -> None:
+        """Add the share of one linear. ``own`` has the recorder's sums of one expert (``whole``)."""
         handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
         name, unit = handle.name, scale.gradient**2
         gradient = _reduced(step.gradient(handle.weight), groups)
@@ -63,8 +73,8 @@ class UpdateErrors:
             return
         x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
         tokens = None
-        if recorder.whole is not None:
-            x2, g2, s2, tokens = recorder.whole.tolist()
+        if own is not None:
+            x2, g2, s2, tokens = own
             g2, s2 = g2 * unit, s2 * unit
         seed = derive_seed(self._seed, _SIGNS, handle.index)
         result = linear_update_error(
