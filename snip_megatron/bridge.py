@@ -168,6 +168,8 @@ class _BridgeRun(SnipRun):
     def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
         if config.eval == "both":
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
+        if args.use_torch_fsdp2:
+            raise SnipError("--use-torch-fsdp2 is not supported under Megatron Bridge; use --use-megatron-fsdp")
         validate.check(config, args)
         super().__init__(config, args)
         self.beside_graphs = ExitStack()  # of a validation

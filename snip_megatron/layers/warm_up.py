@@ -67,7 +67,7 @@ def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed:
         graphed: whether the linear reads keys and weights from the device, as linears in CUDA graphs do.
     """
     like = handle.weight
-    weight = torch.nn.Parameter(torch.zeros_like(like))
+    weight = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))  # all of a sharded one
     dtype = torch.float32 if (main_grad := getattr(like, "main_grad", None)) is None else main_grad.dtype
     weight.main_grad = torch.zeros(like.shape, dtype=dtype, device=like.device)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -45,7 +45,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--optimizer-cuda-graph",
         "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
     ),
-    Conflict("--use-torch-fsdp2", "its shards are not read; use --use-megatron-fsdp, or --use-distributed-optimizer"),
     Conflict(
         "--tensor-parallel-num-weight-shards",
         "quantised linears hold their whole shard of the weight; leave it out",

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from snip_megatron.megatron import cpu_products
 
@@ -54,6 +55,7 @@ def install() -> None:
     _separate_data_loader_seeds()
     _take_split_sizes_as_tensors()
     _gather_shares_of_different_sizes()
+    _mesh_of_cpus()
     cpu_products.install()
     _hide_fused_optimizers()
 
@@ -292,3 +294,13 @@ def _gather_shares_of_different_sizes() -> None:
         return _Event() if async_op else None  # with which all has ended
 
     dist.all_gather = of_any_sizes
+
+
+def _mesh_of_cpus() -> None:
+    """Make meshes of a process group that torch's ``fully_shard`` takes for parameters on the CPU."""
+    from_group = DeviceMesh.from_group
+
+    def of_cpus(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return from_group(group, "cpu", *args, **kwargs)
+
+    DeviceMesh.from_group = staticmethod(of_cpus)  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
 def optimizer_sharded(args: argparse.Namespace) -> bool:
     """Return whether a rank holds a part of the optimizer's state only."""
     whole = getattr(args, "use_layer_wise_distributed_optimizer", False) or args.optimizer.startswith("dist_")
-    return bool(args.use_distributed_optimizer or whole)
+    return bool(args.use_distributed_optimizer or whole or getattr(args, "use_torch_fsdp2", False))
 
 
 def _pass_group(config: Any) -> int:

@@ -94,7 +94,7 @@ class SnipRun:
             raise
         check_measurable(self._config, self._registry.context.backend.name)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
-        self._registry.context.gathers = bool(getattr(self._args, "use_megatron_fsdp", False))
+        self._registry.context.gathers = validate.sharding(self._args) is not None
         self.graphs.check_backend(self._registry.context.backend)
         self._watch_evaluation(self._registry)
         self._say_what_differs()
@@ -111,8 +111,8 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-        if self._registry is not None and self._registry.context.gathers and torch.cuda.is_available():
-            say("--use-megatron-fsdp: compared with Megatron bit by bit on CPUs, not yet on GPUs")
+        if getattr(self._args, "use_torch_fsdp2", False) and torch.cuda.is_available():
+            say("--use-torch-fsdp2: compared with Megatron bit by bit on CPUs, not yet on GPUs")
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.

@@ -187,14 +187,24 @@ def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
         raise SnipError(f"{argument}: the oracle reads small differences of gradients, which need FP32; leave it out")
 
 
+def sharding(args: argparse.Namespace) -> str | None:
+    """Return the argument by which data parallel ranks shard all parameters; None without."""
+    given = ("use_megatron_fsdp", "use_torch_fsdp2")
+    return next((f"--{name.replace('_', '-')}" for name in given if getattr(args, name, False)), None)
+
+
 def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if Megatron-FSDP is combined with what is not supported beside it."""
-    if not getattr(args, "use_megatron_fsdp", False):
+    """Raise SnipError if full sharding is combined with what is not supported beside it."""
+    argument = sharding(args)
+    if argument is None:
         return
     strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
     stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
+    unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
     for refused, found, way in (
-        (strategy in ("no_shard", "optim"), f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
+        (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
+        # Megatron cannot load an optimizer from it
+        (getattr(args, "ckpt_format", None) == "torch_dcp", "--ckpt-format torch_dcp", "use torch_dist"),
         (instances > 1, f"--num-distributed-optimizer-instances {instances}", "use 1"),
         (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
         (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
@@ -211,8 +221,8 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
     ):
         if refused:
             raise SnipError(
-                f"--use-megatron-fsdp cannot be combined with {found} under --snip; {way}, or use"
-                " --use-distributed-optimizer alone"
+                f"{argument} cannot be combined with {found} under --snip; {way}, or use --use-distributed-optimizer"
+                " alone"
             )
 
 

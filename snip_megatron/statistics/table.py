@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,9 @@ class StatisticsTable:
     truth_again: Truth | None = None
 
     def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(row.name for row in self.linears).items() if count > 1]
+        if twice:
+            raise ValueError(f"statistics: {twice[0]} is there twice")
         for name, shape in self._shapes().items():
             array = self._array(name)
             if array.shape != shape or array.dtype != np.float64:

@@ -1,4 +1,6 @@
-"""Trainings in which Megatron-FSDP shards parameters, gradients and optimizer states over data parallel ranks."""
+"""Trainings in which data parallel ranks shard parameters, gradients and optimizer states: by Megatron-FSDP, and by
+torch's ``fully_shard``.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ from snip_megatron.records.readers import read_maps
 from snip_megatron.statistics.table import StatisticsTable
 
 STEPS, SAVED = 7, 2  # a checkpoint is written every so many steps
-MODEL = "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --bf16 --use-distributed-optimizer"
-SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+MODEL = "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --bf16"
+WHOLE = "--use-distributed-optimizer"
+SHARDED = {
+    "megatron": f"{WHOLE} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    " --ckpt-format fsdp_dtensor",
+    "torch": "--use-torch-fsdp2 --ckpt-format torch_dist",
+}
+by = pytest.mark.parametrize("by", SHARDED)
 UPDATED = (
     "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 4 --snip-lag 1"
     " --snip-wait 120"
@@ -31,13 +39,14 @@ Train = Callable[..., list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """A function that trains on two ranks and returns what each of them recorded. Equal calls train once."""
-    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
     folder = tmp_path_factory.mktemp("trainings")
 
     @functools.cache
     def run(
-        name: str, snip: str = "", layout: str = SHARDED, load: str | None = None, ranks: int = 2, at: int = 2 * SAVED
+        name: str, layout: str, snip: str = "", load: str | None = None, ranks: int = 2, at: int = 2 * SAVED
     ) -> Any:
+        if "megatron-fsdp" in layout:
+            pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
         words = [*shlex.split(f"{MODEL} {layout} {snip}"), "--save", str(folder / name), "--save-interval", str(SAVED)]
         words += ["--snip-dir", str(folder / name / "snip")] if snip else []
         words += [] if load is None else ["--load", str(folder / load), "--ckpt-step", str(at)]
@@ -56,20 +65,23 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-def test_an_all_bf16_map_from_stock_s_checkpoint_and_back_is_stock_bit_by_bit(train: Train) -> None:
-    stock = train("stock")
+@by
+def test_an_all_bf16_map_from_stock_s_checkpoint_and_back_is_stock_bit_by_bit(by: str, train: Train) -> None:
+    stock = train(f"{by}/stock", SHARDED[by])
     ways = (("there", "--snip --snip-policy bf16", "stock", 2 * SAVED), ("back", "", "there", 3 * SAVED))
     for name, snip, load, at in ways:
-        for whole, part in zip(stock, train(name, snip, load=load, at=at), strict=True):
+        for whole, part in zip(stock, train(f"{by}/{name}", SHARDED[by], snip, f"{by}/{load}", at=at), strict=True):
             assert sorted(part["losses"]) == list(range(at + 1, STEPS + 1))
             assert part["losses"] == {step: whole["losses"][step] for step in part["losses"]}
             assert part["grad_norms"] == {step: whole["grad_norms"][step] for step in part["grad_norms"]}
             assert part["weights"] == whole["weights"]
 
 
-def test_updated_maps_train_nearly_as_bf16_and_resume_bit_by_bit(train: Train) -> None:
+@by
+def test_updated_maps_train_nearly_as_bf16_and_resume_bit_by_bit(by: str, train: Train) -> None:
     """The probe of the first update leaves nothing behind: the next step's loss is stock's."""
-    stock, updated, resumed = train("stock"), train("updated", UPDATED), train("resumed", UPDATED, load="updated")
+    stock, updated = train(f"{by}/stock", SHARDED[by]), train(f"{by}/updated", SHARDED[by], UPDATED)
+    resumed = train(f"{by}/resumed", SHARDED[by], UPDATED, f"{by}/updated")
     for plain, whole, part in zip(stock, updated, resumed, strict=True):
         assert {step: plain["losses"][step] for step in (1, 2)} == {step: whole["losses"][step] for step in (1, 2)}
         assert plain["losses"][STEPS] != whole["losses"][STEPS]
@@ -77,17 +89,17 @@ def test_updated_maps_train_nearly_as_bf16_and_resume_bit_by_bit(train: Train) -
         assert part["losses"] == {step: whole["losses"][step] for step in range(2 * SAVED + 1, STEPS + 1)}
         assert part["weights"] == whole["weights"]
     folder = train.folder  # type: ignore[attr-defined]
-    assert len(read_maps(folder / "updated" / "snip")) == 2
+    assert len(read_maps(folder / by / "updated" / "snip")) == 2
 
 
-@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
-def test_statistics_are_those_of_the_distributed_optimizer(train: Train, per_token: str) -> None:
+@pytest.mark.parametrize(
+    ("by", "per_token"), [(by, "") for by in SHARDED] + [("megatron", "--calculate-per-token-loss")]
+)
+def test_statistics_are_those_of_the_distributed_optimizer(by: str, per_token: str, train: Train) -> None:
     """Up to the rounding of a microbatch's gradient to bf16, of weights, gradients, moments and update errors."""
-    layouts = {f"updated{per_token}": f"{SHARDED} {per_token}", f"unsharded{per_token}": per_token}
     tables = []
-    for name, layout in layouts.items():
-        name = "updated" if name == "updated" else name
-        train(name, UPDATED, *([] if name == "updated" else [layout]))
+    for name, layout in ((f"{by}/updated{per_token}", SHARDED[by]), (f"unsharded{per_token}", WHOLE)):
+        train(name, f"{layout} {per_token}".strip(), UPDATED)
         folder = train.folder / name / "snip" / "stats"  # type: ignore[attr-defined]
         tables.append(StatisticsTable.load(sorted(folder.glob("*.npz"))[0]))
     sharded, whole = tables
@@ -98,14 +110,15 @@ def test_statistics_are_those_of_the_distributed_optimizer(train: Train, per_tok
     np.testing.assert_allclose(sharded.sink_drift2, whole.sink_drift2, rtol=0.5)
 
 
-def test_tensor_parallel_ranks(train: Train) -> None:
+@by
+def test_tensor_parallel_ranks(by: str, train: Train) -> None:
     """They share a converted linear's weight as Megatron's class does, and sum the gradients of their norms."""
-    layout = f"{SHARDED} --tensor-model-parallel-size 2 --sequence-parallel"
-    losses = [float.fromhex(each["losses"][STEPS]) for each in (train("tp", UPDATED, layout, ranks=4)[0],
-              train("updated", UPDATED)[0])]  # fmt: skip
+    layout = f"{SHARDED[by]} --tensor-model-parallel-size 2 --sequence-parallel"
+    tensor, alone = train(f"{by}/tp", layout, UPDATED, ranks=4), train(f"{by}/updated", SHARDED[by], UPDATED)
+    losses = [float.fromhex(each[0]["losses"][STEPS]) for each in (tensor, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
 def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
     pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
-    assert_all_is_warmed_up(warm, tmp_path, f"--use-distributed-optimizer {SHARDED}", CUDA_DEVICE_MAX_CONNECTIONS="8")
+    assert_all_is_warmed_up(warm, tmp_path, SHARDED["megatron"], CUDA_DEVICE_MAX_CONNECTIONS="8")

@@ -1,4 +1,4 @@
-"""``distributed-optimizer-resume``: saves and restores the step count of ``torch.optim.AdamW`` when it is sharded.
+"""``distributed-optimizer-resume``: saves and restores the step count of an optimizer whose state is sharded.
 
 Apex and Transformer Engine keep the step count in the parameter groups. torch keeps it beside the moments of each
 parameter, which the serialisation of Megatron's distributed optimizer handles only in part (seen in 0.19):
@@ -10,6 +10,9 @@ parameter, which the serialisation of Megatron's distributed optimizer handles o
 - FP32 shards are views of parameters that require gradients, and are copied into with gradients enabled.
 - Under Megatron-FSDP ranks describe the state of all parameters to each other. torch makes none for a parameter of
   which a rank has no element, so that ranks would wait for each other.
+
+Under ``--use-torch-fsdp2`` Megatron loads tensors into their place and drops the rest of what it has read, the step
+count among it: torch's AdamW ends with a KeyError, others start from 0.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.training import checkpointing
 
 from snip_megatron.megatron.compat.full_sharding import local
-from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 check_signature(DistributedOptimizer.state_dict, "self")
 check_signature(DistributedOptimizer.load_state_dict, "self", "state_dict")
 check_signature(DistributedOptimizer._set_main_param_and_optimizer_states, "self", "model_param", "tensors")
 check_signature(DistributedOptimizer.sharded_param_state_fsdp_dtensor, "self", "is_loading")
+check_signature(Float16OptimizerWithFloat16Params.sharded_state_dict, "self", "model_sharded_state_dict", "is_loading")
+check_names(checkpointing, "_load_base_checkpoint")
 _state_dict = DistributedOptimizer.state_dict
 _load_state_dict = DistributedOptimizer.load_state_dict
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -99,3 +106,33 @@ def _load_with_steps(self: Any, state_dict: Any) -> Any:
 def _set_without_step(self: Any, model_param: Any, tensors: Any) -> Any:
     # Megatron skips entries that are None. _load_with_steps restores the step from the parameter groups.
     return _set_states(self, model_param, {**tensors, "step": None} if _is_adamw(self) else tensors)
+
+
+def install_for_shards_of_torch() -> str:
+    """Restore the step counts under ``--use-torch-fsdp2``. Returns a description for the list printed at start."""
+    read, describe = checkpointing._load_base_checkpoint, Float16OptimizerWithFloat16Params.sharded_state_dict
+    loading: list[Any] = []
+
+    def describe_and_note(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
+        loading.extend([self] if is_loading else [])
+        return describe(self, model, is_loading, **named)
+
+    def read_with_steps(*given: Any, **named: Any) -> Any:
+        result = read(*given, **named)
+        saved = (result[0] or {}).get("optimizer", {})
+        for index, optimizer in enumerate(loading if saved else ()):
+            _set_steps(optimizer.optimizer, (saved if "optimizer" in saved else saved[index])["optimizer"])
+        return result
+
+    checkpointing._load_base_checkpoint = read_with_steps
+    Float16OptimizerWithFloat16Params.sharded_state_dict = describe_and_note
+    return "step counts restored under --use-torch-fsdp2"
+
+
+def _set_steps(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    step = saved["state"].get("common_step")
+    for group, of_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if "step" in of_group:  # Transformer Engine's and Apex's
+            group["step"] = of_group["step"]
+        for parameter in group["params"] if step is not None else ():
+            optimizer.state[parameter]["step"] = _step(float(step))

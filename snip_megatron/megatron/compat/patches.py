@@ -39,12 +39,14 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     """
     torch_norms = args.sequence_parallel and args.transformer_impl == "local"
     torch_adamw = args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw()
+    by_torch = getattr(args, "use_torch_fsdp2", False)
+    steps = distributed_optimizer.install_for_shards_of_torch if by_torch else distributed_optimizer.install
     sets: dict[str, tuple[bool, Callable[[], str]]] = {
         "cpu": (startup.on_cpu, _patch_for_cpu),
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
-        "distributed-optimizer-resume": (torch_adamw, distributed_optimizer.install),
+        "distributed-optimizer-resume": (torch_adamw or by_torch, steps),
         "checkpoint-fallback": (bool(args.load), checkpoint_fallback.install),
         "partial-save": (loads_more_than_it_saves(args), _load_everything),
         "restart-store": (restart_store.is_needed(), restart_store.install),

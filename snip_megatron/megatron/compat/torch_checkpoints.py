@@ -1,6 +1,7 @@
 """SNIP's state in checkpoints of the formats ``torch`` and ``fsdp_dtensor``: an entry of its own beside the model.
 
-Megatron without SNIP ignores the entry. In checkpoints of ``torch_dist`` the state is an object of the model.
+Megatron without SNIP ignores the entry. In checkpoints of ``torch_dist`` the state is an object of the model, which
+Megatron does not give to the model under ``--use-torch-fsdp2``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron.training import checkpointing, get_args, training
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
 from snip_megatron.megatron.compat.versions import check_names
 
-_KEY = "snip_state"
+_KEY, _OF_MODEL = "snip_state", "snip_state.state"
 _FORMATS = ("torch", "fsdp_dtensor")
 _FUNCTIONS = ("generate_state_dict", "_load_base_checkpoint")
 _TYPES = (checkpointing.CheckpointType.LEGACY, checkpointing.CheckpointType.FSDP_DTENSOR)
@@ -52,8 +53,9 @@ def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None],
 
     def read_with_state(*positional: Any, **named: Any) -> Any:
         result = read(*positional, **named)
-        if result[3] in _TYPES and not named.get("rank0"):
-            state = result[0].get(_KEY)
+        by_torch = getattr(get_args(), "use_torch_fsdp2", False)
+        if (result[3] in _TYPES or by_torch) and not named.get("rank0") and result[0]:
+            state = result[0].get(_KEY, result[0].get("model", {}).get(_OF_MODEL))
             load(state.numpy().tobytes() if isinstance(state, torch.Tensor) else state)
         return result
 

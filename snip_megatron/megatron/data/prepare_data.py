@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
     try:
-        _end_on_signals()
-        with _replacing(output) as folder:
+        with _ended_by_signals(), _replacing(output) as folder:
             manifest = _build(corpus, request, folder)
     except OSError as error:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
@@ -115,11 +114,19 @@ def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
     return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
 
 
-def _end_on_signals() -> None:
-    """Raise SystemExit on a signal that would end the process at once, unless it is ignored, as SIGHUP under nohup."""
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(each) is signal.SIG_DFL:
-            signal.signal(each, lambda number, frame: sys.exit(128 + number))
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Raise SystemExit in this context on signals that would end the process at once, but not on those that are
+    ignored, as SIGHUP under nohup.
+    """
+    deadly = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in deadly:
+        signal.signal(each, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for each in deadly:
+            signal.signal(each, signal.SIG_DFL)
 
 
 @contextmanager

@@ -53,8 +53,11 @@ def test_what_megatron_fsdp_does_not_go_with(given: dict[str, Any], snip: dict[s
     assert found.endswith(", or use --use-distributed-optimizer alone")
 
 
-def test_megatron_fsdp_is_accepted() -> None:
+def test_full_sharding_is_accepted() -> None:
     check(config(), arguments(**FULLY_SHARDED))
+    check(config(), arguments(use_torch_fsdp2=True))
+    found = refused(config(), arguments(use_torch_fsdp2=True, ckpt_format="torch_dcp"))
+    assert found.startswith("--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,14 @@ def test_a_bad_header_is_one_line(fields: dict[str, Any]) -> None:
     assert "\n" not in message
 
 
+def test_a_linear_that_is_there_twice_is_named() -> None:
+    with np.load(io.BytesIO(VALID)) as data:
+        rows = json.loads(bytes(data["header"]))["linears"]
+    message = load(with_header(linears=[rows[0], *rows[:-1]]))
+    assert isinstance(message, str)
+    assert f"{rows[0][0]} is there twice" in message
+
+
 def test_pickles_are_not_opened() -> None:
     buffer = io.BytesIO()
     np.savez(buffer, header=np.array([{"a": 1}], dtype=object))

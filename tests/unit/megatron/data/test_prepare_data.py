@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
     output = tmp_path / "out"
     extra = ["--vocab-size", "300"] if tokenizer == "bpe" else []
     assert prepare(texts, "--output", output, "--tokenizer", tokenizer, "--holdout", "0.2", *extra) == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as before
     made = manifest(output)
     loaded = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
     end = made["tokenizer"]["end_of_document_id"]
