@@ -183,8 +183,9 @@ class DeepGemmLibrary(TorchLibrary):
         return out
 
     def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
-        counts = list(self.rows.splits), self.rows.counts
-        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, *counts, out)
+        splits = list(self.rows.splits)
+        counts = torch.tensor(splits, dtype=torch.int32).to(g.device, non_blocking=True)
+        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, splits, counts, out)
 
 
 class _Groups(torch.autograd.Function):

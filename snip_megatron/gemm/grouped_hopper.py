@@ -1,8 +1,8 @@
-"""Grouped products of all experts on a Hopper GPU: one launch of a library for each product.
+"""Grouped products of all experts on a Hopper GPU: one launch for each product.
 
-DeepGEMM multiplies fp8 and fp4 in tiles and blocks, and adds a wgrad of bf16 in FP32 to the gradients of all experts,
-which follow each other in Megatron's buffers. Without it torch makes this wgrad in bf16, which is then added. torch
-multiplies bf16 otherwise: DeepGEMM was 3 to 18 % faster in fprop and dgrad of four models on an H100
+DeepGEMM multiplies fp8 and fp4 in tiles and blocks. A Triton kernel (:mod:`snip_megatron.gemm.grouped_wgrad`) adds a
+wgrad of bf16 to the FP32 gradients of all experts, which follow each other in Megatron's buffers. torch multiplies bf16
+otherwise: DeepGEMM was 3 to 18 % faster in fprop and dgrad of four models on an H100
 (``experts_h100_2026-11-26.json``), of which maps of the solver keep one at most in bf16, but compiles each kernel with
 nvcc for ten seconds, before a training's first step.
 
@@ -35,13 +35,11 @@ class GroupRows:
 
     Attributes:
         splits: number of rows of each expert, multiples of 128.
-        counts: the same numbers, [experts].
         ends: the row after the last one of each expert, [experts].
         experts: the expert of every row, [rows].
     """
 
     splits: tuple[int, ...]
-    counts: Tensor
     ends: Tensor
     experts: Tensor
 
@@ -52,7 +50,7 @@ def group_rows(splits: tuple[int, ...], device: torch.device) -> GroupRows:
     counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
     numbers = torch.arange(len(splits), dtype=torch.int32, device=device)
     experts = torch.repeat_interleave(numbers, counts, output_size=sum(splits))
-    return GroupRows(splits, counts, counts.cumsum(0, dtype=torch.int32), experts)
+    return GroupRows(splits, counts.cumsum(0, dtype=torch.int32), experts)
 
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
@@ -88,11 +86,13 @@ class HopperGroups(GroupLoop):
         quantize: Callable[..., OperandPair],
         multiply: Callable[..., Tensor],
         quantizers: Any,
+        add_wgrad: Callable[[Tensor, Tensor, Tensor, Tensor], None],
         library: Any = None,
         swiglu: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(quantize, multiply)
         self._quantizers = quantizers
+        self._add_wgrad = add_wgrad
         self._library = library
         self._swiglu = swiglu
         self._tiled = frozenset(() if library is None else STORED)
@@ -175,29 +175,33 @@ class HopperGroups(GroupLoop):
         """See the base class."""
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        rows, whole = g.rows, None if out is None else stacked(out)
-        size = len(rows.splits), _plain(g).shape[1], _plain(x).shape[1]
-        if self._library is None and len(_plain(g)):
-            found = grouped_mm(_plain(g).t(), _plain(x), offs=rows.ends)
-        elif out is not None and whole is not None and whole.dtype is torch.float32:
-            self._add(g, x, whole)
+        (left, right), whole = (_plain(each) for each in (g, x)), None if out is None else stacked(out)
+        if out is not None and whole is not None and whole.dtype is torch.float32:
+            self._add_wgrad(left, right, g.rows.ends, whole)
             return out
-        else:
-            found = self._add(g, x, torch.zeros(size, dtype=torch.float32, device=rows.counts.device))
+        size = len(g.rows.splits), left.shape[1], right.shape[1]
+        found = torch.zeros(size, dtype=torch.float32, device=left.device)
+        self._add_wgrad(left, right, g.rows.ends, found)
         if out is None:
-            return found.to(torch.float32).unbind(0)
+            return found.unbind(0)
         if whole is not None:
             whole.add_(found)
         else:
             torch._foreach_add_(list(out), list(found.unbind(0)))
         return out
 
-    def _add(self, g: RowsOperand, x: RowsOperand, out: Tensor) -> Tensor:
-        """Add wgrad of every expert to ``out``, FP32 [experts, N, K], by DeepGEMM, and return that."""
-        if len(_plain(g)):
-            counts = list(g.rows.splits), g.rows.counts
-            self._library.k_grouped_bf16_gemm_tn_contiguous(_plain(g), _plain(x), out, *counts, out)
-        return out
+
+def add_wgrad(g: Tensor, x: Tensor, ends: Tensor, out: Tensor) -> None:
+    """Add Gᵀ·X of every expert to ``out``, FP32 [experts, N, K]: the reference of the Triton kernel.
+
+    Args:
+        g, x: bf16 [rows, N] and [rows, K], ordered by expert.
+        ends: int32 [experts], the row after the last one of each expert.
+    """
+    first = 0
+    for end, of in zip(ends.tolist(), out, strict=True):
+        of += g[first:end].float().t() @ x[first:end].float()
+        first = end
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

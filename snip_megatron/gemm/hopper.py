@@ -9,7 +9,7 @@ formats. See README.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE, Formats, GemmBackend
 from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.grouped_hopper import HopperGroups
+from snip_megatron.gemm.grouped_hopper import HopperGroups, add_wgrad
 from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import QuantizedShard, operand_shard
@@ -40,7 +40,8 @@ class HopperBackend(GemmBackend):
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
-        groups: DeepGEMM's module, for grouped products; None without it: torch's run then.
+        groups: DeepGEMM's module, for grouped products in fp8 and fp4; None: these run expert by expert.
+        add_wgrad: :func:`snip_megatron.gemm.grouped_wgrad.add_wgrad`, or its reference.
     """
 
     name = "hopper"
@@ -52,12 +53,14 @@ class HopperBackend(GemmBackend):
         others: GemmBackend = REFERENCE,
         activations: Any = None,
         groups: Any = None,
+        add_wgrad: Callable[[Tensor, Tensor, Tensor, Tensor], None] = add_wgrad,
     ) -> None:
         self._quantizers = quantizers
         self._products = self.plain_products = products
         self._others = others
         self._activations = activations
         self._groups = groups
+        self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
     def check_gathers(self, formats: Collection[Format]) -> None:
@@ -118,7 +121,7 @@ class HopperBackend(GemmBackend):
     @functools.cached_property
     def _experts(self) -> HopperGroups:
         swiglu = None if self._activations is None else self.swiglu
-        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._groups, swiglu)
+        return HopperGroups(self.quantize, self.multiply, self._quantizers, self._add_wgrad, self._groups, swiglu)
 
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""

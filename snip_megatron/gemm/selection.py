@@ -192,6 +192,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     # Triton is installed only on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
     from snip_megatron.gemm.deepgemm import deepgemm, grouped_library
+    from snip_megatron.gemm.grouped_wgrad import add_wgrad
     from snip_megatron.gemm.hopper import HopperBackend
     from snip_megatron.gemm.proposals import measured_choices
     from snip_megatron.gemm.scaled import ScaledProducts
@@ -207,7 +208,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     others = _emulated() if emulates else REFERENCE
 
     groups = None if faster is None else grouped_library()
-    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups)
+    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad)
     if replays:
         products += f"; {launch_from_cpp(backend)}"
     return backend, products

@@ -33,20 +33,3 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     for first in range(0, rows, TILE):
         (expert,) = set(experts[first : first + TILE].tolist())  # a tile of rows is of one expert
         d[first : first + TILE] = left[first : first + TILE] @ right[expert].t()
-
-
-def k_grouped_bf16_gemm_tn_contiguous(
-    a: Tensor, b: Tensor, d: Tensor, ks: list[int], counts: Tensor, c: Tensor
-) -> None:
-    _checked(d, ks, counts, c)
-    for e, (left, right) in enumerate(zip(a.split(ks), b.split(ks), strict=True)):
-        d[e] += (left.double().t() @ right.double()).float()
-
-
-def _checked(d: Tensor, ks: list[int], counts: Tensor, c: Tensor) -> None:
-    assert c is d, "accumulates in place"
-    assert d.dtype is torch.float32
-    assert d.is_contiguous()
-    assert counts.dtype is torch.int32
-    assert counts.tolist() == ks
-    assert not any(rows % TILE for rows in ks)

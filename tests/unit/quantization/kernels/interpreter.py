@@ -37,7 +37,7 @@ class Quantizers:
 
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
-    from snip_megatron.gemm import tiled_kernel
+    from snip_megatron.gemm import grouped_wgrad, tiled_kernel
     from snip_megatron.quantization.kernels import exact, keys, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
@@ -46,6 +46,9 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
         return arguments
     if name == "tiled_product":  # writes to its last argument
         tiled_kernel.multiply(*arguments, **options)
+        return arguments[-1]
+    if name == "add_wgrad":  # writes to its last argument
+        grouped_wgrad.add_wgrad(*arguments)
         return arguments[-1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)

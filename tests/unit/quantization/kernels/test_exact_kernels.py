@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.grouped_hopper import add_wgrad
+from snip_megatron.gemm.grouped_wgrad import grouped_wgrad_kernel
 from snip_megatron.gemm.tiled_kernel import tiled_kernel
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
@@ -203,7 +205,8 @@ def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int
 POINTERS = {
     "x_ptr": "*bf16", "out_ptr": "*i16", "scale_ptr": "*fp32", "amax_ptr": "*i32", "cols_ptr": "*i64",
     "key_ptr": "*i32", "current_ptr": "*i32", "signs_ptr": "*i32", "a_ptr": "*bf16", "b_ptr": "*bf16",
-    "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "c_ptr": "*fp32",
+    "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "c_ptr": "*fp32", "g_ptr": "*bf16",
+    "ends_ptr": "*i32", "grad_ptr": "*fp32",
 }  # fmt: skip
 FIXED = {"SIGNS_LOADED": True, "GUARDED": True, "K": 4096, "x_stride": 4096}
 
@@ -219,6 +222,7 @@ def side(
 
 PART = {"R": SHAPES["amax"].rows, "C": SHAPES["amax"].cols, "WIDE": SHAPES["amax"].wide}
 TILED = {"TILES": 32, "A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
+WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
 KERNELS = [
     (*side(4, "e4m3_fp32", (1, 16)), 90),
     (*side(4, "e4m3_fp32", (16, 1), random=True), 80),
@@ -230,7 +234,21 @@ KERNELS = [
     (*side(8, "fp32", (128, 1)), 80),
     (amax_kernel, FIXED | PART | {"FINITE": True, "TURNED": True}, SHAPES["amax"].warps, 90),
     (tiled_kernel, TILED | {"GPU": True}, 8, 80),
+    (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, 4, 90),
+    (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, 8, 90),
 ]
+
+
+@pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((1152, 0, 1024), 256)])
+def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...], k: int) -> None:
+    """With few rows an expert, and with many; an expert without rows keeps its gradient."""
+    g, x = (torch.randn(sum(splits), width).bfloat16() for width in (128, k))
+    ends, out = torch.tensor(splits).cumsum(0, dtype=torch.int32), torch.randn(len(splits), 128, k)
+    found = kernels.call("add_wgrad", g, x, ends, out.clone())
+    expected = out.clone()
+    add_wgrad(g, x, ends, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+    assert torch.equal(found[1], out[1])
 
 
 @pytest.mark.parametrize(("kernel", "values", "warps", "capability"), KERNELS, ids=lambda v: getattr(v, "__name__", ""))
