@@ -12,9 +12,9 @@ from snip_megatron.gemm.deepgemm import grouped_library, why_not
 from snip_megatron.gemm.grouped_hopper import group_rows, grouped_mm
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
-from snip_megatron.layers.grouped import grouped_product
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.padding import PaddedSplits
-from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
+from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.precision import Format, LinearId
 from snip_megatron.timing.calibration.grouped import uneven_splits
 
@@ -52,7 +52,10 @@ class Experts(torch.nn.Module):
             for e in range(count)
         ]  # fmt: skip
 
-    def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor | None, splits: Sequence[int]) -> Tensor | GroupedCall:
+        """As the linears of Megatron's experts: without x, the call."""
+        if x is None:
+            return grouped_call(self.handles, self.weights, splits, told=lambda: None)
         return grouped_product(self.handles, self.weights, x, splits, told=lambda: None)
 
 
@@ -140,12 +143,10 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
             if any(count % 128 for count in splits):
                 rows = PaddedSplits(splits, 128, backwards=False, device=hidden.device)
                 hidden, probs = rows.pad(hidden), rows.pad(probs)
-            y = fc1(hidden, rows)
             if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
-                x = weighted_swiglu(y, probs, rows, fc1.handles[0], fc2.handles[0])
+                y = fused_experts(hidden, probs, fc1(None, rows), fc2(None, rows))
             else:
-                x = swiglu(y, probs)
-            y = fc2(x, rows)
+                y = fc2(swiglu(fc1(hidden, rows), probs), rows)
             y = rows.unpad(y) if isinstance(rows, PaddedSplits) else y
             y.backward(problem.g)
         return y

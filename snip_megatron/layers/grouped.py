@@ -28,7 +28,6 @@ from snip_megatron.layers.autograd import (
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import PaddedSplits
-from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -44,7 +43,7 @@ class GroupedCall(NamedTuple):
         weights: their weights [N, K].
         splits: number of rows of each expert.
         products: the grouped products of the backend.
-        told: see :func:`grouped_product`. None: the weights are arguments of the autograd function.
+        told: see :func:`grouped_call`. None: the weights are arguments of the autograd function (``passed``).
     """
 
     linear: LinearCall
@@ -54,6 +53,78 @@ class GroupedCall(NamedTuple):
     products: GroupLoop
     told: Callable[[], None] | None
 
+    def seen_by(self, *inputs: Tensor) -> GroupedCall:
+        """Return the call for ``inputs``: if none requires a gradient, a backward needs weights that do."""
+        asks = self.told is not None and self.linear.has_backward and not any(x.requires_grad for x in inputs)
+        return self._replace(told=None) if asks else self
+
+    @property
+    def passed(self) -> Sequence[Tensor]:
+        """The weights that autograd sees."""
+        return self.weights if self.told is None else ()
+
+    @property
+    def versions(self) -> list[int]:
+        """What every change of a weight increases."""
+        return [weight._version for weight in self.weights]
+
+    def quantize(self, x: Tensor) -> OperandPair:
+        """Return X [rows, K] as the operands of fprop and of wgrad."""
+        fprop, _, wgrad = self.linear.formats
+        kept = wgrad if self.linear.has_backward else None
+        rotation = _rotation(self.linear.handle, wgrad)
+        return self.products.quantize_rows(x, self.splits, OperandSpec(fprop, kept, rotation=rotation))
+
+    def check(self, versions: list[int]) -> None:
+        """Raise SnipError if a backward cannot follow the forward that saw ``versions``."""
+        name = self.linear.handle.name
+        if torch.is_grad_enabled():
+            raise SnipError(f"{name}: create_graph=True is not supported, because rounding has no derivative")
+        if self.versions != versions:
+            raise SnipError(f"{name}: a weight was changed between the forward and the backward")
+
+    def wgrad(self, g: Any, x: Any) -> Sequence[Tensor | None]:
+        """Run wgrad on its operands, and return what autograd gets for the weights that it sees."""
+        handle, weights = self.linear.handle, self.weights
+        main_grads = [main_grad_of(handle, weight) for weight in weights]
+        out = [each for each in main_grads if each is not None]
+        whole = len(out) == len(weights)
+        found = self.products.accumulate(g, x, out if whole else None)
+        handle.state.backwards += 1
+        if handle.delays and self.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
+            handle.state.delayed.append(nothing)
+        if self.told is not None:
+            self.told()
+            return ()
+        shared = None  # by all experts: placeholders of their own would take the memory of all weights
+        if whole and hasattr(weights[0], "grad_added_to_main_grad"):
+            shared = placeholder_of(weights[0])
+        return [passed_on(*each, shared) for each in zip(weights, found, main_grads, strict=True)]
+
+
+def grouped_call(
+    handles: Sequence[LinearHandle],
+    weights: Sequence[Tensor],
+    splits: Sequence[int],
+    told: Callable[[], None] | None = None,
+) -> GroupedCall:
+    """Return the arguments of a forward of the linear of all experts, in the formats of the precision map.
+
+    Args:
+        handles: the linears of this rank's experts, in the order of the rows, which is theirs or its reverse.
+        weights: their weights [N, K].
+        splits: number of rows of each expert, with the padding that the products need.
+        told: called in the backward, when ∇W has been added to the ``main_grad`` of all weights. Autograd does not see
+            the weights then, which takes the host much longer than all GEMMs do where experts are many. None: autograd
+            gets a gradient of every weight.
+    """
+    first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
+    override = first.context.override
+    linear = LinearCall(
+        first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
+    )
+    return GroupedCall(linear, handles, weights, tuple(splits), grouped_products(first), told)
+
 
 def grouped_product(
     handles: Sequence[LinearHandle],
@@ -62,30 +133,13 @@ def grouped_product(
     splits: Sequence[int],
     told: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return X_e·W_eᵀ of all experts in the formats of the precision map.
-
-    Args:
-        handles: the linears of this rank's experts, in the order of the rows, which is theirs or its reverse.
-        weights: their weights [N, K].
-        x: X [rows, K].
-        splits: number of rows of each expert.
-        told: called in the backward, when ∇W has been added to the ``main_grad`` of all weights. Autograd does not see
-            the weights then, which takes the host much longer than all GEMMs do where experts are many. None: autograd
-            gets a gradient of every weight.
-    """
-    first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
-    products = grouped_products(first)
-    rows = None
-    if not isinstance(splits, PaddedSplits) and any(count % products.row_multiple for count in splits):
-        rows = PaddedSplits(splits, products.row_multiple, backwards=False, device=x.device)
+    """Return X_e·W_eᵀ of all experts, for X [rows, K]. The other arguments are those of :func:`grouped_call`."""
+    multiple, rows = grouped_products(handles[0]).row_multiple, None
+    if not isinstance(splits, PaddedSplits) and any(count % multiple for count in splits):
+        rows = PaddedSplits(splits, multiple, backwards=False, device=x.device)
         x, splits = rows.pad(x), rows
-    override = first.context.override
-    linear = LinearCall(
-        first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
-    )
-    told = told if x.requires_grad or not linear.has_backward else None  # otherwise there would be no backward
-    call = GroupedCall(linear, handles, weights, tuple(splits), products, told)
-    y: Tensor = GroupedLinear.apply(x, call, *([] if told is not None else weights))  # type: ignore[no-untyped-call]
+    call = grouped_call(handles, weights, splits, told).seen_by(x)
+    y: Tensor = GroupedLinear.apply(x, call, *call.passed)  # type: ignore[no-untyped-call]
     return y if rows is None else rows.unpad(y)
 
 
@@ -105,19 +159,14 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, *passed: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
-        handle, weights, products = call.linear.handle, call.weights, call.products
-        fprop, dgrad, wgrad = ctx.formats = call.linear.formats
-        ctx.call, ctx.versions = call, [weight._version for weight in weights]
+        handle, weights = call.linear.handle, call.weights
+        fprop, dgrad, _ = ctx.formats = call.linear.formats
+        ctx.call, ctx.versions = call, call.versions
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
-        if isinstance(x, PrequantizedTensor):
-            rowwise, columnwise = x.operands
-        else:
-            spec = OperandSpec(fprop, wgrad if call.linear.has_backward else None, rotation=_rotation(handle, wgrad))
-            rowwise, columnwise = products.quantize_rows(x, call.splits, spec)
-        # Weights that are gathered for every pass become the operands of that pass alone.
-        w, ctx.w = _weight_operands(call, fprop, None if handle.context.gathers else dgrad)
-        y = products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        rowwise, columnwise = call.quantize(x)
+        w, ctx.w = weight_operands_of(call, fprop, dgrad)
+        y = call.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         override = call.linear.override
         if override is not None:
             y = _by_expert(call, lambda a, b, own: perturbed(override, Gemm.FPROP, a, b.t(), own), x, weights, y)
@@ -133,42 +182,21 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad."""
         call: GroupedCall = ctx.call
-        handle, weights, g = call.linear.handle, call.weights, grad_outputs[0]
-        if torch.is_grad_enabled():
-            raise SnipError(f"{handle.name}: create_graph=True is not supported, because rounding has no derivative")
-        if [weight._version for weight in weights] != ctx.versions:
-            raise SnipError(f"{handle.name}: a weight was changed between the forward and the backward")
-        products = call.products
+        weights, g = call.weights, grad_outputs[0].contiguous()
+        call.check(ctx.versions)
         _, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
-        if isinstance(g, PrequantizedTensor):
-            rowwise, columnwise = g.operands
-        else:
-            rowwise, columnwise = products.quantize_rows(
-                g.contiguous(), call.splits, gradient_spec(call, g, dgrad, wgrad)
-            )
-        w = _weight_operands(call, None, dgrad)[1] if ctx.w is None else ctx.w
-        d = products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
+        rowwise, columnwise = call.products.quantize_rows(g, call.splits, gradient_spec(call, g, dgrad, wgrad))
+        w = weight_operands_of(call, None, dgrad)[1] if ctx.w is None else ctx.w
+        d = call.products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         override = call.linear.override
         if override is not None:
             d = _by_expert(call, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
             report_error(override, g, getattr(ctx, "error", None))
-        main_grads = [main_grad_of(handle, weight) for weight in weights]
-        out = [each for each in main_grads if each is not None]
-        x_columnwise = assemble((tuple(saved), ctx.rest))
-        found = products.accumulate(columnwise, x_columnwise, out if len(out) == len(weights) else None)
-        handle.state.backwards += 1
-        if handle.delays and call.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
-            handle.state.delayed.append(nothing)
+        passed = call.wgrad(columnwise, assemble((tuple(saved), ctx.rest)))
         if x is not None:
             _record(ctx.recorders, call, x, weights, g, d)
-        if call.told is not None:
-            call.told()
-            return d, None
-        shared = None  # by all experts: placeholders of their own would take the memory of all weights
-        if len(out) == len(weights) and hasattr(weights[0], "grad_added_to_main_grad"):
-            shared = placeholder_of(weights[0])
-        return d, None, *(passed_on(*each, shared) for each in zip(weights, found, main_grads, strict=True))
+        return d, None, *passed
 
 
 def _by_expert(
@@ -179,14 +207,19 @@ def _by_expert(
     return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])  # type: ignore[misc]
 
 
-def _weight_operands(call: GroupedCall, fprop: Format | None, dgrad: Format | None) -> OperandPair:
-    """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed."""
+def weight_operands_of(call: GroupedCall, fprop: Format | None, dgrad: Format) -> OperandPair:
+    """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed.
+
+    Weights that are gathered for every pass become the operands of that pass alone; in a backward ``fprop`` is None.
+    """
     handle, weights = call.linear.handle, call.weights
-    backend, spec = handle.context.backend, OperandSpec(fprop, dgrad, weight=True)
-    if fprop is None or dgrad is None:
+    if handle.context.gathers:
+        spec = OperandSpec(fprop, dgrad if fprop is None else None, weight=True)
         return call.products.quantize_weights(weights, spec)
+    assert fprop is not None
+    spec = OperandSpec(fprop, dgrad, weight=True)
     return handle.state.weights.get(
-        backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
+        handle.context.backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
     )
 
 

@@ -8,7 +8,7 @@ have none, Megatron's own function runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import Formats, matrix
+from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, weight_operands_of
 from snip_megatron.layers.padding import refuse_second_derivatives
 from snip_megatron.layers.prequantized import PrequantizedTensor
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 
@@ -59,29 +60,29 @@ def fused_swiglu(y: Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU)
         operands = None if fc2.is_stock else quantized_swiglu(matrix(y), fc2, formats)
         return stock.forward(matrix(y)).view(shape) if operands is None else PrequantizedTensor(operands, shape, y)
 
-    def gradient(d: Tensor, y: Tensor, _: None) -> tuple[Tensor, None]:
+    def gradient(d: Tensor, y: Tensor) -> Tensor:
         if receiver is None:
-            return stock.backward(matrix(d), matrix(y)).view(y.shape), None
-        return PrequantizedTensor(quantized_gradient(matrix(d), matrix(y), receiver), y.shape, y), None
+            return stock.backward(matrix(d), matrix(y)).view(y.shape)
+        return PrequantizedTensor(quantized_gradient(matrix(d), matrix(y), receiver), y.shape, y)
 
-    return _Fused.apply(y, None, result, gradient)  # type: ignore[no-untyped-call,no-any-return]
+    return _Fused.apply(y, result, gradient)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Fused(torch.autograd.Function):
-    """``result()``, whose gradient is ``gradient(d, y, probs)``. Either may be quantised."""
+    """``result()``, whose gradient is ``gradient(d, y)``. Either may be quantised."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, probs: Tensor | None, result: Callable[[], Tensor], gradient: Any) -> Tensor:
-        """Compute the result, which reads y and ``probs``."""
-        ctx.save_for_backward(y, probs)
+    def forward(ctx: Any, y: Tensor, result: Callable[[], Tensor], gradient: Any) -> Tensor:
+        """Compute the result, which reads y."""
+        ctx.save_for_backward(y)
         ctx.gradient = gradient
         return result()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of y and of ``probs``."""
+        """Compute the gradient of y."""
         refuse_second_derivatives()
-        return (*ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None)
+        return ctx.gradient(grad_outputs[0].contiguous(), *ctx.saved_tensors), None, None
 
 
 def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: Formats) -> OperandPair | None:
@@ -123,40 +124,67 @@ def _receiver(y: Tensor, fc1: LinearHandle) -> LinearCall | None:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 def may_fuse_experts(fc1: LinearHandle, fc2: LinearHandle) -> bool:
-    """Return whether :func:`weighted_swiglu` may run between two linears of experts in the next forward."""
-    if not may_fuse(fc1, fc2) or fc2.is_stock:
+    """Return whether :func:`fused_experts` may run the MLP of two linears of experts in the next forward."""
+    if not may_fuse(fc1, fc2) or fc1.is_stock or fc2.is_stock or fc1.context.gathers:
         return False
     fprop, _, wgrad = fc2.formats
     return grouped_products(fc2).fuses_swiglu((fprop, wgrad))
 
 
-def weighted_swiglu(y: Tensor, probs: Tensor, splits: Sequence[int], fc1: LinearHandle, fc2: LinearHandle) -> Tensor:
-    """Return the input of fc2 of all experts [rows, K], quantised: SwiGLU times the probability of each row.
+def fused_experts(x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall) -> Tensor:
+    """Return the MLP of all experts: fc2 of SwiGLU of fc1, times the probability of each row.
 
     Args:
-        y: output of fc1 [rows, 2K], with the rows that grouped products need. Nothing else may use it.
-        probs: [rows], the probabilities of the router.
-        splits: number of rows of each expert.
-        fc1, fc2: the linears of the first expert. :func:`may_fuse_experts` holds.
+        x: [rows, hidden], with the rows that grouped products need.
+        probs: [rows], or [rows, 1], the probabilities of the router.
+        fc1, fc2: the two linears. :func:`may_fuse_experts` holds.
     """
-    fprop, _, wgrad = fc2.formats
-    spec, products = OperandSpec(fprop, wgrad if torch.is_grad_enabled() else None), grouped_products(fc2)
-    node: Any = y.grad_fn
-    call = getattr(node, "call", None)
-    receiver = None
-    if isinstance(call, GroupedCall) and call.linear.handle is fc1 and call.products.fuses_swiglu(node.formats[1:]):
-        receiver = call
+    fc1, fc2 = (each.seen_by(x, probs) for each in (fc1, fc2))
+    return _FusedExperts.apply(x, probs, fc1, fc2, *fc1.passed, *fc2.passed)  # type: ignore[no-untyped-call,no-any-return]
 
-    def result() -> Tensor:
-        return PrequantizedTensor(products.swiglu(y, probs.float(), splits, spec), (y.shape[0], y.shape[1] // 2), y)
 
-    def gradient(d: Tensor, y: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        how = _UNQUANTIZED if receiver is None else gradient_spec(receiver, y, *receiver.linear.formats[1:])
-        operands, of_probs = products.swiglu_gradient(d, y, probs.float(), splits, how)
-        g = operands[0].matrix if receiver is None else PrequantizedTensor(operands, y.shape, y)
-        return g, of_probs.view(probs.shape).to(probs.dtype)
+class _FusedExperts(torch.autograd.Function):
+    """One function for what would be three: the host bounds experts of a few thousand rows."""
 
-    return _Fused.apply(y, probs, result, gradient)  # type: ignore[no-untyped-call,no-any-return]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall, *passed: Tensor) -> Tensor:
+        """Compute the result, and save Y of fc1 and the operands of both wgrads."""
+        ctx.calls, ctx.versions = (fc1, fc2), (fc1.versions, fc2.versions)
+        first, second = ctx.formats = fc1.linear.formats, fc2.linear.formats
+        rowwise, of_x = fc1.quantize(x)
+        w, w1 = weight_operands_of(fc1, *first[:2])
+        y = fc1.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        spec = OperandSpec(second[0], second[2] if fc2.linear.has_backward else None)
+        rowwise, of_hidden = fc2.products.swiglu(y, probs.float(), fc2.splits, spec)
+        w, w2 = weight_operands_of(fc2, *second[:2])
+        ctx.weights = w1, w2
+        if fc1.linear.has_backward:
+            tensors, ctx.rest = flatten((of_x, of_hidden))
+            ctx.save_for_backward(y, probs, *tensors)
+        return fc2.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Run dgrad and wgrad of fc2, the gradient of SwiGLU, and dgrad and wgrad of fc1."""
+        fc1, fc2 = ctx.calls
+        for call, versions in zip(ctx.calls, ctx.versions, strict=True):
+            call.check(versions)
+        y, probs, *tensors = ctx.saved_tensors
+        of_x, of_hidden = assemble((tuple(tensors), ctx.rest))
+        g = grad_outputs[0].contiguous()
+        first, second = (formats[1:] for formats in ctx.formats)
+        rowwise, columnwise = fc2.products.quantize_rows(g, fc2.splits, gradient_spec(fc2, g, *second))
+        d = fc2.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[1], g.dtype)
+        passed = fc2.wgrad(columnwise, of_hidden)
+        spec, fuses = gradient_spec(fc1, y, *first), fc1.products.fuses_swiglu(first)
+        (rowwise, columnwise), of_probs = fc1.products.swiglu_gradient(
+            d, y, probs.float(), fc1.splits, spec if fuses else _UNQUANTIZED
+        )
+        if not fuses:
+            rowwise, columnwise = fc1.products.quantize_rows(rowwise.matrix, fc1.splits, spec)
+        d = fc1.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[0], g.dtype)
+        of_probs = of_probs.view(probs.shape).to(probs.dtype)
+        return d, of_probs, None, None, *fc1.wgrad(columnwise, of_x), *passed
 
 
 _UNQUANTIZED = OperandSpec(Format.BF16, None)

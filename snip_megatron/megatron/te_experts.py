@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import grouped_product, grouped_products
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
 from snip_megatron.layers.padding import PaddedSplits
-from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
+from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
@@ -36,7 +36,10 @@ class _GroupedForward(StockState):
     snip_experts: list[LinearHandle]
     snip_told: Callable[[], None] | None = None
 
-    def forward(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[Tensor] | None]:
+    def forward(
+        self: Any, x: Tensor | None, m_splits: Sequence[int]
+    ) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
+        """Return Y and its biases; without x the call that computes it, for an MLP that runs both of its linears."""
         if self.snip_experts[0].is_stock:
             return super().forward(x, m_splits)  # type: ignore[misc,no-any-return]
         if self.snip_experts[0].runs_recipe:
@@ -46,6 +49,8 @@ class _GroupedForward(StockState):
         order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
         handles = self.snip_experts[order]
         weights = [self._parameters[handle.parameter] for handle in handles]
+        if x is None:
+            return grouped_call(handles, weights, m_splits, self.snip_told), None
         y = grouped_product(handles, weights, x, m_splits, self.snip_told)
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)][order] if self.use_bias else []
         if self.apply_bias:
@@ -89,8 +94,9 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
         hidden, probs = rows.pad(hidden), rows.pad(probs)
         if self.snip_fuses and may_fuse_experts(fc1, fc2):
-            y, _ = self.linear_fc1(hidden, rows)
-            output, bias = self.linear_fc2(weighted_swiglu(y, probs, rows, fc1, fc2), rows)
+            # The modules are called, because DDP's hooks on them wait for their weights.
+            calls = (linear(None, rows)[0] for linear in (self.linear_fc1, self.linear_fc2))
+            output, bias = fused_experts(hidden, probs, *calls), None
         else:
             output, bias = super().forward(hidden, rows, probs, *buffers, **named)
         return rows.unpad(output), bias

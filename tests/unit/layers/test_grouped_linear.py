@@ -18,8 +18,8 @@ from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, Override, StepContext
-from snip_megatron.layers.grouped import grouped_product
-from snip_megatron.layers.swiglu import may_fuse_experts, weighted_swiglu
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
+from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
@@ -64,6 +64,9 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
         return grouped_product(self.handles, list(self.parameters()), x, splits)
+
+    def call(self, splits: Sequence[int]) -> GroupedCall:
+        return grouped_call(self.handles, list(self.parameters()), splits)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -241,6 +244,7 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
     fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
     fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
+    fc1.context.quantizes = fc2.context.quantizes = True
     draws = torch.Generator().manual_seed(5)
     x, g = (torch.randn(384, hidden, generator=draws).bfloat16() for _ in range(2))
     x.requires_grad_()
@@ -249,7 +253,7 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     assert may_fuse_experts(first, second) is (asked is not None)
     if asked is None:
         return
-    y = fc2(weighted_swiglu(fc1(x, splits), probs, splits, first, second), splits)
+    y = fused_experts(x, probs, fc1.call(splits), fc2.call(splits))
     y.backward(g)
     assert noting.formats == asked
 
