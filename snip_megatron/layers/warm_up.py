@@ -77,7 +77,8 @@ def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed:
     if graphed:
         DeviceStep([copy], [0], weight.device)
     n, k = like.shape
-    return WarmUpLinear(copy, like.new_zeros(tokens, k).detach(), like.new_zeros(tokens, n).detach(), whole_x, experts)
+    x, g = (weight.detach().new_zeros(tokens, features) for features in (k, n))
+    return WarmUpLinear(copy, x, g, whole_x, experts)
 
 
 def warm_up_gemms(linear: WarmUpLinear, formats: Iterable[Formats]) -> None:

@@ -119,6 +119,8 @@ def test_tensor_parallel_ranks(by: str, train: Train) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
-def test_nothing_is_launched_that_was_not_warmed_up(warm: WarmRanks, tmp_path: Path) -> None:
-    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
-    assert_all_is_warmed_up(warm, tmp_path, SHARDED["megatron"], CUDA_DEVICE_MAX_CONNECTIONS="8")
+@by
+def test_nothing_is_launched_that_was_not_warmed_up(by: str, warm: WarmRanks, tmp_path: Path) -> None:
+    if by == "megatron":
+        pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    assert_all_is_warmed_up(warm, tmp_path, SHARDED[by], CUDA_DEVICE_MAX_CONNECTIONS="8")
