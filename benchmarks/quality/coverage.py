@@ -121,7 +121,7 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
     os.environ |= {"WORLD_SIZE": str(ranks_of(words)), "RANK": "1", "LOCAL_RANK": "0"}
     sys.argv = ["pretrain_gpt", *words]
     card = (10, 0) if re.search("gb_?200", case) else (9, 0)
-    with _on_cards(card), mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]):
+    with on_cards(card), mock.patch.object(arguments, "get_device_arch_version", return_value=card[0]):
         try:
             args = pretraining.parse_arguments(_provide)
             model = pretraining.model_config(args, on_cpu=False)
@@ -141,7 +141,7 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
     from snip_megatron import bridge
     from snip_megatron.megatron.compat import bridge as bridge_compat
 
-    with _on_cards((9, 0) if "h100" in case else (10, 0)):
+    with on_cards((9, 0) if "h100" in case else (10, 0)):
         try:
             container = bridge_recipes.finished(make, bridge_compat.let_snip_choose)
         except SnipError as error:
@@ -152,7 +152,7 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
         return _checked(case, snip, lambda config: bridge.bridge_arguments(container), container.model)
 
 
-def _on_cards(card: tuple[int, int]) -> ExitStack:
+def on_cards(card: tuple[int, int]) -> ExitStack:
     """Return a context in which there seem to be eight cards of a capability, and all optional packages."""
     from snip_megatron.megatron import compat, validate
 
