@@ -78,8 +78,7 @@ MODELS: Mapping[str, Model] = {
         f"{_LATENT} --moe-layer-freq [0]*1+[1]*5 --moe-shared-expert-intermediate-size 384 --moe-ffn-hidden-size 384"
         f" --moe-router-topk 4 {_EXPERTS} 16",
     ),
-    # Qwen3-Next-like, 24 M active of 66 M: two blocks of gated DeltaNet to one of gated attention, a shared expert beside
-    # 2 of 8.
+    # Qwen3-Next-like: two blocks of gated DeltaNet to one of gated attention, a shared expert beside 2 of 8.
     "hybrid": Model(
         *(6, 512, 1408, 8, 2),
         f"{_DELTA_NET} --attention-output-gate --qk-layernorm --moe-shared-expert-intermediate-size 384"
