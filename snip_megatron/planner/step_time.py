@@ -21,8 +21,9 @@ ASSUMPTIONS = (
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
     " virtual; exchanges whose bytes formats decide count to the time of linears",
-    "tokens are spread evenly over experts, and dispatch and combination are exposed;"
-    " exchanges of context parallel ranks, routers and scans take no time",
+    "tokens are spread evenly over experts, dispatch and combination are exposed, and bf16 is one launch for all of a"
+    " layer, where Megatron's own step launches each expert and may wait for the host; exchanges of context parallel"
+    " ranks, routers and scans take no time",
     f"a kernel that adds gradients to main_grad has {ACCUMULATION:.0%} of a copy's bandwidth: it adds those of the"
     " embedding, and with --no-gradient-accumulation-fusion those of the layers that Megatron's own code runs",
     "data loading, logging and checkpoints take no time",
