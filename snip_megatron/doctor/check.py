@@ -42,7 +42,6 @@ def attempt(room: str, name: str, check: Callable[[], Check], advice: str) -> Ch
 
 
 def ok(room: str, name: str, found: str) -> Check:
-    """Return a check that passed."""
     return Check(room, name, Status.OK, found)
 
 

@@ -98,7 +98,6 @@ class BlackwellBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class."""
         if isinstance(a, NativeOperand) and isinstance(b, NativeOperand):
             if gemm is Gemm.WGRAD:
                 return self._accumulate(a, b, out)

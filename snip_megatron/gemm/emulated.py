@@ -41,7 +41,6 @@ class EmulatedBackend(GemmBackend):
         refuse_gathers(self.name, formats)
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
-        """See the base class."""
         plain, own = super().quantize(x, spec, cached), spec.only(SPECS)
         if own.formats == (None, None):
             return plain
@@ -51,7 +50,6 @@ class EmulatedBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class."""
         if isinstance(a, ExactOperand) and isinstance(b, ExactOperand):
             if gemm is Gemm.WGRAD:
                 return self._products.accumulate(a, b, out)

@@ -115,20 +115,17 @@ class HopperGroups(GroupLoop):
         return self._swiglu is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
     def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
-        """See the base class."""
         assert self._swiglu is not None
         return _of_experts(self._swiglu(y, None, spec, probs), splits, y.device)
 
     def swiglu_gradient(
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
-        """See the base class."""
         assert self._swiglu is not None
         *made, of_probs = self._swiglu(y, d, spec, probs)
         return _of_experts(made, splits, y.device), of_probs
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
-        """See the base class."""
         formats = spec.formats
         found: OperandPair = (None, None)
         if not self.in_one_launch.isdisjoint(formats):
@@ -145,7 +142,6 @@ class HopperGroups(GroupLoop):
         return found if left.formats == (None, None) else _either(found, super().quantize_weights(weights, left))
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        """See the base class."""
         if not isinstance(a, RowsOperand):
             return self._apart(gemm, a, b, dtype)
         left, right, rows = a.matrix, b, a.rows
@@ -172,7 +168,6 @@ class HopperGroups(GroupLoop):
         return out
 
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
-        """See the base class."""
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
         (left, right), whole = (_plain(each) for each in (g, x)), None if out is None else stacked(out)

@@ -64,7 +64,6 @@ class HopperBackend(GemmBackend):
         self.fuses_swiglu = activations is not None
 
     def check_gathers(self, formats: Collection[Format]) -> None:
-        """See the base class."""
         if others := set(formats) - NATIVE:
             self._others.check_gathers(others)
 
@@ -79,7 +78,6 @@ class HopperBackend(GemmBackend):
     def swiglu(
         self, y: Tensor, d: Tensor | None, spec: OperandSpec | None, probs: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """See the base class."""
         kernels = self._activations
         assert kernels is not None
         made: tuple[Any, ...]
@@ -105,7 +103,6 @@ class HopperBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class."""
         if isinstance(a, Operand) and isinstance(b, Operand):
             if gemm is Gemm.WGRAD:
                 return self._products.accumulate(a, b, out)
@@ -115,7 +112,6 @@ class HopperBackend(GemmBackend):
         return self._others.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        """See the base class."""
         return super().grouped(n, k, dtype) if n % TILE or k % TILE or dtype is not torch.bfloat16 else self._experts
 
     @functools.cached_property

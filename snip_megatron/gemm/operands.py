@@ -31,7 +31,6 @@ class UnquantizedOperand(NamedTuple):
 
     @property
     def format(self) -> Format | None:
-        """Format of the GEMM."""
         return self.spec.formats[1 - self.axis]
 
 

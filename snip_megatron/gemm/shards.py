@@ -34,7 +34,6 @@ class QuantizedShard(NamedTuple):
     common: tuple[Tensor, ...] = ()
 
     def opened(self, gathered: tuple[Tensor, ...]) -> GemmOperand:
-        """Return the operand of all tokens."""
         return self.open(*gathered, *self.common)
 
 

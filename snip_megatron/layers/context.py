@@ -195,7 +195,6 @@ class LinearHandle:
 
     @property
     def name(self) -> str:
-        """The global name."""
         return str(self.id)
 
     @property

@@ -89,7 +89,6 @@ class LinearRegistry:
         return len(self._handles)
 
     def row(self, handle: LinearHandle) -> LinearRow:
-        """Return the row of one of the linears."""
         return self.rows[handle.state.position]
 
     def __getitem__(self, name: str) -> LinearHandle:

@@ -37,7 +37,6 @@ class SnipState(torch.nn.Module):
         self.loaded: bytes | None = None
 
     def content(self) -> bytes | None:
-        """Return the bytes to store."""
         return self._save() or self.loaded
 
     def sharded_state_dict(

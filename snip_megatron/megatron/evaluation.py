@@ -71,8 +71,6 @@ class Evaluation:
         self._sets = iter((getattr(self.args, "validation_set_names", None) or itertools.count()) if several else ())
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``evaluate`` wrapped."""
-
         def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
             with self.graphs.beside(model):
                 return evaluate(forward_step_func, data_iterator, model, *rest, **named)

@@ -178,7 +178,6 @@ class _Call:
         self._microbatches = microbatches
 
     def run(self) -> _Call:
-        """Run all passes."""
         self._registry.context.override = self._forced
         self._step.schedule([each.microbatch for each in self._passes], self._forward_step)
         return self

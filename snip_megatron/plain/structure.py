@@ -167,7 +167,6 @@ class _Trace:
         self._outputs: dict[int, tuple[nn.Module, int, torch.Tensor]] = {}  # of the norms in this block, by address
 
     def run(self, forward: Callable[[], object]) -> None:
-        """Run a forward pass."""
         with ExitStack() as stack:
             for layer, block in enumerate(self._structure.blocks):
                 stack.callback(block.register_forward_pre_hook(self._block, with_kwargs=True).remove)

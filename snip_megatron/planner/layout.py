@@ -88,7 +88,6 @@ class Layout:
     # -- sizes ---------------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:
-        """Total number of GPUs."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property

@@ -46,7 +46,6 @@ class Model:
 
     @property
     def weights(self) -> float:
-        """Number of weights of the linears."""
         return sum(row.elements for row in self.rows)
 
     @property

@@ -123,7 +123,6 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
 
 
 def formats_of_map(precision_map: PrecisionMap) -> FormatsOf:
-    """Return the formats of each linear in a map."""
     fprop, dgrad, wgrad = Gemm
     return lambda row: (
         precision_map.format_of(row.name, fprop),

@@ -33,7 +33,6 @@ class Format(str, Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of one element."""
         return 16 if self is Format.BF16 else 4 if self in FOUR_BIT else 8
 
     @property

@@ -103,7 +103,6 @@ def number(value: Any, path: str) -> float:
 
 
 def finite(value: Any, path: str) -> float:
-    """Return a finite number as float64."""
     if not is_finite(value):
         raise SnipError(f"{path}: must be a finite number")
     return float(value)

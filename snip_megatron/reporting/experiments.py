@@ -19,7 +19,6 @@ _AXIS = {"type": "log", "exponentformat": "power"}
 
 
 def comparison_page(name: str, text: str, table: Sequence[Row]) -> str:
-    """Return the page of a comparison of policies."""
     figures = []
     for kind, title in TITLES.items():
         own = [row for row in table if row.kind == kind and row.budget is not None]
@@ -29,7 +28,6 @@ def comparison_page(name: str, text: str, table: Sequence[Row]) -> str:
 
 
 def proxy_page(text: str, validations: Sequence[Validation]) -> str:
-    """Return the page of a validation of estimators."""
     figures = [
         (f"{v.source}, step {v.step}: {kind} by {estimator}", _scatter(v, kind, estimator))
         for v in validations

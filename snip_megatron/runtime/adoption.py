@@ -72,7 +72,6 @@ class MapChannel:
         return bool(flag.item())
 
     def _broadcast(self, message: bytes) -> bytes:
-        """Return rank 0's message."""
         size = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
         dist.broadcast(size, src=0)
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8)

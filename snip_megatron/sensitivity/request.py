@@ -74,7 +74,6 @@ class SolveRequest(JsonFields):
 
     @property
     def tolerance(self) -> float | None:
-        """The stage tolerance of the Problem."""
         return None if self.budget.timed else self.stage_tolerance
 
     def of_step(self, share: float) -> SolveRequest:

@@ -46,7 +46,6 @@ class Choice(JsonFields):
 
     @property
     def loss(self) -> float:
-        """Σ of the losses."""
         return self.losses[0] if len(self.losses) == 1 else math.fsum(self.losses)
 
 

@@ -89,7 +89,6 @@ class Table:
 
     @classmethod
     def build(cls, problem: Problem) -> Table:
-        """Build the arrays of a problem."""
         phases = problem.phases or (Phase(1),)
         items = sorted(problem.items, key=lambda item: item.id)
         stages = tuple(sorted({item.stage for item in items}))

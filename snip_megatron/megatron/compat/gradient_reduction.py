@@ -98,7 +98,6 @@ class _Handle:
         self._reduction = reduction
 
     def wait(self) -> None:
-        """Finish the sum."""
         self._reduction.result()
 
 

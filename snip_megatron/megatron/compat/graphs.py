@@ -97,7 +97,6 @@ def schedule_without_graph(forward_backward_func: Callable[..., Any]) -> Callabl
 
 
 def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the parameters of all model chunks."""
     for chunk in model:
         yield from chunk.parameters()
 

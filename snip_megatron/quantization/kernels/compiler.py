@@ -93,7 +93,6 @@ class Compilation:
         return False
 
     def close(self) -> None:
-        """End the processes."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -151,15 +150,12 @@ class _Target:
         self._target = target
 
     def get_current_target(self) -> GPUTarget:
-        """Return the target."""
         return self._target
 
     def get_current_device(self) -> int:
-        """Return 0."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Return 0."""
         return 0
 
 

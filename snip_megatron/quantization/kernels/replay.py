@@ -64,7 +64,6 @@ class Word(int):
     index: int
 
     def __new__(cls, value: int, place: int, index: int) -> Word:
-        """Make the word. ``index`` is 0 or 1."""
         made = super().__new__(cls, value)
         made.place, made.index = place, index
         return made
@@ -95,7 +94,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop recording."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _current.recording = None
 
@@ -296,12 +294,10 @@ class Replayed:
 
     @property
     def replays(self) -> int:
-        """Number of calls that were replayed."""
         return int(self._table.replays)
 
     @property
     def kept(self) -> int:
-        """Number of recordings."""
         return int(self._table.kept)
 
     def _record(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...] | None]:

@@ -111,7 +111,6 @@ def _command() -> list[str]:
 
 
 def _cache() -> Path:
-    """Return the folder of Triton's cache."""
     import triton
 
     return Path(triton.knobs.cache.dir)

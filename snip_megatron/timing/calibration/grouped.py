@@ -127,6 +127,5 @@ def uneven_splits(experts: int, tokens: int, multiple: int) -> list[int]:
 
 
 def _triples(columns: Sequence[dict[Format, float]]) -> dict[Format, Triple]:
-    """Return format → its three times."""
     first, second, third = columns
     return {fmt: (first[fmt], second[fmt], third[fmt]) for fmt in first}
