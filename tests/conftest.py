@@ -1,7 +1,5 @@
 """What the folders under tests/ mean: marker, who runs beside whom; warm ranks; groups of one; property tests."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that are built on the meta device."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

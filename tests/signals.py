@@ -1,7 +1,5 @@
 """Commands that a test stops by a signal."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

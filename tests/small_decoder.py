@@ -1,7 +1,5 @@
 """The sizes of a small dense decoder, as arguments of Megatron's TransformerConfig."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention by torch, for models of Megatron on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

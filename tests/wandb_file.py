@@ -1,7 +1,5 @@
 """Reads an offline run's ``.wandb`` file: LevelDB's log format around wandb's own protobuf records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of released megatron-core wheels, from the package index once a session; tests skip where there is none."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Each from its wheel, before the installed one in the path; everything else is this environment's.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``python -m adoption_ranks SCENARIO`` on gloo ranks with ``OUT=<folder>``: each writes ``rank<k>.json``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

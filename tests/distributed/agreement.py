@@ -13,8 +13,6 @@ follow, each with its own limit:
   :data:`FLIPPED_TOKENS` average tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Module of warm ranks, which have imported Megatron.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib.machinery
 import importlib.util

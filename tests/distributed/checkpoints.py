@@ -1,7 +1,5 @@
 """Reading Megatron's torch_dist checkpoints without Megatron: every tensor, every object, by its global name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

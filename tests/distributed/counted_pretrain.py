@@ -7,8 +7,6 @@ bytes on the wire depends on the library's algorithm; the count is that of a rin
 in the network undercuts.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -7,8 +7,6 @@ linear's own output and its gradient, and Σ ‖u(g') − u(g)‖/‖W‖ over d
 steps of torch's AdamW on float64 copies. For one rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Starts real ranks the way a user does: torchrun, gloo on the CPU, a Llama small enough to train in seconds."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -5,8 +5,6 @@ and trains on under it. What must agree: the table of statistics, the map, the l
 group and token share is a multiple of 128, so that tiles fall alike (docs/how-it-works.md, rules of a run).
 """
 
-from __future__ import annotations
-
 import functools
 import shlex
 from dataclasses import dataclass, replace

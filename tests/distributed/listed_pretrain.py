@@ -4,8 +4,6 @@ Each kernel is listed instead of launched, and plain torch does its work. The fi
 rehearses and which ones training launches afterwards, of this rank.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 fp32 logits of ``TOKENS`` [batch, sequence, padded vocabulary], whole, from the first rank of the last pipeline stage.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

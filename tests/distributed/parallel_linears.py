@@ -8,8 +8,6 @@ results where partial sums are quantised too, twice, and the partial sums. ``bro
 ``reduced_broken<k>.pt``: case -> the results of either with a NaN in one shard.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Only what lets Megatron run on a CPU at all is ours. For Megatron 0.19.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

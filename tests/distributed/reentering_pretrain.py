@@ -5,8 +5,6 @@ nvidia-resiliency-ext's in-process restart does it. ``TWICE=1``: when the entry 
 again. Each prints the ids of the solver processes that are left at the end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that fail twice under torchrun's ``--max-restarts``, and what each attempt finds in the store."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

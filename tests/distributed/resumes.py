@@ -6,8 +6,6 @@ fp4 on another layout, values on a boundary of roundings have fallen elsewhere a
 change places: later maps may cost ``EXCESS_LIMIT`` more than the uninterrupted run's own, by that run's scores.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import shlex

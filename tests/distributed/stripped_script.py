@@ -3,8 +3,6 @@
 Only what lets Megatron run on a CPU at all is ours.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -3,8 +3,6 @@
 Each rank writes ``rank<k>.pt``: for each length of a rank's part, its gradients and its part of the sum.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Agreement over three real ranks: the map and its figures, a corrupted broadcast, a replay's schedule, the loss."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

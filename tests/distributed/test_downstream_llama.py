@@ -1,7 +1,5 @@
 """The downstream benchmark's Llama answers in transformers as the trained model did in Megatron."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

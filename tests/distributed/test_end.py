@@ -1,7 +1,5 @@
 """The end of the entry: process groups are destroyed, except those whose collectives may be in CUDA graphs."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

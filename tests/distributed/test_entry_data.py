@@ -1,7 +1,5 @@
 """Training on data files of its own kind, with validation on others."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wrong arguments: one clear line, a non-zero exit, nothing trained."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Resuming continues bit for bit: with the distributed optimizer, after a probe, and with SNIP switched on and off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures of experts through the real entry, where the layouts' harness does not reach: of one expert, and starved."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import replace

@@ -2,8 +2,6 @@
 torch's ``fully_shard``.
 """
 
-from __future__ import annotations
-
 import functools
 import shlex
 from collections.abc import Callable

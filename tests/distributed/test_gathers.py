@@ -3,8 +3,6 @@
 With ``--snip-communication all`` partial sums are quantised too: other bits, which a recomputation and a resume repeat.
 """
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that data parallel ranks sum in FP8: the bits of a readable sum, on every way through a training."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts outside of Transformer Engine's graphs, through Megatron's own helper; graphs on a GPU: ``tests/gpu``."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

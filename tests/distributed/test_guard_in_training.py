@@ -1,7 +1,5 @@
 """An injected loss spike takes the map back, on all ranks at one step; resumed and replayed runs agree bit for bit."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

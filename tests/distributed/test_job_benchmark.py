@@ -1,7 +1,5 @@
 """The table of whole trainings is made on the CPU, so that its first call on a GPU works."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A configuration of ``snip launch`` with a tiny model, same arguments, on real ranks: trained under SNIP, resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linears over two tensor parallel ranks are the whole linear: outputs, gradients, draws of stochastic rounding."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The matrices of layouts and of resumes. The suite runs a part of them, ``pytest -m matrix`` the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

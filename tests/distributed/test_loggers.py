@@ -1,7 +1,5 @@
 """Figures of a real run in Megatron's own wandb run and TensorBoard log, read back from their files."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

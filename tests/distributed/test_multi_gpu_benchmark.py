@@ -1,7 +1,5 @@
 """The benchmark of several GPUs runs on the CPU, so that its first call on GPUs works."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """The oracle through the real entry: exact against options forced alone by a static map, and equal on parallel
 layouts."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Scripts that are not ours, with three lines of SNIP: they train as before without ``--snip``, and as ours with it."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequences of documents that do not attend to each other: conversations (``--sft``), and documents that end in one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

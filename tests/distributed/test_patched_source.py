@@ -1,7 +1,5 @@
 """Megatron with SNIP's hook in its source (patches/): the same bits as with the hook put in at run time."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

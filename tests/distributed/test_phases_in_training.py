@@ -1,7 +1,5 @@
 """Maps that change with time in whole runs through the real entry: phases, their average, a resume, a replay."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plain loop on two ranks: whichever way they are data parallel, they measure and choose together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

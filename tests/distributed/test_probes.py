@@ -3,8 +3,6 @@
 That what they measure does not depend on the parallel layout is in test_layout_matrix.py.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

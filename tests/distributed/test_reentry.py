@@ -1,7 +1,5 @@
 """Training again in one process: after an in-process restart, and after a run that has ended."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

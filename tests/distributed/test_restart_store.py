@@ -1,7 +1,5 @@
 """Real torchrun starts ranks again on the store of the round before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launch import run_ranks

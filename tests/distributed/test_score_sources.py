@@ -1,8 +1,6 @@
 """What scores are made of, in real runs: drift of other optimizers, natural noise of gradients; and
 maps whose groups share a format."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real ranks, one of which has little memory: all of them probe as many sequences as fit there, or none."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs whose budget is a predicted speedup or a loss: maps keep it on every stage, and the record says so."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs under SNIP through the real entry: maps are solved, agreed on and adopted on every layout, and repeat."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Variants of formats in whole runs through the real entry: measured, chosen, trained with, replayed, and refused."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from pathlib import Path

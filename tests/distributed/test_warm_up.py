@@ -1,7 +1,5 @@
 """What is compiled before the first step is all that updates, adoptions, steps and validation launch later."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A hand-written table of times, as a user's machine might have measured one: input of tests, no measurement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from snip_megatron.precision import Format

@@ -8,8 +8,6 @@ documents. Conversations are read by a stand-in for the package datasets, where 
 ``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Short trainings under SNIP, each made once, and their comparison bit by bit."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

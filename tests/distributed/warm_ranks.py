@@ -4,8 +4,6 @@ What runs in a rank is the same as under torchrun: the module's ``main()`` with 
 variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``) and sends it jobs, each a line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

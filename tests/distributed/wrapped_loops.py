@@ -3,8 +3,6 @@
 Every rank writes what it found to ``<folder>/<rank>.json``: ``torchrun ... -m wrapped_loops FOLDER``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """scripts/apply_patches.sh on the files of released wheels: applied, compiled, idempotent, reverted, else refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

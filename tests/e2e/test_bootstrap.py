@@ -1,7 +1,5 @@
 """scripts/bootstrap.sh: finding Python, the stamp, the lock, repair; real pip, a package without dependencies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``snip calibrate`` as a user runs it, on a CPU: a table that cost models read, and one line for every mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`snip compare` as a user runs it: a real experiment on the CPU, interrupted and gone on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

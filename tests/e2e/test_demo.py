@@ -1,7 +1,5 @@
 """scripts/demo.sh as a user runs it, with half the layers and fewer steps, in a folder of its own, on this venv."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

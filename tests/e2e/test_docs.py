@@ -1,7 +1,5 @@
 """The documents are true: links resolve, figures are those of the result files, arguments exist, the drawing fits."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ A block of bash is run, line after line, unless a comment before it says otherwi
 ``<!-- test: parse -->`` is for commands that need a GPU: their arguments are parsed.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

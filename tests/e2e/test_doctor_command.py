@@ -1,7 +1,5 @@
 """`snip doctor` as a user and as a script calls it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

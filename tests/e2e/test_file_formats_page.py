@@ -1,7 +1,5 @@
 """docs/file-formats.md: its examples are read by the package's own readers, and no schema and no event is left out."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

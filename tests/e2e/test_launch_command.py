@@ -1,7 +1,5 @@
 """``snip launch`` as a user runs it: the exact command, the hardware, one line for every mistake."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

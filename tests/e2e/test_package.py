@@ -1,7 +1,5 @@
 """The wheel: what users who do not work in the repository get, and what it does without the packages of its extras."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``snip plan`` as a user runs it: tables, JSON, and one line for every mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

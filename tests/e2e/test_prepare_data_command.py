@@ -1,7 +1,5 @@
 """`snip prepare-data` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """shellcheck over every shell script; what launches jobs must be executable."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

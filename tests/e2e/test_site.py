@@ -1,7 +1,5 @@
 """The site of the documentation: it builds without a warning, its links lead somewhere, all of it is local."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

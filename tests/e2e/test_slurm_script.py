@@ -3,8 +3,6 @@
 Stand-ins take the place of sbatch and of scontrol, which lists host names. tests/slurm has the real SLURM.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """``snip solve`` as a user runs it: map, exit codes, one line for every mistake."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """``snip solve`` over a run directory as a user runs it: no new statistics, one line for every mistake."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Commands whose standard output is closed, full, or of another encoding than UTF-8."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Runs in the solver process, as ``SidecarClient(solve="faults.builder:solve")``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -4,8 +4,6 @@ Run it in the folder ``tests`` (or with it on PYTHONPATH). ``--resume`` goes on 
 follows from count, seed and kinds. The exit code is 1 if anything was lost.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -1,7 +1,5 @@
 """What an update costs the training thread while the solver takes its time: Σ ``wait_s`` against a step's time."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from dataclasses import asdict

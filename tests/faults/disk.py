@@ -1,7 +1,5 @@
 """A disk that is full or read-only under one folder, at the calls with which a process writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The kinds of faults that end a job."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

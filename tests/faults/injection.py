@@ -1,7 +1,5 @@
 """What kinds of faults use inside a rank: the step, the controller, signals at a random moment, and a note of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

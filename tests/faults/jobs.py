@@ -1,7 +1,5 @@
 """Runs a batch's trainings and judges each of its faults."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Whether a training lost anything: its steps against its own replay, its record, its processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

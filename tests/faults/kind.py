@@ -4,8 +4,6 @@ A kind of group ``update`` hits one update (or one step near it) of a training t
 ends the job, which is started again on its checkpoint; one of group ``launcher`` is a job's under torchrun itself.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The kinds of faults of trainings that go on, and the list of all kinds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

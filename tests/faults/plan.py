@@ -1,7 +1,5 @@
 """What is injected where: a campaign's faults, drawn from one seed and packed into trainings."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

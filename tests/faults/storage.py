@@ -1,7 +1,5 @@
 """JSON files by rename: a campaign that is killed keeps what it has."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of kinds and outcomes, as the generated section of a Markdown file."""
 
-from __future__ import annotations
-
 import collections
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults into real trainings, a few of each group; the whole campaign is ``python -m faults.campaign``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each rank leaves ``trace<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """A quantised linear without Megatron, for tests on a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

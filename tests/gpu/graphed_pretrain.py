@@ -6,8 +6,6 @@ card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: la
 theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

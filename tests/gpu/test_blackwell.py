@@ -3,8 +3,6 @@
 No such GPU was at hand when this was written: these tests have never run. tests/unit/gemm/test_blackwell*.py have.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

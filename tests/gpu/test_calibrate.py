@@ -1,7 +1,5 @@
 """``snip calibrate`` on a GPU: the product's kernels under its clock give a table that cost models read."""
 
-from __future__ import annotations
-
 import torch
 
 from snip_megatron.gemm.selection import select_backend

@@ -1,7 +1,5 @@
 """DeepGEMM on a Hopper GPU: cuBLASLt's bits in fprop and dgrad, and products inside a CUDA graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

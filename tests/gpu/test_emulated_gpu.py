@@ -1,7 +1,5 @@
 """Formats on bf16 tensor cores of a GPU: bits of the operands, errors of the GEMMs, accumulation, CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

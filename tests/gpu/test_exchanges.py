@@ -1,7 +1,5 @@
 """Bytes that ranks exchange, on a GPU: the kernels against torch's reference, and sums over two GPUs through NCCL."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

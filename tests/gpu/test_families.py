@@ -6,8 +6,6 @@ Transformer Engine's own linears run a map too (``--snip-gemm transformer_engine
 ``SNIP_FAMILIES=NAME,...`` chooses families.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

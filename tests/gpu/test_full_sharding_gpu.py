@@ -4,8 +4,6 @@ Stock, and from its checkpoint an all-bf16 map, bit for bit; updated maps, with 
 for bit. ``SNIP_FAMILIES=NAME,...`` chooses models.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 

@@ -3,8 +3,6 @@
 The trainings are real runs of the entry, several at once on the GPU; each is started once, by the first test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 python -m pytest tests/gpu/test_grouped_gpu.py      # about 90 s, most of it compilation
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

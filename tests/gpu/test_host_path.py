@@ -1,7 +1,5 @@
 """Calls of the Hopper backend that C++ replays give what Python gives, and are really replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

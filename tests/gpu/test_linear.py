@@ -1,7 +1,5 @@
 """A quantised linear on a Hopper GPU: numbers of Y and all gradients, main_grad, stochastic rounding, odd shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

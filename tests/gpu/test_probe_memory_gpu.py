@@ -1,7 +1,5 @@
 """What a rank is told about its device's memory, and updates of a training on a card that is nearly full."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Compiled quantisation kernels at training sizes; small shapes: tests/unit/quantization/kernels/test_quantize.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

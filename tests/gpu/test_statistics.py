@@ -1,7 +1,5 @@
 """Compiled kernels of the statistics at training sizes; small shapes: tests/unit/statistics/kernels/test_sums.py."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

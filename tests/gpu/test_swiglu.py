@@ -1,7 +1,5 @@
 """SwiGLU fused with quantisation, against Megatron's functions and quantisation after them: equal but for roundings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

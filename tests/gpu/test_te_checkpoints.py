@@ -3,8 +3,6 @@
 ``SNIP_TE_ROUND_TRIP=FILE`` keeps the result as JSON, with device, versions, commit and command.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training on this card times its own GEMMs before its first update, and a resume has the same times."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -5,8 +5,6 @@ tokens behind computation, with delayed wgrads and with CUDA graphs; a dense mod
 Transformer Engine's user buffers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

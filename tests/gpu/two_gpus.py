@@ -1,7 +1,5 @@
 """A function that runs on two GPUs, whose processes form a group of NCCL."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 

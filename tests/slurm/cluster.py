@@ -4,8 +4,6 @@ One ``slurmctld``, two ``slurmd`` and one ``munged`` run as the calling user, on
 their own. The names of the nodes do not resolve: jobs must use the address that SLURM gives for a node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """The cluster of a session of tests, brought up once, or the reason why they are skipped. Each test ends its jobs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A training under ``launch/slurm.sh`` in a cluster: submitted as a user does, watched by its log and by SLURM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -9,8 +9,6 @@ handler, and a checkpoint is the number of a step. The environment variable STAN
 * ``fail``: exit code of the rank on the first node, while the rank on the second waits for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """When a job is queued again and how it ends, on a real SLURM: script and agent, over ranks that do not compute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A training under a real SLURM: a node lost, preempted, signalled, cancelled, from where it was. Real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cluster import NODES, Cluster

@@ -4,8 +4,6 @@ Transformer Engine's modules can be built there if CUDA seems to be present. The
 converted linear does not. The attention core and norms that are modules of their own are replaced by torch's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

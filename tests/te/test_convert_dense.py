@@ -1,7 +1,5 @@
 """Conversion of Transformer Engine's linears in a built decoder: names, layout of checkpoints, figures of torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

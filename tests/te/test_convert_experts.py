@@ -1,7 +1,5 @@
 """Conversion of Transformer Engine's grouped experts in a built decoder: names, layout of checkpoints, figures."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Everything but the linears runs by torch: attention's core, and the kernels of gated delta nets and Mamba.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from typing import Any

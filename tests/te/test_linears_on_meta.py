@@ -1,7 +1,5 @@
 """The linears of models of Transformer Engine's layers, built on the meta device."""
 
-from __future__ import annotations
-
 import pytest
 import torch  # noqa: F401  Transformer Engine needs torch's libraries
 

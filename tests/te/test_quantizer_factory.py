@@ -1,7 +1,5 @@
 """The factory that ``snip export --format te`` writes, loaded as Megatron does, on Transformer Engine's own classes."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

@@ -3,8 +3,6 @@
 Their GEMMs need a GPU. What comes before them does not: here the stock forward ends once it has its quantizers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process of interpreted kernels, for tests of several rooms."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Damage to data from outside, and a watch over what a parser asks the interpreter for."""
 
-from __future__ import annotations
-
 import copy
 import encodings.cp437  # noqa: F401  zipfile imports it for the first archive, which the watch would take for the parser's
 import json

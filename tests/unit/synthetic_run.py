@@ -1,7 +1,5 @@
 """Writes a run directory as a controller would, through RunDirectory: 6 layers, 24 linears, 5 updates, 2 stages."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

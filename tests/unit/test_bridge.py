@@ -1,7 +1,5 @@
 """Megatron Bridge's interface against what snip_megatron.bridge takes it for; skipped where Bridge is not installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """SnipConfig: its arguments come from the dataclass, and every value that cannot work gives one clear line."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

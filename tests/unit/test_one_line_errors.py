@@ -1,7 +1,5 @@
 """How error lines quote what a user wrote, and which numbers of a JSON file are numbers."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

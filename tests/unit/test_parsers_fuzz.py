@@ -3,8 +3,6 @@
 Nothing is unpickled, no file is opened but the one that was named, none is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Schedules and plans: where phases begin, which map is in force, what moves with the run's end, and their JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Names, the map's lookup, its int8 codec, its JSON and its digest."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's interpreter: chosen before the first import of triton, which Megatron imports. Hence a process."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

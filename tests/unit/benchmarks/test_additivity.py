@@ -1,7 +1,5 @@
 """The models of a rise of the loss by a set of fprops, and the sets that they choose."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The check that the owner of a new GPU runs: its dry run on a CPU, and the page it writes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Questions from held-out files: what they hold, that they can be drawn again, and how results are compared."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

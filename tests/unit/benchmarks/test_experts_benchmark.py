@@ -1,7 +1,5 @@
 """The benchmark of experts at a tiny size: all contenders that a CPU runs compute the same MLP."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.layers.experts import TINY, UNIFORM, measure

@@ -1,7 +1,5 @@
 """The table of whole trainings: what is refused, why one failed, what updates cost. Trainings: tests/distributed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kinds of kernels of a step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The picture of loss against time is what the committed results say."""
 
-from __future__ import annotations
-
 from benchmarks.quality.pareto import main
 
 

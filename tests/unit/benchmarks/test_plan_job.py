@@ -1,7 +1,5 @@
 """Predictions beside the committed trainings of a 1.1 B model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

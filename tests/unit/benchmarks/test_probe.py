@@ -1,7 +1,5 @@
 """The probe benchmark runs where there is no GPU, and its figures are about each other what they say."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

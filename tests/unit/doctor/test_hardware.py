@@ -1,7 +1,5 @@
 """Backends are run, not believed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ports, directories and the solver on this host."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Version ranges, and what the doctor says of a package."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic statistics tables are those of the sensitivity tests."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

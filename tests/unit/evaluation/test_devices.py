@@ -1,7 +1,5 @@
 """Which GPUs the runs of a comparison get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Experiment files: the committed ones parse, faults are named by place, runs are what the file says."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

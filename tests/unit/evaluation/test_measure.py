@@ -1,7 +1,5 @@
 """The figures of a finished run, read from its run directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gap recovered and the paired test, against the formula of Student's t and against data made to order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Proxy validation on tables whose truth is known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The results from which a comparison goes on, and the folder in which it works."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The pool with real processes that are cheap: short Python programs."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The warm checkpoint: when it is there, and when it has to be trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Maps that cannot be written as a quantizer factory of Transformer Engine. What it makes of others is in tests/te."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exported recipes, read by Megatron's own parser: every linear of every stage gets the recipe of its format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

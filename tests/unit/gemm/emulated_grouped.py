@@ -1,7 +1,5 @@
 """DeepGEMM's grouped products on a CPU: the layouts that it demands on Hopper, in exact arithmetic, rounded once."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

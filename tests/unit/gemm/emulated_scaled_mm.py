@@ -5,8 +5,6 @@ Layouts and limits as measured on an H200 with torch 2.11: K-major operands; 1×
 of 128. The result is exact arithmetic on the quantised operands, rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType

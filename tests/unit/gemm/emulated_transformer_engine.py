@@ -5,8 +5,6 @@ or E4M3, padded to 128×4 with bytes that nobody may read, NVFP4's column-wise u
 What kernels compute on a GPU is tested in tests/gpu; tests compare this with an installed Transformer Engine.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

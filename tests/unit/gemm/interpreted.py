@@ -1,7 +1,5 @@
 """Runs in a process of its own, where Triton's interpreter was chosen before the first import of triton."""
 
-from __future__ import annotations
-
 import torch
 
 

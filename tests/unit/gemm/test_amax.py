@@ -1,7 +1,5 @@
 """An amax that comes with a shard: every backend scales by it, whatever the shard's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ What a GPU computes is tested in tests/gpu; here, that every operand is quantise
 that the products are those of these operands.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Blackwell backend and its emulation against the API of an installed Transformer Engine; no GPU needed."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the Blackwell backend refuses to run, in what words, and that wrong numbers are found."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.metadata
 import importlib.util

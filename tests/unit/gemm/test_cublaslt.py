@@ -1,7 +1,5 @@
 """The binding of cuBLASLt as far as a CPU can test it: the real library checks every attribute and its size."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import sysconfig

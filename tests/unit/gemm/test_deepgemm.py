@@ -1,7 +1,5 @@
 """DeepGEMM behind the products: the layouts it is given, what it is not asked for, and when it is trusted."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

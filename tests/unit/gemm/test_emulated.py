@@ -1,7 +1,5 @@
 """The backend that multiplies quantised numbers on bf16 tensor cores, on a CPU: numbers, layouts, what is kept."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

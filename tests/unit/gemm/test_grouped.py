@@ -1,7 +1,5 @@
 """Grouped products on Hopper, with DeepGEMM emulated, against the loop over experts of the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 What a GPU computes is tested in tests/gpu; here, that every operand has the layout that cuBLAS takes, and the numbers.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measured choices of cuBLASLt's proposals: when a table does not hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reference GEMMs against float64: exact on what they quantise, and a signal-to-noise floor on every result."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

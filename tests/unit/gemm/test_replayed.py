@@ -1,7 +1,5 @@
 """A Hopper backend whose calls C++ repeats gives what Python gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which backend is picked, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

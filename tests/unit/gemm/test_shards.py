@@ -1,7 +1,5 @@
 """Token shards that are quantised, packed and joined give the operands, and the GEMMs, of the whole matrix."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One node's torchrun: its command; which processes a signal reaches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every configuration through Megatron's own argument validation, and SNIP's, with its whole world size."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is asked, checked: sizes that fit together, data that is there, checkpoints to go on from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real Megatron linears on one gloo rank, and what their quantised GEMMs must give, composed independently."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The quantised linear on one rank: every GEMM in every format, gradients, main_grad, recomputation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

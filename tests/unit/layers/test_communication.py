@@ -3,8 +3,6 @@
 tests/distributed/test_gradient_reduction.py has the bits of the sums.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Linears that read the step from the device train as those that Python tells; their memory stays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which formats a run may ask a GEMM backend for: what a backend that lacks one refuses at the start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from snip_megatron.config import SnipConfig

@@ -1,7 +1,5 @@
 """The linear of all experts against float64 products of independently quantised operands, expert by expert."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a measuring pass forces on a linear: a format for one microbatch, the keys of another, a nudge, ⟨G, E⟩."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

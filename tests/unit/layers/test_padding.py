@@ -1,7 +1,5 @@
 """Rows of experts with zeros between them: there and back, and their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The registry: adopting maps, refusing those of other models, counters of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

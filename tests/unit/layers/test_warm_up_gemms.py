@@ -1,7 +1,5 @@
 """Which formats are run before training, and that the warm-up leaves the model's own linear alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

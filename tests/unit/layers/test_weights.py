@@ -1,7 +1,5 @@
 """When a linear's weight is quantised, and when it must be again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

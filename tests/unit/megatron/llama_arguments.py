@@ -1,7 +1,5 @@
 """Megatron's arguments of a Llama of 4 layers on one rank: the defaults of its parser, and what its validation adds."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

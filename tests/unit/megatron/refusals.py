@@ -1,7 +1,5 @@
 """The line by which SNIP refuses Megatron's arguments."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

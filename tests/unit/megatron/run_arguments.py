@@ -1,7 +1,5 @@
 """Megatron's arguments of a run of several ranks, for tests of what they cost."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What surrounds a training step. The controller is made up here; tests/distributed have the real one."""
 
-from __future__ import annotations
-
 import argparse
 from types import SimpleNamespace
 

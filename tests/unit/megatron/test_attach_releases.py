@@ -1,7 +1,5 @@
 """A script with ``attach`` beside a release of Megatron that SNIP does not support."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

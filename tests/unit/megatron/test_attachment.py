@@ -1,7 +1,5 @@
 """What a script's call of pretrain is taken for, and what is said where it lacks something."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from types import SimpleNamespace

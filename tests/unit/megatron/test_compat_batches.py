@@ -1,7 +1,5 @@
 """Looking at the next batches changes nothing for training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

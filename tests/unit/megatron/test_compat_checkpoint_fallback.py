@@ -1,7 +1,5 @@
 """Which checkpoint is loaded where the latest was not written to its end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In which checkpoint SNIP's state is looked for: the one that Megatron loads."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Defaults that follow from the machine: the user's value wins, and is refused where it cannot work."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 

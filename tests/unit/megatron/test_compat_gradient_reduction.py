@@ -1,7 +1,5 @@
 """The replaced function of Megatron is there while it is wanted, and no longer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig

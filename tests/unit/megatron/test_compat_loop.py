@@ -1,7 +1,5 @@
 """Wrapping the training step; conditions under which a pass is not training."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import megatron.training.training as training

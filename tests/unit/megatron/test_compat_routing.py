@@ -1,7 +1,5 @@
 """Real routers of Megatron: passes that are no training leave nothing in them, and route as the first one did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

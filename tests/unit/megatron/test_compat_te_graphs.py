@@ -1,7 +1,5 @@
 """Transformer Engine's CUDA graphs, as far as they can be seen without a GPU; the graphs themselves: ``tests/gpu``."""
 
-from __future__ import annotations
-
 import torch
 
 from snip_megatron.megatron.compat.te_graphs import layers_of

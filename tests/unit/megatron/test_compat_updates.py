@@ -1,7 +1,5 @@
 """Drift of every supported optimizer against two real steps from the same state, with and without an error."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Versions and signatures that we rely on are checked, with a clear error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

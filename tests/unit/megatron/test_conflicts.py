@@ -1,7 +1,5 @@
 """Each argument of Megatron that SNIP refuses is one of this Megatron, and the error names both sides."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

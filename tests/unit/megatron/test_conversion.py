@@ -1,7 +1,5 @@
 """convert_model on a real GPT model of Megatron, one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bf16 products of a process on the CPU are FP32 products that are rounded once, in autograd too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

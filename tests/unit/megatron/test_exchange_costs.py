@@ -1,7 +1,5 @@
 """Exchanges in the costs of a run's options: a run promises what ``snip plan`` predicts."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ The fused functions are those of ``quantization/swiglu.py`` in torch; kernels ha
 elsewhere. Unfused is the same MLP with SwiGLU as an autograd function of its own between the two linears.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a call of the schedule leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The residual stream of a real GPT model: boundaries are where the method puts them, noise is what was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The linears of a model that is built on the meta device: names, shapes, stages, places and FLOPs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

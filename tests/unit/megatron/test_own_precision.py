@@ -1,7 +1,5 @@
 """Megatron's own FP8 and FP4 beside ``--snip``: what is switched off, and which formats their recipes stand for."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """A run without a table of times: rank 0 times its own GEMMs once, and every later start has the same times."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path

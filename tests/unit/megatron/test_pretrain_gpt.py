@@ -1,7 +1,5 @@
 """How the entry reports an error: once before ranks communicate, and by the rank that has it afterwards."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import pytest

@@ -1,7 +1,5 @@
 """Beside Megatron's CUDA graphs, and back: what can be seen without a GPU; the graphs themselves: ``tests/gpu``."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 from types import SimpleNamespace

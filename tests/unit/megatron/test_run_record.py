@@ -1,7 +1,5 @@
 """Where a run writes its record."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

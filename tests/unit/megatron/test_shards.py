@@ -1,7 +1,5 @@
 """Layouts that cut quantisation tiles where others do not."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

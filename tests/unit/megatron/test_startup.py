@@ -1,7 +1,5 @@
 """What is decided before torch and Megatron are imported; the CPU's stand-ins for CUDA (in a process of their own)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Shapes and times of a run's linears, from Megatron's arguments."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

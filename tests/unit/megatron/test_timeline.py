@@ -1,7 +1,5 @@
 """What Megatron knows about the time of a run: its end, and the learning rate of every step."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

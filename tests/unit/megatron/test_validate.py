@@ -1,7 +1,5 @@
 """What cannot work with SNIP is refused at start in one line that names both sides."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random signs that belong to global elements."""
 
-from __future__ import annotations
-
 import torch
 
 from snip_megatron.optimizers.signs import error_signs

@@ -1,7 +1,5 @@
 """Errors of an update have the size that column norms predict; shards of weight and optimizer add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The plain loop on models that people have: Hugging Face's, checkpointed, compiled, with frozen linears."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A converted ``nn.Linear``: when its weight is quantised again, and what a copy of it is."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

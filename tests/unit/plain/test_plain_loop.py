@@ -1,7 +1,5 @@
 """SNIP in a plain torch loop: what it measures, what it leaves alone, what it chooses and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step model whose times follow a formula."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prices of exchanges in budgets of time: exact where they can be, and what the solver makes of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whether a plan fits into the memory of a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

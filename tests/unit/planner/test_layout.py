@@ -1,7 +1,5 @@
 """Layouts: blocks as Megatron places them, sizes that it would refuse refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

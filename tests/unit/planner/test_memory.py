@@ -1,7 +1,5 @@
 """Memory: what was measured, and how it moves with formats and parallelism."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sizes of models: the known ones have their published number of parameters, files are read or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

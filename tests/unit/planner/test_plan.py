@@ -1,7 +1,5 @@
 """Questions and whole plans: budgets met, in the units they are asked in, and the same plan every time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Step times: the rules that the output states, on times that follow a formula."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

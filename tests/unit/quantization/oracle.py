@@ -1,7 +1,5 @@
 """Independent quantisers in numpy and ml_dtypes: one tile at a time, written from the format descriptions."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -1,7 +1,5 @@
 """How a matrix is quantised, in the names of formats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Keys made on the device have the bits of the host's, in plain torch; the kernel: ``kernels/test_keys.py``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

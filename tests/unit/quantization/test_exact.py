@@ -1,7 +1,5 @@
 """Quantised numbers in bf16: those of independent quantisers, exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Packed operands: layouts of the GEMM library, and the same numbers as ``fake_quantize``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

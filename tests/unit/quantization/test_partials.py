@@ -1,7 +1,5 @@
 """Sums of quantised partial results: what is sent, what is added, in which order, and how far it is from the sum."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Tiles and scales against an independent numpy oracle, and what training relies on: tails, zeros, NaN, shards."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Element rounding against ml_dtypes, bit for bit; the hash against numpy; the statistics of random draws."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

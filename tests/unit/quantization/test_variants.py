@@ -1,7 +1,5 @@
 """Variants of nvfp4 and mxfp4, against independent quantisers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

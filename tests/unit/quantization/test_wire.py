@@ -1,7 +1,5 @@
 """Quantised matrices as bytes: what is read back, and what the bytes mean to another library."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Independent quantisers of the variants in numpy, from the descriptions in quantization/README.md."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run directories to write in, and to read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

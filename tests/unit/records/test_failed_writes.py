@@ -1,7 +1,5 @@
 """The run directory: writes that fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

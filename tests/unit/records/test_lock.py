@@ -1,7 +1,5 @@
 """The lock of a run directory: two jobs never write into one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What an output file is refused for before a command computes anything."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The joins behind the report: adoptions with their maps and scores, updates with their times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

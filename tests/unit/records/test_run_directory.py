@@ -1,7 +1,5 @@
 """The run directory: formats and restarts."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run's statistics solved again: other budgets, policies, formats and times; what is not stored is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

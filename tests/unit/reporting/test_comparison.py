@@ -1,7 +1,5 @@
 """Several runs on one page: figures against what the runs recorded, and what cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import re
 

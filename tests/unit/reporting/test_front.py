@@ -1,7 +1,5 @@
 """The front of a run's latest Problem: solved when the page is written, bounded, the run's own map on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page that follows a running job, over real HTTP on this machine."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

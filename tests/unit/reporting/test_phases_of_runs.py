@@ -1,7 +1,5 @@
 """The phases of a run with plans: which ran, which are to come, what they change, and the average over the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report as a file: structure, escaping, nothing from the network, and what its figures hold."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The sinks against a real SummaryWriter and real wandb in offline mode, read back from their files."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

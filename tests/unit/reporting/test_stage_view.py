@@ -1,7 +1,5 @@
 """Maps by pipeline stage: shares counted from the formats, times from the run's own figures or a named model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether a run was worth it: every figure from records whose times are known."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A controller whose solver's answers and their delays are scripted, and the steps of a training around it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

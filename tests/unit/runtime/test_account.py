@@ -1,7 +1,5 @@
 """Steps' times before and under maps, costs and savings, from records and from a running job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

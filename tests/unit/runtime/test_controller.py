@@ -1,7 +1,5 @@
 """The controller's decisions, on one real rank; the solver's answers and their delays are scripted."""
 
-from __future__ import annotations
-
 import pytest
 from scripted_controller import LATE, LOST, Run, Script, SlowKernels, a_map, ready
 

@@ -1,7 +1,5 @@
 """The controller takes maps back after spikes; one real rank, scripted answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 One real rank and real collectives of one; the solver's plans are scripted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

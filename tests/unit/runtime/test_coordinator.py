@@ -1,7 +1,5 @@
 """What rank 0 records about the solver's process."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

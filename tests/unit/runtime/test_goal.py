@@ -1,7 +1,5 @@
 """A run that resumes under another budget or schedule says how long the checkpoint's plan or map goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When a map is taken back, and what the next one must promise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

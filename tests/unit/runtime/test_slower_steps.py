@@ -1,7 +1,5 @@
 """When a run says that a map makes its steps longer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The checkpoint's state: figures on their way survive it; anything else there is a SnipError."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

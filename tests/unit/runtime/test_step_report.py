@@ -1,7 +1,5 @@
 """Figures of a step, one step later."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/demo_summary.py: what it understands of Megatron's output, and that it refuses each missing result."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

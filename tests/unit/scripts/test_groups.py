@@ -1,7 +1,5 @@
 """What starts ranks runs on one worker: two servers of ranks at once would fight for the cores."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Statistics tables with chosen numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

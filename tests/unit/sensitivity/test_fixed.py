@@ -1,7 +1,5 @@
 """Policies with a fixed map: which formats they take from the candidates, and where."""
 
-from __future__ import annotations
-
 import pytest
 
 from snip_megatron.precision import (

@@ -1,7 +1,5 @@
 """The plans of ``late-forward`` and ``late-all``: which formats, and as many precise steps as the average allows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss divergence: known answers, units, and which GEMMs have one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Weights of the carried loss over a run."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

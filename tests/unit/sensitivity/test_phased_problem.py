@@ -1,7 +1,5 @@
 """The problem over phases: losses by phase, what keeps its format, what is spent, and that it solves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

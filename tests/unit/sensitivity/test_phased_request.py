@@ -1,7 +1,5 @@
 """PhasedRequest: what it holds of a schedule, what it refuses, and that it survives JSON within a SolveRequest."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

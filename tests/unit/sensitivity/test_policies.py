@@ -1,7 +1,5 @@
 """Policies: what each protects, in which order, and that fixed ones choose nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The Problem: costs, savings, pins, the fp4 share's denominator, ties."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

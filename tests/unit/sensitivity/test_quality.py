@@ -1,7 +1,5 @@
 """Q: the two rules, the projection over formats, the rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

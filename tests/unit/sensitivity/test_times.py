@@ -1,7 +1,5 @@
 """Problems in predicted seconds: costs, savings, what is reachable, and requests that survive JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Variants of formats are options of the GEMMs that they are for, and of no others."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight divergence: the recipe's steps one by one on tables with known answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Independent answers to the same problems: the definitions in plain Python, exhaustion, and HiGHS through SciPy."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

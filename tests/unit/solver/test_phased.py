@@ -1,7 +1,5 @@
 """``solve`` over phases against the definitions, exhaustion, HiGHS and one map."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

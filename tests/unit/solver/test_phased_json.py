@@ -1,7 +1,5 @@
 """Reading ``snip.problem/2``: what is refused, and with which words."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

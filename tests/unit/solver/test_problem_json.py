@@ -1,7 +1,5 @@
 """Reading problems: what is refused, and with which words."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Certified gaps, feasibility and determinism of ``solve`` for one map, against independent solvers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``sweep``: a problem at a range of budgets."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Boundaries of the residual stream: what is recorded, and that sharding the tokens changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

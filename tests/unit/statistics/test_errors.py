@@ -1,7 +1,5 @@
 """Sums of squares and of quantisation errors; the expectation that stands for stochastic rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

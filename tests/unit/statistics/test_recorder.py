@@ -1,7 +1,5 @@
 """What a linear records in a probe, against the definitions of the table's columns in float64; whole and sharded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The statistics table: what it refuses, and its file: nothing but a SnipError comes out of a bad one."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

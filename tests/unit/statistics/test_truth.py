@@ -1,7 +1,5 @@
 """Which options a measurement of the truth forces, and what it makes of the readings."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Cost models, and Problems in seconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Interpolation: exact at the points, bounded and monotone between them, honest outside."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

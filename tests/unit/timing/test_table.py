@@ -1,7 +1,5 @@
 """snip.timings/1: what is written is read again, anything else is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

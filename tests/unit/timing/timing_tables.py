@@ -1,7 +1,5 @@
 """Tables of timings made of a formula, so that tests know what every answer must be."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

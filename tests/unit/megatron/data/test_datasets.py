@@ -1,7 +1,5 @@
 """Data arguments that cannot work are refused by name; the loss."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """prepare-data: inputs, split, tokenizers, the real Megatron data files, and what a rerun may and may not do."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

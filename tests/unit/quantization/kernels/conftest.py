@@ -1,7 +1,5 @@
 """Fixtures of replays: ``replay.cpp``, really compiled, over a driver whose kernels run on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs the Triton quantisers: on the GPU if there is one, otherwise in Triton's interpreter in a process of its own."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of replays call: a stand-in for CUDA's driver, in C, whose kernels are functions of the host."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What captured graphs ask of the kernels: keys from memory, weights written in place unless they are current."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any

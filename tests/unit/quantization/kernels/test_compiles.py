@@ -1,7 +1,5 @@
 """Every kernel compiles for Hopper without a GPU: Triton brings its own assembler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of bf16 emulation against the torch reference, bit for bit: interpreted, or on a GPU if there is one."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Listed launches: what Triton tells apart is apart, what it treats alike is one; processes compile what is listed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Packing of E2M1 numbers by Triton against torch, byte by byte."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest

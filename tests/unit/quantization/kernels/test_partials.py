@@ -1,7 +1,5 @@
 """Triton's exchange of partial sums against torch's, bit by bit."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest

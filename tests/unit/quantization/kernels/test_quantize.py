@@ -1,7 +1,5 @@
 """The Triton kernels against the torch reference, bit for bit: interpreted on a CPU, compiled where a GPU is found."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest

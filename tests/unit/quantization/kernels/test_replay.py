@@ -3,8 +3,6 @@
 CUDA's driver is a library of C functions, so that launches compute on the host.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

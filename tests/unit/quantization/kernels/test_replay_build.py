@@ -1,7 +1,5 @@
 """The compilation of ``replay.cpp``: caches that others use, and compilers that fail."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from pathlib import Path

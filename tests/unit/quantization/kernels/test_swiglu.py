@@ -4,8 +4,6 @@ The expected activation comes from numpy on a CPU, whose exponential the interpr
 uses torch's, which differs in the last bit. On a GPU it comes from Megatron's own functions (tests/gpu).
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a probe takes on a rank, and how ranks agree whether it fits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Solvers that the worker imports: one for each way a job can go."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

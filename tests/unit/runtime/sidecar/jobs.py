@@ -1,7 +1,5 @@
 """Jobs for the sidecar, and waiting for what becomes of them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 module against being imported a second time: the worker must not do it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

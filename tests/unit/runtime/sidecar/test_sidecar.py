@@ -1,7 +1,5 @@
 """The sidecar as a real process: answers, and every way it can fail. Linux only, for /proc and signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A job with phases inside the sidecar: a plan within the budget over the run, or within what is still reachable."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """The statistics' kernels against torch, in Triton's interpreter: in a process of its own, because the interpreter must
 be chosen before the first import of triton, and Megatron imports it. Compiled kernels: tests/gpu/test_statistics.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring, on a CPU: what is called with what, for the reference and for the Hopper backend over emulated cuBLAS."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Hashable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What is measured: prefixes that hold whole grids, and a model's own linears."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
