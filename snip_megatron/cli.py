@@ -41,12 +41,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line without the usage, which ``--help`` prints."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {_cut_words(message)} (see {self.prog} --help)\n")
-
-
-def _cut_words(message: str) -> str:
-    """Cut each word of an error of argparse, which quotes arguments however long they are."""
-    return " ".join(map(cut, message.split(" ")))
+        words = " ".join(map(cut, message.split(" ")))  # argparse quotes arguments however long they are
+        self.exit(2, f"{self.prog}: {words} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -119,7 +119,9 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     with ExitStack() as locks:
         locks.enter_context(alone(work))
         for experiment in experiments:
-            locks.enter_context(_writing(_result_path(args.out, experiment)))
+            path = _result_path(args.out, experiment)
+            busy = f"{path}: another comparison writes it; wait for it or give another --out"
+            locks.enter_context(_locked(path.with_name(f".{path.name}.lock"), busy))
         parts = [
             make_part(experiment, data, _results(args, experiment, data), work)
             for experiment, data in zip(experiments, datas, strict=True)
@@ -146,12 +148,6 @@ def alone(work: Path) -> Iterator[None]:
     with _locked(work / "lock", busy) as lock:
         os.set_inheritable(lock.fileno(), True)
         yield
-
-
-def _writing(result: Path) -> AbstractContextManager[object]:
-    """Lock a result file. Raises SnipError if another comparison writes it, or its folder cannot be written."""
-    busy = f"{result}: another comparison writes it; wait for it or give another --out"
-    return _locked(result.with_name(f".{result.name}.lock"), busy)
 
 
 @contextmanager

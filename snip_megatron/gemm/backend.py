@@ -87,10 +87,7 @@ class GemmBackend:
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         """Return a matrix as its rowwise and its columnwise operand.
 
-        Args:
-            x: the matrix, in the training dtype.
-            spec: how it is quantised.
-            cached: operands of an earlier call. They are overwritten and returned, and no new memory is allocated.
+        ``cached``, operands of an earlier call, are overwritten and returned: no new memory is allocated.
         """
         if cached is not None:
             return cached.operands  # the weight itself
@@ -127,10 +124,8 @@ class GemmBackend:
     def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
         """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
 
-        Args:
-            operand: what :meth:`quantize` made. Its tokens are a multiple of 128, and its amax is that of all shards.
-            format: its format.
-            axis: the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
+        The tokens of ``operand``, which :meth:`quantize` made, are a multiple of 128, and its amax is that of all
+        shards. ``axis`` is the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
         """
         assert isinstance(operand, UnquantizedOperand)
         return unquantized_shard(operand)
@@ -139,10 +134,7 @@ class GemmBackend:
     def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
         """Quantise X and run fprop.
 
-        Args:
-            x: X [..., K] in the training dtype.
-            w: the rowwise operand of W.
-            spec: how X is quantised.
+        ``w`` is the rowwise operand of W, and ``spec`` says how X is quantised.
 
         Returns:
             Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad; None for a wgrad that
@@ -157,12 +149,8 @@ class GemmBackend:
     ) -> tuple[Tensor, Tensor]:
         """Quantise G and run dgrad and wgrad.
 
-        Args:
-            g: G [..., N] in the training dtype.
-            w: the columnwise operand of W.
-            x: the operand of wgrad that :meth:`forward` returned.
-            spec: how G is quantised.
-            out: see :meth:`multiply`.
+        ``w`` is the columnwise operand of W, ``x`` the operand of wgrad that :meth:`forward` returned, and ``out`` as
+        in :meth:`multiply`.
 
         Returns:
             ∂L/∂X [..., K] in g's dtype, and ∇W.

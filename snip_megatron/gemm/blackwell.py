@@ -40,9 +40,7 @@ _OUTPUTS = (torch.bfloat16, torch.float32)
 class BlackwellBackend(GemmBackend):
     """GEMMs of NVFP4 and MXFP8 on a Blackwell GPU.
 
-    Args:
-        engine: Transformer Engine.
-        products: bf16 products into FP32 gradients.
+    ``products`` are bf16 products into FP32 gradients.
     """
 
     name = "blackwell"

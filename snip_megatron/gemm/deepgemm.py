@@ -51,12 +51,10 @@ class DeepGemm:
         """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
 
         Returns None if DeepGEMM has no kernel for the operands, or if ``dtype`` is not bf16.
-
-        Args:
-            a, b: [a.rows, D] and [b.rows, D].
-            dtype: dtype of the result.
         """
-        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not _fits(a, b):
+        # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
+        fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
+        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         gemm = partial(self.gemm, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
@@ -143,8 +141,3 @@ def _blocks(weight: Operand) -> Tensor:
     """
     scale = weight.scale.t()[:, : weight.values.shape[1] // TILE]
     return scale.reshape(-1).view(scale.shape)
-
-
-def _fits(a: Operand, b: Operand) -> bool:
-    """Return whether DeepGEMM reads these layouts: columns of scales aligned to 16 bytes, multiples of 16 rows of B."""
-    return a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0

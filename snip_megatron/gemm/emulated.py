@@ -24,9 +24,8 @@ from snip_megatron.quantization.operands import CachedPair, OperandPair, Operand
 class EmulatedBackend(GemmBackend):
     """GEMMs of quantised formats by bf16 tensor cores.
 
-    Args:
-        quantize: :func:`snip_megatron.quantization.exact.quantize_exact`, or the same function in Triton.
-        products: the GEMMs of its operands.
+    :func:`snip_megatron.quantization.exact.quantize_exact`, or the same function in Triton, quantises, and ``products``
+    multiply.
     """
 
     name = "emulated"

@@ -19,8 +19,7 @@ from snip_megatron.quantization.rounding import derive_seed
 class GroupLoop:
     """Products of the rows of all experts, ordered by expert, with one weight [N, K] an expert.
 
-    Args:
-        quantize, multiply: methods of a :class:`snip_megatron.gemm.backend.GemmBackend`.
+    Both functions are methods of a :class:`snip_megatron.gemm.backend.GemmBackend`.
 
     Attributes:
         row_multiple: the number of rows of every expert must be a multiple of it.
@@ -63,21 +62,15 @@ class GroupLoop:
     ) -> tuple[OperandPair, Tensor]:
         """Return the gradient of y [rows, 2K] as :meth:`quantize_rows` makes it, and that of ``probs``.
 
-        Args:
-            d: the gradient [rows, K] of what :meth:`swiglu` returns.
-            y, probs, splits: the arguments of :meth:`swiglu`.
-            spec: how the gradient of y is quantised.
+        ``d`` [rows, K] is the gradient of what :meth:`swiglu` returns; ``spec`` says how the gradient of y is
+        quantised.
         """
         raise NotImplementedError
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad of every expert: Y [rows, N] or ∂L/∂X [rows, K] in ``dtype``.
 
-        Args:
-            gemm: the product.
-            a: X or G, as :meth:`quantize_rows` made it.
-            b: the weights, as :meth:`quantize_weights` made them.
-            dtype: dtype of the result.
+        ``a`` is X or G, as :meth:`quantize_rows` made it, ``b`` the weights, as :meth:`quantize_weights` made them.
         """
         return torch.cat([self._multiply(gemm, *each, dtype) for each in zip(a, b, strict=True)])
 

@@ -217,9 +217,7 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
 def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:
     """Let C++ repeat what ``backend`` does on the device, if it can, and return a phrase for the log.
 
-    Args:
-        backend: a Hopper backend.
-        formats: the formats whose replayed numbers are checked.
+    The replayed numbers of ``formats`` are checked.
     """
     from snip_megatron.quantization.kernels.replay_build import replay_extension
 

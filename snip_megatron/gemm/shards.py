@@ -41,17 +41,14 @@ class QuantizedShard(NamedTuple):
 def unquantized_shard(shard: UnquantizedOperand) -> QuantizedShard:
     """Return the shard [tokens, cols] of a matrix that is not quantised yet. In bf16 it is gathered as it is."""
     if shard.format is Format.BF16:
-        return QuantizedShard((shard.tensor,), partial(_opened_unquantized, shard.axis, shard.spec))
+        how = shard.axis, shard.spec
+        return QuantizedShard((shard.tensor,), lambda x: UnquantizedOperand(x.flatten(0, 1), *how))
     x, options = shard.spec.of(shard.tensor, shard.axis)
     made = encode(x, **options)
     sent = (made.elements,) if made.scales is None else (made.elements, made.scales)
     common = () if made.tensor_scale is None else (made.tensor_scale,)
     plain = shard.spec._replace(amax=None, keys=None)  # what the numbers no longer need
     return QuantizedShard(sent, partial(_opened_wire, shard.axis, plain, x.shape[1], len(sent)), common)
-
-
-def _opened_unquantized(axis: int, spec: OperandSpec, tensor: Tensor) -> UnquantizedOperand:
-    return UnquantizedOperand(tensor.flatten(0, 1), axis, spec)
 
 
 def _opened_wire(axis: int, spec: OperandSpec, cols: int, sent: int, *tensors: Tensor) -> UnquantizedOperand:

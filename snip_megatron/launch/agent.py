@@ -47,7 +47,7 @@ def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address
     """
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.asked.gpus_per_node), "--max-restarts", "0"]
-    if _chooses_signals():
+    if tuple(int(part) for part in metadata.version("torch").split(".")[:2]) >= (2, 10):
         command += ["--signals-to-handle", ",".join(number.name for number in _KEYS)]
     if job.nodes > 1 or rendezvous is not None:
         if rendezvous is None or not rendezvous.rpartition(":")[2].isdigit():
@@ -77,11 +77,6 @@ def _address_towards(rendezvous: str | None) -> str | None:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise SnipError(f"--rendezvous {rendezvous}: {host} cannot be reached from this node: {error}") from None
-
-
-def _chooses_signals() -> bool:
-    """Whether torchrun has ``--signals-to-handle``."""
-    return tuple(int(part) for part in metadata.version("torch").split(".")[:2]) >= (2, 10)
 
 
 def environment(job: Job, *, cpu: bool) -> dict[str, str]:

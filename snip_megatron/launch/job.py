@@ -212,7 +212,8 @@ def megatron_arguments(job: Job) -> list[str]:
         _layout(job.layout),
         _training(job),
         _data_words(job),
-        _checkpoints(job),
+        ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500"],
+        ["--exit-signal-handler"],  # on a signal, a checkpoint after the current step
         _snip(job),
         job.extra,
     )
@@ -275,11 +276,6 @@ def _data_words(job: Job) -> list[str]:
         *("--train-data-path", f"{data}/train", "--valid-data-path", f"{data}/valid"),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{data}/tokenizer", *workers),
     ]
-
-
-def _checkpoints(job: Job) -> list[str]:
-    """Arguments for checkpoints. On a signal, Megatron's handler saves one after the current step and exits."""
-    return ["--save", str(job.save), "--save-interval", "10" if job.smoke else "500", "--exit-signal-handler"]
 
 
 def _snip(job: Job) -> list[str]:

@@ -356,10 +356,8 @@ def passed_on(
 
     Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
     ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a placeholder,
-    because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None.
-
-    Args:
-        placeholder: memory for the placeholder, in the weight's shape and dtype; None: new memory.
+    because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None. ``placeholder`` is memory in the
+    weight's shape and dtype; None: new memory.
     """
     if main_grad is None:
         return grad_weight.to(weight.dtype)

@@ -113,11 +113,8 @@ def unquantized_shard(
 
     ``rotation`` is that of wgrad's operand, if ``wgrad`` has a Hadamard transform.
     """
-    return QuantizedShard((x.contiguous(),), partial(_opened, backend, OperandSpec(None, wgrad, rotation=rotation)))
-
-
-def _opened(backend: GemmBackend, spec: OperandSpec, gathered: Tensor) -> Any:
-    return backend.quantize(gathered.view(-1, gathered.shape[-1]), spec)[1]
+    spec = OperandSpec(None, wgrad, rotation=rotation)
+    return QuantizedShard((x.contiguous(),), lambda whole: backend.quantize(whole.view(-1, whole.shape[-1]), spec)[1])
 
 
 def has_whole_tiles(tokens: int) -> bool:
@@ -134,10 +131,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Exchange[Tensor]:
 def start_reduce_scatter(x: Tensor, group: Group, *, quantised: bool = False) -> Exchange[Tensor]:
     """Start the sum over ranks of ``x`` [T, ...], of which this rank gets its T/ranks tokens.
 
-    Args:
-        x: this rank's partial result. Quantised ones are matrices [T, cols].
-        group: the tensor parallel group, whose size divides T.
-        quantised: whether partial sums are quantised before they are exchanged.
+    ``quantised`` partial sums are matrices [T, cols]; the size of ``group``, the tensor parallel group, divides T.
     """
     if quantised:
         return _start_quantised(x, group)
@@ -161,12 +155,8 @@ def _start_quantised(x: Tensor, group: Group) -> Exchange[Tensor]:
 def start_gradient_reduction(shard: Tensor, whole: Tensor, group: Group) -> Exchange[Tensor]:
     """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
 
-    Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part.
-
-    Args:
-        shard: [n], where the sum is written; it may be this rank's part of ``whole``.
-        whole: [ranks·n], this rank's gradients.
-        group: the data parallel group.
+    Partial sums are exchanged in FP8 with a scale for every 128 consecutive elements of a rank's part. ``shard`` [n],
+    where the sum is written, may be this rank's part of ``whole`` [ranks·n], its gradients.
     """
     ranks, n = dist.get_world_size(group), shard.numel()
     if ranks == 1:

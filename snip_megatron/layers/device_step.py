@@ -24,14 +24,12 @@ _APART = 4  # distance of two chunks' flags in int32: 16 bytes, the alignment th
 class DeviceStep:
     """The device state of the linears of a rank. It must be made before the first graph is captured.
 
-    Args:
-        handles: the linears. Their ``graphed`` states are set.
-        chunks: index of the model chunk of each linear.
-        device: the device of the weights.
+    The ``graphed`` states of ``handles`` are set; ``chunks`` is the index of the model chunk of each.
     """
 
     def __init__(self, handles: Sequence[LinearHandle], chunks: Sequence[int], device: torch.device) -> None:
-        identities = [_identity(handle) for handle in handles]
+        numbers = [(h.index, h.global_microbatch(0), h.global_microbatch(1)) for h in handles]
+        identities = [Identity(index, factor=second - first, offset=first) for index, first, second in numbers]
         self._keys = DeviceKeys(identities, _GEMMS, device)
         self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
         self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)
@@ -60,8 +58,3 @@ class DeviceStep:
         for handle in handles:
             assert handle.state.graphed is not None
             handle.state.graphed.weight.clear()
-
-
-def _identity(handle: LinearHandle) -> Identity:
-    first, second = handle.global_microbatch(0), handle.global_microbatch(1)
-    return Identity(handle.index, factor=second - first, offset=first)

@@ -43,11 +43,7 @@ def output_error(
 ) -> torch.Tensor | None:
     """Return the error E [T, N] that fprop has in the format ``override.compare``, in y's dtype.
 
-    Returns None if ``override.compare`` is None.
-
-    Args:
-        x, weight: operands [T, K] and [N, K].
-        y: output [T, N] that the error is relative to.
+    Returns None if ``override.compare`` is None. It is relative to ``y`` [T, N]; the operands are [T, K] and [N, K].
     """
     fmt = override.compare
     if fmt is None:

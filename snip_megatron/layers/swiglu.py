@@ -48,10 +48,8 @@ def may_fuse(fc1: LinearHandle, fc2: LinearHandle) -> bool:
 def fused_swiglu(y: Tensor, fc1: LinearHandle, fc2: LinearHandle, stock: SwiGLU) -> Tensor:
     """Return the input of fc2 [s, b, K] for the output of fc1.
 
-    Args:
-        y: output of fc1 [s, b, 2K]. Nothing else may use it.
-        fc1, fc2: the linears. :func:`may_fuse` holds.
-        stock: what runs where nothing is fused.
+    Nothing else may use ``y``, the output [s, b, 2K] of fc1. :func:`may_fuse` holds; ``stock`` runs where nothing is
+    fused.
     """
     (fprop, _, wgrad), receiver = fc2.formats, _receiver(y, fc1)
     formats, shape = (fprop, wgrad if torch.is_grad_enabled() else None), (*y.shape[:-1], y.shape[-1] // 2)

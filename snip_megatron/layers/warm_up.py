@@ -60,11 +60,7 @@ class WarmUpLinear:
 def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed: bool = False) -> WarmUpLinear:
     """Return a linear like that of ``handle``.
 
-    Args:
-        handle: the linear of the model.
-        tokens: number of rows of X and G.
-        whole_x: see :class:`WarmUpLinear`.
-        graphed: whether the linear reads keys and weights from the device, as linears in CUDA graphs do.
+    X and G have ``tokens`` rows. A ``graphed`` linear reads keys and weights from the device, as in CUDA graphs.
     """
     like = handle.weight
     weight = torch.nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device))  # all of a sharded one
@@ -136,10 +132,8 @@ def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]
     """Return few choices of three formats that contain every pair of formats of every two GEMMs.
 
     Each of X, W and G is quantised for two GEMMs at once, and kernels are compiled for each pair of formats.
-
-    Args:
-        options: possible formats of fprop, dgrad and wgrad.
-        alike: whether the three GEMMs of a linear always have the same format.
+    ``options`` are possible formats of fprop, dgrad and wgrad, which are ``alike`` if the three GEMMs of a linear
+    always have the same.
     """
     chosen = [(a, b, c) for a, b, c in itertools.product(*options) if not alike or a is b is c]
     found: list[Formats] = []

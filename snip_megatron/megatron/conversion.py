@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     for stays in what_stays(registry.stock):
         say(f"{stays}; it counts in the fp4 share")
     if config.fusions == "auto" and not recipes:
-        layers = [layer for chunk in model_chunks for layer in _decoder_layers(chunk)]
+        modules = (named for chunk in model_chunks for named in chunk.named_modules())
+        layers = [m for name, m in modules if isinstance(m, TransformerLayer) and "mtp" not in name.split(".")]
         fused = fuse_swiglu(layers, selection.backend)
         if selection.backend.fuses_swiglu:
             say(f"fused with quantisation: {fused}")
@@ -113,12 +114,6 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
     if config.policy not in FIXED and config.map is not None:
         return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
     return formats_of(config.policy, config.formats, config.pins)
-
-
-def _decoder_layers(chunk: torch.nn.Module) -> Iterator[TransformerLayer]:
-    for name, module in chunk.named_modules():
-        if isinstance(module, TransformerLayer) and "mtp" not in name.split("."):
-            yield module
 
 
 def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:

@@ -112,10 +112,6 @@ def loss_function(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the token losses of a microbatch under its mask.
 
-    Args:
-        loss_mask: [microbatch, sequence].
-        output: Token losses, [microbatch, sequence].
-
     Returns:
         The sum (fp32 scalar), the number of tokens (int scalar), and ``{"lm loss": fp32 [sum, tokens]}``. Megatron
         divides the sum by the tokens over microbatches and data parallel ranks.

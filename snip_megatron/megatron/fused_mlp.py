@@ -42,10 +42,7 @@ class SnipMLP(MLP):  # type: ignore[misc]
 def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> str:
     """Fuse SwiGLU in the dense MLPs of ``layers``, and return a phrase for the log.
 
-    Args:
-        layers: decoder layers whose linears are converted.
-        backend: the backend of their GEMMs.
-        stock: the functions that the MLPs use where nothing is fused.
+    ``stock`` are the functions that the MLPs use where nothing is fused.
     """
     mlps: list[Any] = [layer.mlp for layer in layers if _is_converted(layer.mlp)]
     reason = _why_not(mlps, backend)

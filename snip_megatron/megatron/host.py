@@ -36,6 +36,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
     split = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
+    pass_group = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size if virtual else 1
     shares = compat.Shares(model)
     rows = _sink_rows(registry.rows, config.hidden_size, args.padded_vocab_size)
     stage = next((handle.stage for handle in registry), 0)
@@ -49,7 +50,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         local_sinks=_local_sinks(model, rows, tp_rank),
         sharded=optimizer_sharded(args),
         tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
-        pass_group=_pass_group(config) if virtual else 1,
+        pass_group=int(pass_group),
         in_flight=functools.partial(
             microbatches_in_flight, stage=stage, pp=config.pipeline_model_parallel_size, vpp=virtual or 1
         ),
@@ -63,11 +64,6 @@ def optimizer_sharded(args: argparse.Namespace) -> bool:
     """Return whether a rank holds a part of the optimizer's state only."""
     whole = getattr(args, "use_layer_wise_distributed_optimizer", False) or args.optimizer.startswith("dist_")
     return bool(args.use_distributed_optimizer or whole or getattr(args, "use_torch_fsdp2", False))
-
-
-def _pass_group(config: Any) -> int:
-    """Size of the groups of microbatches in an interleaved schedule."""
-    return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
 
 
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:

@@ -231,10 +231,8 @@ class SnipRun:
     def around_step(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         """Run the controller before the step, the step itself, and the controller after it.
 
-        Args:
-            train_step: Runs the step. Its result holds the losses at index 0, whether Megatron exits instead of
-                completing the step at index 3, and the gradient norm at index 5.
-            call: The arguments of the step.
+        The result of ``train_step``, which is returned, holds the losses at index 0, whether Megatron exits instead of
+        completing the step at index 3, and the gradient norm at index 5.
         """
         # The backward runs in this thread. A switch to autograd's device thread and back costs as much host time as the
         # Python code of a small linear (gemm/README.md), and with one device a rank this thread would only wait.

@@ -51,8 +51,8 @@ def option_times(
     except SnipError as error:
         source = "measured times" if table is not None else f"--snip-timings {named}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
-    known = step.layout.model.vocabulary and not _scans(linears)
-    return replace(times, rest=step.fixed_seconds()) if known else times
+    scans = any(row.id.path.endswith("in_proj") for row in linears)  # Mamba's and gated DeltaNet's: times are not known
+    return replace(times, rest=step.fixed_seconds()) if step.layout.model.vocabulary and not scans else times
 
 
 def check_measurable(config: SnipConfig, backend: str | None) -> None:
@@ -116,8 +116,3 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
         fused_experts=config.fusions == "auto" and args.swiglu,
         grouped_experts=bool(args.moe_grouped_gemm) and args.transformer_impl == "transformer_engine",
     )
-
-
-def _scans(linears: Sequence[LinearRow]) -> bool:
-    """Return whether layers have scans, whose times are not known: those of Mamba and of gated DeltaNet."""
-    return any(row.id.path.endswith("in_proj") for row in linears)

@@ -294,8 +294,9 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
     for asked, target in budgets:
         if share < target - 1e-9:
             limits, way = _limits(config, linears, request, target)
+            most = math.floor(share * 1e4) / 1e4  # a budget of the printed value is reachable
             raise SnipError(
-                f"{asked} is out of reach with {limits}: at most fp4={_down(share)} of the FLOPs can be four-bit; {way}"
+                f"{asked} is out of reach with {limits}: at most fp4={most:.4f} of the FLOPs can be four-bit; {way}"
             )
 
 
@@ -309,8 +310,3 @@ def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, ta
     if not config.pins:
         return "--first-last-layers-bf16", "lower the budget or leave fewer layers in bf16"
     return "--snip-pin", "lower the budget or pin less"
-
-
-def _down(share: float) -> str:
-    """Format ``share`` rounded down, so that a budget of the printed value is reachable."""
-    return f"{math.floor(share * 1e4) / 1e4:.4f}"

@@ -147,8 +147,7 @@ class WarmUp:
     def run_once(self, *, in_force: bool = False) -> None:
         """Run everything that steps, probes and adoptions of this rank may run, once for each kind of linear.
 
-        Args:
-            in_force: run the steps under the map in force alone.
+        Those of a map ``in_force`` are run alone.
         """
         updates, sharded = self.config.updates and not in_force, self.host.sharded and self.host.groups.dp_size > 1
         for handle, formats in self._kinds(in_force=in_force):

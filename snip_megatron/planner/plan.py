@@ -39,7 +39,10 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     wanted = request.config.wanted
     unit = " (times in seconds a step)" if wanted.kind == "speedup" else ""
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS).met(f"--budget {cut(str(wanted))}", unit)
-    variants = _variants(step, solution)
+    variants: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
+    if Format.FP8 in step.model.formats:
+        variants["fp8"] = lambda row: (Format.FP8,) * 3
+    variants["map"] = formats_of_map(solution.to_precision_map())
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
     work, seconds = steps["bf16"].slowest, {name: time.total for name, time in steps.items()}
     cost = updates.update_cost(
@@ -63,14 +66,6 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "overhead": cost | {name: getattr(request.config, name) for name in ("policy", "estimator", "update_interval")},
         "assumptions": _assumptions(step, request),
     }
-
-
-def _variants(step: StepModel, solution: Solution) -> dict[str, FormatsOf]:
-    """Return the compared variants: bf16, fp8 everywhere (if the cost model knows it), and the map."""
-    found: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
-    if Format.FP8 in step.model.formats:
-        found["fp8"] = lambda row: (Format.FP8,) * 3
-    return found | {"map": formats_of_map(solution.to_precision_map())}
 
 
 # -- parts of the body ---------------------------------------------------------------------------------------------

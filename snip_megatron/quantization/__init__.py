@@ -5,7 +5,6 @@ from snip_megatron.quantization.reference import (
     fake_quantize,
     quantize,
     quantize_dequantize,
-    squared_error,
 )
 from snip_megatron.quantization.rounding import derive_seed, derive_seeds, random_normal
 
@@ -17,5 +16,4 @@ __all__ = [
     "quantize",
     "quantize_dequantize",
     "random_normal",
-    "squared_error",
 ]

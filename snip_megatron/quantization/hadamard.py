@@ -49,11 +49,7 @@ def is_turned(format: Format | str | None, axis: int, *, weight: bool = False) -
 
 
 def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
-    """Transform groups of 16 rows.
-
-    Args:
-        x: fp32, bf16 or fp16 [R, C].
-        signs: sign changes.
+    """Transform groups of 16 rows of x [R, C].
 
     Returns:
         FP32 [⌈R/16⌉·16, C]. Sums are formed in FP32 between rows 8, 4, 2 and 1 apart, in this order, so that kernels

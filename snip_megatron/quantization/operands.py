@@ -81,11 +81,7 @@ class OperandSpec(NamedTuple):
         return self._replace(rowwise=row, columnwise=col)
 
     def of(self, x: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return what is quantised of x [rows, cols] for the GEMM that reduces over ``axis`` (0 or 1), and how.
-
-        Returns:
-            x, or its Hadamard transform; and the arguments of :func:`snip_megatron.quantization.quantize`.
-        """
+        """Return what is quantised of x [rows, cols] for the GEMM that reduces over ``axis`` (0 or 1), and how."""
         fmt, seed = self.formats[1 - axis], self.seeds[1 - axis]
         assert fmt is not None
         x, amax = turned(x, fmt, axis, self.rotation, self.amax, weight=self.weight)

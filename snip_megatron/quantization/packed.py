@@ -63,11 +63,7 @@ def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = 
 
     fp8 and fp4 have 1×128 tiles along the reduction, or 128×128 blocks if the matrix is a weight. fp8 always rounds to
     nearest (docs/how-it-works.md, Formats). Raises SnipError if the dtype or the number of dimensions is not supported.
-
-    Args:
-        x: fp32, bf16 or fp16 [M, K].
-        spec: how it is quantised. Operands in formats without E4M3 storage are left out.
-        cached: operands to write the result to, which are returned. Default: new ones.
+    Operands in formats without E4M3 storage are left out; ``cached`` ones are written to and returned.
 
     Returns:
         The rowwise :class:`Operand` with M rows, and the columnwise one of the transposed matrix with K rows; None for

@@ -110,10 +110,15 @@ def quantize(
         cols: 1-D integer tensor of global column ids that replaces the offset, for shards that are not contiguous.
         tensor_amax: max|x| of the whole tensor (0-dim), for fp8_tensor and nvfp4 on a shard. Default: that of ``x``.
     """
-    spec = _validated(x, format, axis)
+    spec = SPECS[resolve(format)]
+    check_matrix(x)
+    if axis not in (-1, 0, 1):
+        raise SnipError(f"quantisation axis must be -1, 0 or 1, not {axis}")
     if rounding not in ROUNDINGS:
         raise SnipError(f"rounding {quoted(rounding)} is not one of {', '.join(ROUNDINGS)}")
-    tile = _tile(spec, x, axis, block)
+    tile = spec.tile_shape(axis, block)
+    if spec.scaling is Scaling.FP32_TENSOR:
+        tile = max(x.shape[0], 1), max(x.shape[1], 1)
     tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
         # Not ``tiled``, which is x itself: the caller changes it in place, which autograd would take for a change of x.
@@ -133,34 +138,12 @@ def quantize(
     return Quantized(_cropped(_untiled(values), *x.shape), scale[:, 0, :, 0], tile, factors)
 
 
-def squared_error(x: Tensor, xq: Tensor, dim: int | None = None) -> Tensor:
-    """Return ‖xq − x‖² in float64.
-
-    Args:
-        x, xq: tensors of one shape, any floating dtype.
-        dim: None sums over everything (0-dim result); 0 returns column sums [cols], 1 row sums [rows].
-    """
-    error = xq.to(torch.float32) - x.to(torch.float32)
-    # Squares of FP32 are accumulated in float64, so tiny errors under a large one still count.
-    squares = error.to(torch.float64).square_()
-    return squares.sum() if dim is None else squares.sum(dim)
-
-
-def _validated(x: Tensor, format: Format | str, axis: int) -> FormatSpec:
-    spec = SPECS[resolve(format)]
+def check_matrix(x: Tensor) -> None:
+    """Raise SnipError if x is no matrix of floats that can be quantised."""
     if x.dim() != 2:
         raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
     if x.dtype not in _INPUT_DTYPES:
         raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
-    if axis not in (-1, 0, 1):
-        raise SnipError(f"quantisation axis must be -1, 0 or 1, not {axis}")
-    return spec
-
-
-def _tile(spec: FormatSpec, x: Tensor, axis: int, block: bool) -> tuple[int, int]:
-    if spec.scaling is Scaling.FP32_TENSOR:
-        return max(x.shape[0], 1), max(x.shape[1], 1)
-    return spec.tile_shape(axis, block)
 
 
 def _draws(x: Tensor, seed: Key | None, offset: tuple[int, int], cols: Tensor | None) -> Tensor:

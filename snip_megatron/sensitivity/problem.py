@@ -96,12 +96,12 @@ def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, toke
     return 1.0 if fault is None else fault.reachable or 0.0
 
 
-def check_reachable(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> None:
+def check_reachable(linears: Sequence[LinearRow], request: SolveRequest) -> None:
     """Raise SnipError, naming the highest reachable budget, if the budget of ``request`` cannot be reached.
 
     A bound on the loss is never refused here, because the reachable loss depends on scores.
     """
-    problem = _without_scores(linears, request, tokens_per_step)  # raises for a format without a predicted time
+    problem = _without_scores(linears, request, 1)  # raises for a format without a predicted time
     if request.budget.kind != "loss" and (fault := infeasibility(problem)) is not None:
         unit = f" (seconds a step of the linears, by the times of {request.times.model})" if request.times else ""
         raise SnipError(

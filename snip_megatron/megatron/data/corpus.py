@@ -89,11 +89,7 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> Corpus:
 
     Binary files (with a NUL byte), files that are not UTF-8, empty files and duplicates are skipped and counted. A
     duplicate could leak held-out text into the training text. Raises SnipError if an input does not exist, cannot be
-    read, or holds no text.
-
-    Args:
-        inputs: Files and folders. A file that is named here is taken whatever its name.
-        globs: Patterns that select files inside folders.
+    read, or holds no text. A file that is named is taken whatever its name; ``globs`` select files inside folders.
     """
     total: Counter[str] = Counter()
     files: dict[str, TextFile] = {}

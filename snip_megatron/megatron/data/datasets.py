@@ -105,6 +105,7 @@ def _reads_data(vp_stage: int | None) -> bool:
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Return the data sets' configuration. Most of its fields have the names of Megatron's arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = getattr(args, "per_dataset_sequences_path", None)
     values = {
         **vars(args),
         "random_seed": args.seed,
@@ -115,7 +116,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "path_to_cache": args.data_cache_path,
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
-        "sequences_per_dataset": _read_json(getattr(args, "per_dataset_sequences_path", None)),
+        "sequences_per_dataset": None if sequences is None else json.loads(Path(sequences).read_text()),
         "tokenizer": get_tokenizer(),
         "create_attention_mask": _makes_attention_mask(args),
         "inter_document_masking": args.dataloader_inter_document_masking,
@@ -127,10 +128,6 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     # The fields differ between versions of Megatron.
     fields = {f.name for f in dataclasses.fields(kind) if f.init}
     return kind(**{name: value for name, value in values.items() if name in fields})
-
-
-def _read_json(path: str | None) -> Any:
-    return None if path is None else json.loads(Path(path).read_text())
 
 
 def _makes_attention_mask(args: argparse.Namespace) -> bool:

@@ -9,26 +9,22 @@ import torch
 import triton
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.kernels.launch import Seen
 from snip_megatron.quantization.kernels.replay import Seed
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.reference import check_matrix
 from snip_megatron.quantization.rounding import Key, key_words
 
 WIDTH: dict[Format | None, int] = {Format.FP8: 8, Format.FP4: 4}
 """Bits of an element of the formats with tiles; a kernel takes 0 for an operand that is left out."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checked(x: Tensor) -> Tensor:
     """Return x with contiguous rows and without a gradient. Raises SnipError if it is no matrix of floats."""
-    if x.dim() != 2:
-        raise SnipError(f"quantisation takes a 2-D tensor [rows, cols], not shape {tuple(x.shape)}: flatten it first")
-    if x.dtype not in _DTYPES:
-        raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
+    check_matrix(x)
     x = x.detach()
     return x if x.stride(1) == 1 else x.contiguous()
 

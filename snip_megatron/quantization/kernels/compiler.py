@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -143,25 +144,10 @@ def _done_file(variants: Sequence[Variant], target: GPUTarget, *, replays: bool)
     return Path(triton.knobs.cache.dir) / f"snip-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
 
 
-class _Target:
-    """A driver for Triton that knows the target of compilations and launches nothing."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compile_for(target: GPUTarget) -> None:
     """Make Triton compile for ``target`` in this process. The process must not launch kernels afterwards."""
-    driver.set_active(_Target(target))
+    answers = {"get_current_target": lambda: target, "get_current_device": lambda: 0}
+    driver.set_active(SimpleNamespace(**answers, get_current_stream=lambda device: 0))
 
 
 # -- the processes -------------------------------------------------------------------------------------------------

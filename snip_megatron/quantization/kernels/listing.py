@@ -110,8 +110,7 @@ def active() -> Listing | None:
 def listed(*, run: bool) -> Iterator[Listing]:
     """List all launches of this package's kernels inside this context.
 
-    Args:
-        run: whether the kernels are launched as well. If not, their results are uninitialised memory.
+    If the kernels are not ``run``, their results are uninitialised memory.
     """
     listing = Listing(run)
     _active.append(listing)

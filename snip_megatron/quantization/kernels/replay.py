@@ -48,9 +48,7 @@ class View:
 class Seed:
     """A seed of stochastic rounding that differs from call to call. It is no number, so that nothing computes with it.
 
-    Args:
-        value: the seed in this call.
-        place: its place among the seeds of a call.
+    ``place`` is its place among the seeds of a call.
     """
 
     def __init__(self, value: int, place: int) -> None:
@@ -72,8 +70,7 @@ class Word(int):
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one call.
 
-    Args:
-        arguments: the arguments of the call: tensors, and tuples that hold tensors.
+    The arguments of the call are tensors, and tuples that hold tensors.
     """
 
     def __init__(self, arguments: Sequence[object]) -> None:

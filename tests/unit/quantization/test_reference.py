@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
-from snip_megatron.quantization import fake_quantize, quantize, quantize_dequantize, squared_error
+from snip_megatron.quantization import fake_quantize, quantize, quantize_dequantize
 
 from . import oracle
 
@@ -192,15 +192,6 @@ def test_empty_tensors_go_through(fmt: str, shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
     assert quantize_dequantize(x, fmt, "tile", rounding="stochastic", seed=1).shape == shape
     assert quantize(x, fmt).dequantize().shape == shape
-
-
-def test_squared_error_sums_in_float64() -> None:
-    x, q = matrix(30, 40), matrix(30, 40, seed=1)
-    expected = (q.double() - x.double()) ** 2
-    assert squared_error(x, q).dtype == torch.float64
-    torch.testing.assert_close(squared_error(x, q), expected.sum(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(squared_error(x, q, 0), expected.sum(0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(squared_error(x, q, 1), expected.sum(1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
