@@ -11,8 +11,8 @@ interleaved rounds:
 - ``bf16_deepgemm``, ``bf16_torch`` (``torch._grouped_mm``): one launch for each product; ``bf16``: the faster of them.
 - ``te_bf16``, ``te_current``, ``te_block``: Transformer Engine's grouped linears.
 - ``snip_fp8``, ``snip_fp8_tensor``: all GEMMs in one format. ``snip``: the solver's map, the fastest by the times that
-  ``snip calibrate`` and trainings measure of such linears; ``map`` has its formats, ``predicted`` its milliseconds of
-  GEMMs and quantisation.
+  ``snip calibrate`` and trainings measure of such linears; ``map`` has its formats, ``predicted`` its milliseconds by
+  these times, with those of SwiGLU.
 
 ``products`` has the milliseconds of each bf16 product by library, the addition to FP32 gradients included. ``errors``
 has the relative errors of Y, ∂L/∂X and the weights' gradients to products of FP32 matrices, ``host`` the milliseconds
@@ -42,10 +42,14 @@ from benchmarks.layers.experts_steps import (
     libraries,
     library_step,
     snip_step,
+    swiglu,
     te_steps,
 )
+from snip_megatron.layers.grouped import grouped_products
+from snip_megatron.layers.swiglu import may_fuse_experts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.budget import Budget
+from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Choice, Item, solve
 from snip_megatron.solver.problem import Problem as SolverProblem
@@ -84,6 +88,25 @@ def solved(problem: Problem, device: str) -> tuple[Map, float]:
     seconds = sum(times[name][gemm.value][chosen[f"{name}:{gemm.value}"].value] for name in times for gemm in Gemm)
     fc1, fc2 = ((chosen[f"{name}:fprop"], chosen[f"{name}:dgrad"], chosen[f"{name}:wgrad"]) for name in LINEARS)
     return (fc1, fc2), 1e3 * seconds / MICROBATCHES
+
+
+def of_swiglu(problem: Problem, chosen: Map, rounds: int, device: str) -> float:
+    """Return the milliseconds of SwiGLU and its gradient, unquantised, as they run under a map."""
+    (n, _), (fc1, fc2) = problem.weight("fc1"), (linear.handles[0] for linear in (problem.fc1, problem.fc2))
+    y, d = (torch.randn(sum(problem.splits), width, device=device).bfloat16() for width in (n, n // 2))
+    problem.context.quantizes, (fc1.state.formats, fc2.state.formats) = True, chosen
+    products, given = grouped_products(fc2), (y, problem.probs, problem.splits, OperandSpec(Format.BF16, Format.BF16))
+
+    def fused() -> None:
+        products.swiglu(*given)
+        products.swiglu_gradient(d, *given)
+
+    def apart() -> None:
+        torch.autograd.grad(swiglu(y, problem.probs), y, d)
+
+    fuses = may_fuse_experts(fc1, fc2)
+    y.requires_grad_(not fuses)
+    return milliseconds({"swiglu": fused if fuses else apart}, rounds, device)["swiglu"]
 
 
 def _shape(name: str, experts: int, rows: int, n: int, k: int) -> LinearShape:
@@ -165,6 +188,7 @@ def measure(
         calls |= te_steps(problem) if device == "cuda" else {}
     expected = exact(problem)
     wrong = {name: errors(problem, call, expected) for name, call in calls.items()}
+    predicted += of_swiglu(problem, chosen, rounds, device)
     saved = {name: problem.saved_inputs(call) for name, call in calls.items() if not name.startswith("te_")}
     found = {name: round(ms / MICROBATCHES, 3) for name, ms in milliseconds(calls, rounds, device).items()}
     host = {}
