@@ -60,10 +60,8 @@ class GroupLoop:
     def swiglu_gradient(
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
-        """Return the gradient of y [rows, 2K] as :meth:`quantize_rows` makes it, and that of ``probs``.
-
-        ``d`` [rows, K] is the gradient of what :meth:`swiglu` returns; ``spec`` says how the gradient of y is
-        quantised.
+        """Return the gradient of y as :meth:`quantize_rows` makes it, and that of ``probs``, from that of the result of
+        :meth:`swiglu`, d [rows, K]. ``spec`` says how the gradient of y is quantised.
         """
         raise NotImplementedError
 

@@ -170,20 +170,15 @@ class HopperGroups(GroupLoop):
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        (left, right), whole = (_plain(each) for each in (g, x)), None if out is None else stacked(out)
-        if out is not None and whole is not None and whole.dtype is torch.float32:
-            self._add_wgrad(left, right, g.rows.ends, whole)
-            return out
-        size = len(g.rows.splits), left.shape[1], right.shape[1]
-        found = torch.zeros(size, dtype=torch.float32, device=left.device)
+        (left, right), found = (_plain(each) for each in (g, x)), None if out is None else stacked(out)
+        alone = found is None or found.dtype is not torch.float32
+        if found is None or alone:
+            size = len(g.rows.splits), left.shape[1], right.shape[1]
+            found = torch.zeros(size, dtype=torch.float32, device=left.device)
         self._add_wgrad(left, right, g.rows.ends, found)
-        if out is None:
-            return found.unbind(0)
-        if whole is not None:
-            whole.add_(found)
-        else:
+        if out is not None and alone:
             torch._foreach_add_(list(out), list(found.unbind(0)))
-        return out
+        return found.unbind(0) if out is None else out
 
 
 def add_wgrad(g: Tensor, x: Tensor, ends: Tensor, out: Tensor) -> None:

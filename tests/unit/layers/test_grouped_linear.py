@@ -1,6 +1,6 @@
 """The linear of all experts against float64 products of independently quantised operands, expert by expert."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,8 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
         return grouped_product(self.handles, list(self.parameters()), x, splits)
 
-    def call(self, splits: Sequence[int]) -> GroupedCall:
-        return grouped_call(self.handles, list(self.parameters()), splits)
+    def call(self, splits: Sequence[int], told: Callable[[], None]) -> GroupedCall:
+        return grouped_call(self.handles, list(self.parameters()), splits, told)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -251,8 +251,11 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     assert may_fuse_experts(first, second) is (asked is not None)
     if asked is None:
         return
-    y = fused_experts(x, probs, fc1.call(splits), fc2.call(splits))
+    complete: list[str] = []
+    calls = fc1.call(splits, lambda: complete.append("fc1")), fc2.call(splits, lambda: complete.append("fc2"))
+    y = fused_experts(x, probs, *calls)
     y.backward(g)
+    assert complete == ["fc2", "fc1"]
     assert noting.formats == asked
 
     weights = [weight.detach().double().requires_grad_() for weight in (*fc1.parameters(), *fc2.parameters())]
