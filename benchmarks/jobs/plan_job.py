@@ -4,8 +4,9 @@
 
 No GPU is needed. SNIP's contenders and bf16 are compared: their step times, and their speedups over bf16 with the same
 graph setting, or with the other one if the job lacks it. Contenders with updates found their own maps, of which the job
-keeps no copy. For them, dgrad and wgrad are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8,
-which is a share of 75 %. ``--timings`` is a table of ``snip calibrate``. Context parallelism is not predicted.
+keeps no copy. Under the default budget everything is taken to be in fp8_tensor. Under a share of 75 %, dgrad and wgrad
+are taken to be in fp4, and fprop in fp4 in every fourth block and else in fp8. ``--timings`` is a table of ``snip
+calibrate``. Context parallelism is not predicted.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
 
 def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format]:
     """Return the formats of fprop, dgrad and wgrad in a block."""
-    if contender.updates is not None:
+    if contender.updates:
         return (Format.FP8 if block % 4 else Format.FP4, Format.FP4, Format.FP4)
+    if contender.updates is not None:  # the default
+        return (Format.FP8_TENSOR,) * 3
     return ((contender.map or Format.BF16),) * 3
 
 

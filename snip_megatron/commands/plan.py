@@ -26,6 +26,12 @@ _FLAGS = {
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
 }
 _SIZES = ("tp", "pp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute")
+_ELSEWHERE = {
+    "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--mock-data",
+    "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size", "--te-rng-tracker",
+    "--cuda-graph-impl", "--cuda-graph-modules", "--moe-permute-fusion", "--moe-router-fusion", "--tp-comm-overlap",
+}  # fmt: skip
+"""What of a training needs its data, its tokenizer or Transformer Engine, and changes nothing that is planned."""
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
@@ -69,7 +75,7 @@ def _add_losses(add: Callable[..., Any]) -> None:
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:
-    text = "times of GEMMs: h200, a file that snip calibrate wrote, or flops (no times); default: h200"
+    text = "times of GEMMs: h100, h200, a file that snip calibrate wrote, or flops (no times); default: h200"
     add("--timings", default="h200", metavar="NAME|FILE", help=text)
     add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
     for name, speed, others in (("node", 180.0, "the others of its node"), ("network", 40.0, "other nodes")):
@@ -138,13 +144,27 @@ def _built(args: argparse.Namespace) -> Layout:
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
-    layout = check(args.megatron, args.gpus, {})
-    if isinstance(layout, str):
-        raise SnipError(f"--megatron: {layout}")
-    vocabulary = args.vocab_size or layout.model.vocabulary
+    words = [part for word in args.megatron for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+    own = words[words.index("--vocab-size") + 1 :][:1] if "--vocab-size" in words else []
+    vocabulary = args.vocab_size or (int(own[0]) if own and own[0].isdigit() else 0)
     if not vocabulary:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
-    return replace(layout, model=replace(layout.model, vocabulary=vocabulary))
+    local = "local" in words
+    left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
+    kept, keep = [], True
+    for word in words:
+        keep = word not in left_out if word[:2] == "--" else keep
+        kept += [word] * keep
+    kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
+    layout = check(kept, args.gpus, {})
+    if isinstance(layout, str):
+        raise SnipError(f"--megatron: {layout}")
+    return replace(
+        layout,
+        model=replace(layout.model, vocabulary=vocabulary),
+        grouped_experts="--moe-grouped-gemm" in words and not local,
+        gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
+    )
 
 
 def _whole(text: str, least: int = 0) -> int:

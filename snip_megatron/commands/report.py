@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", metavar="RUN", type=Path, nargs="+", help=text)
     text = "file for the page; default: RUN/report.html, for several runs comparison.html in the first RUN"
     add("--out", metavar="FILE", type=Path, help=text)
-    text = "what predicts the time saved: flops, h200, or a file that snip calibrate wrote; default: as in the run"
+    text = (
+        "what predicts the time saved: flops, h100, h200, or a file that snip calibrate wrote; default: as in the run"
+    )
     add("--cost", metavar="NAME|FILE", help=text)
     instead = parser.add_mutually_exclusive_group()
     text = "instead of a page, print as JSON (snip.worth/1) whether the run was worth it"

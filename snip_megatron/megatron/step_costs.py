@@ -113,6 +113,6 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
         gradient_reduction=config.gradient_reduction,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
         gradient_accumulation_fusion=args.gradient_accumulation_fusion,
-        fused_experts=config.fusions == "auto" and args.swiglu,
+        fused_swiglu=config.fusions == "auto" and args.swiglu,
         grouped_experts=bool(args.moe_grouped_gemm) and args.transformer_impl == "transformer_engine",
     )

@@ -50,7 +50,7 @@ class Layout:
         gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives without Apex.
         grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
             Engine.
-        fused_experts: whether SwiGLU between them is fused with quantisation.
+        fused_swiglu: whether SwiGLU is fused with quantisation where a kernel does both.
     """
 
     model: Model
@@ -76,7 +76,7 @@ class Layout:
     gradient_bytes: int = 4
     gradient_accumulation_fusion: bool = True
     grouped_experts: bool = False
-    fused_experts: bool = False
+    fused_swiglu: bool = True
 
     def checked(self) -> Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
@@ -181,7 +181,7 @@ class Layout:
             fused_accumulation=self.gradient_accumulation_fusion,
             matrices=self.matrices(row),
             grouped=grouped,
-            fused=_FUSED[row.role] if grouped and self.fused_experts else None,
+            fused=_FUSED[row.role] if grouped and self.fused_swiglu else None,
         )
 
     # -- parameters ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from snip_megatron.config.defaults import backend_of
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, after_attention, packed_bytes
 from snip_megatron.planner.rates import Links, Rates
@@ -26,10 +27,13 @@ ASSUMPTIONS = (
     " ranks, routers and scans take no time",
     f"a kernel that adds gradients to main_grad has {ACCUMULATION:.0%} of a copy's bandwidth: it adds those of the"
     " embedding, and with --no-gradient-accumulation-fusion those of the layers that Megatron's own code runs",
+    "on Hopper SwiGLU is computed with the quantisation, under fp8 and fp4 without a tensor in bf16 between them, under"
+    " fp8_tensor without the read that finds its largest value (--snip-fusions auto)",
     "data loading, logging and checkpoints take no time",
 )
 
 # Tensors that element-wise kernels read and write in the forward and in the backward.
+_TILED = {Format.FP8, Format.FP4}
 _NORM, _ADD, _ROPE = (2, 3), (3, 3), (2, 2)
 _LOSS_BYTES = 52
 """Per logit, in Megatron's loss without ``--cross-entropy-loss-fusion``.
@@ -177,6 +181,7 @@ class StepModel:
         self.links = links or Links()
         self.rates = Rates(model)
         self.exchanges = Exchanges(layout, self.rates, self.links)
+        self._fuses = layout.fused_swiglu and backend_of(model) == "hopper"
         self._gemms: dict[tuple[LinearShape, Side, Gemm, Format], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -220,7 +225,11 @@ class StepModel:
         seconds = {
             "linears": math.fsum(self.linear(row, formats) for row, formats in linears),
             "attention": layout.microbatches * attentions * self._attention(),
-            "elementwise": layout.microbatches * self.rates.memory(self._layer_bytes([row for row, _ in linears])),
+            "elementwise": layout.microbatches
+            * self.rates.memory(
+                self._layer_bytes([row for row, _ in linears])
+                - math.fsum(self._spared_bytes(*each) for each in linears)
+            ),
             "ends": layout.microbatches * self._ends(stage),
             "tensor_parallel": math.fsum(
                 layout.shapes[row.name].microbatches * self.exchanges.fixed(row) for row, _ in linears
@@ -262,6 +271,15 @@ class StepModel:
             elif row.role is Role.READS and "attention" not in row.id.path:
                 elements += _passes((1, 2), shape.forwards) * tokens * shape.n
         return 2.0 * elements
+
+    def _spared_bytes(self, row: LinearRow, formats: Formats) -> float:
+        """Return the bytes that SwiGLU fused with the quantisation of X of fc2, or of G of fc1, does not move."""
+        shape, reads = self.layout.shapes[row.name], row.role is Role.READS
+        used = {*(formats[1:] if reads else formats[::2])}
+        if not self._fuses or not row.id.path.startswith("mlp.linear_fc") or not used <= {*_TILED, Format.FP8_TENSOR}:
+            return 0.0
+        width = 4.0 if used <= _TILED else 2.0
+        return width * shape.tokens * (shape.n if reads else shape.k * shape.forwards)
 
     def _ends(self, stage: int) -> float:
         """Return the seconds of embedding, output layer and loss of one microbatch."""

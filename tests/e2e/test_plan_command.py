@@ -85,6 +85,21 @@ def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> Non
     assert "4 of 32×96×64" in done.stdout
 
 
+def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path) -> None:
+    """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans."""
+    given = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
+    given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+    given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
+    plans = []
+    for arguments in (given, f"{given} --no-gradient-accumulation-fusion"):
+        out = tmp_path / "plan.json"
+        done = snip("--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *arguments.split())
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(out.read_text()))
+    assert [plan["layout"]["gradient_accumulation_fusion"] for plan in plans] == [True, False]
+    assert plans[0]["linears"][0]["kind"]
+
+
 def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     args = ["plan", "--model", "1b", "--timings", "flops", "--dp", "2", "--json", str(out)]

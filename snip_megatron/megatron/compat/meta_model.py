@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -112,6 +113,10 @@ def _norm(cls: type, config: Any, hidden_size: int, *arguments: Any, **named: An
     return _Norm(hidden_size)
 
 
+def _attention(self: torch.nn.Module, *arguments: Any, **named: Any) -> None:
+    torch.nn.Module.__init__(self)
+
+
 def _not_run(*arguments: Any, **named: Any) -> None: ...
 
 
@@ -126,6 +131,7 @@ _KERNELS: dict[Any, dict[str, Any]] = {
     common: {"HAVE_FLA": True, "chunk_gated_delta_rule": _not_run},
     gdn: {"chunk_gated_delta_rule": _not_run},
     WrappedTorchNorm: {"__new__": _norm},  # in place of Apex's, without all that Apex can do
+    DotProductAttention: {"__init__": _attention},  # which has no sizes of latent attention, and no weights
     token_dispatcher: dict.fromkeys(
         ("hybrid_ep_dispatch", "fused_dispatch", "set_deepep_num_sms", "nccl_ep_dispatch"), _not_run
     ),

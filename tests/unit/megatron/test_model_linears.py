@@ -60,5 +60,10 @@ def test_experts_have_one_row_and_the_flops_of_what_a_token_meets() -> None:
 
 
 def test_what_cannot_be_built_here_is_said() -> None:
-    with pytest.raises(CannotBuildError, match="the model cannot be built on this machine"):
-        on_meta(MLATransformerConfig, multi_latent_attention=True, num_query_groups=4)  # needs Transformer Engine
+    with pytest.raises(CannotBuildError, match=r"the model cannot be built on this machine .*divisible"):
+        on_meta(num_layers=3, pipeline_model_parallel_size=2)
+
+
+def test_latent_attention_is_built_without_transformer_engine() -> None:
+    found = on_meta(MLATransformerConfig, multi_latent_attention=True, num_query_groups=4, rope_type="rope")
+    assert "self_attention.linear_kv_up_proj" in rows_of(found.covered, 0)

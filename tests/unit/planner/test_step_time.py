@@ -14,6 +14,7 @@ from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
+from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import SMALL, layout, step_model, with_blocks
@@ -40,6 +41,17 @@ def test_the_bubble_and_the_slowest_stage() -> None:
         ends = [stage.seconds["ends"] for stage in step.stages]
         assert ends[-1] > ends[0] > ends[1] == 0
         assert step.balance == pytest.approx(sum(s.total for s in step.stages) / 4 / work)
+
+
+def test_fused_swiglu_spares_bytes_on_hopper() -> None:
+    model = load_cost_model("h200")
+    fused, apart = (StepModel(layout("8b", fused_swiglu=each), model) for each in (True, False))
+    hidden = 8192 * 32 * 8 * (14336 + 2 * 14336)  # of X of fc2 and of G of fc1, in blocks and microbatches
+    for fmt, width in ((Format.BF16, 0), (Format.FP8, 4), (Format.FP8_TENSOR, 2)):
+        seconds = [step.step(lambda row, fmt=fmt: (fmt,) * 3).stages[0] for step in (apart, fused)]
+        spared = width * hidden / (model.table.copy_rate * ELEMENTWISE)
+        assert seconds[0].other - seconds[1].other == pytest.approx(spared)
+        assert seconds[0].linears == seconds[1].linears
 
 
 LINKS = Links(node_size=8, within=1e11, between=1e10)
