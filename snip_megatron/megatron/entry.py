@@ -11,7 +11,6 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
-from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from snip_megatron.config import add_arguments as add_snip_arguments
 from snip_megatron.errors import SnipError
@@ -89,8 +88,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with _stimer(bdata=True):
-        at_end = is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage"))
-        batch = get_batch(get_args(), data_iterator, training=model.training, at_pipeline_end=at_end)
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = get_batch(get_args(), data_iterator, training=model.training, vp_stage=vp_stage)
         packed = packed_documents(get_args(), batch)
     timers("batch-generator").stop()
     with _stimer:

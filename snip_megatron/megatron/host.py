@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -88,9 +89,14 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
     if not getattr(model, "pre_process", False):
         return Chunk(found)
 
+    again = model.config.mtp_num_layers if getattr(model, "mtp_process", False) else None
+
     def enter(change: Change) -> RemovableHandle:
+        calls = itertools.count()
+
         def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            return change(output)
+            # Tokens are embedded again where further ones are predicted, on whatever stage that is.
+            return output if next(calls) % (1 + (again or 0)) else change(output)
 
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
@@ -274,15 +280,15 @@ class MegatronStep:
         return gradient
 
     def join_gradients(self) -> None:
-        """Sum the gradients of a word embedding and of an output layer with the same weight on another pipeline stage,
-        as a training step does.
+        """Sum the gradients of the copies of a word embedding on pipeline stages, as a training step does: those that
+        predict further tokens have one, and that of an output layer with the same weight.
         """
         for chunk in self.call.model:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-            at_end = model.pre_process or model.post_process
-            group = model.embd_group
-            tied = at_end and model.share_embeddings_and_output_weights and group is not None
-            weight = model.shared_embedding_or_output_weight() if tied else None
+            tied, predicts = model.share_embeddings_and_output_weights, getattr(model, "mtp_process", False)
+            copied = tied or model.config.mtp_num_layers
+            group = model.embd_group if model.pre_process or predicts or (tied and model.post_process) else None
+            weight = model.shared_embedding_or_output_weight() if copied and group is not None else None
             if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:
                 dist.all_reduce(weight.main_grad, group=group)
 

@@ -1,4 +1,6 @@
-"""Sequences of documents that do not attend to each other: conversations (``--sft``), and documents that end in one."""
+"""Batches that not only the ends of a pipeline read: documents that do not attend to each other, conversations
+(``--sft``) among them, and those for predictions of further tokens.
+"""
 
 import functools
 import json
@@ -82,20 +84,20 @@ def test_conversations_train_under_updated_maps(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "sft"),
+    ("kind", "layout", "ranks"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64", 2, True),
-        ("--micro-batch-size 1 --pipeline-model-parallel-size 3", 3, False),  # the middle stage needs the ends too
+        ("conversations", "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64", 2),
+        ("documents", "--micro-batch-size 1 --pipeline-model-parallel-size 3", 3),  # their ends on the middle stage too
+        ("mtp", "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|tm|L", 3),  # so are tokens here
     ],
 )
-def test_layouts_agree(layout: str, ranks: int, sft: bool, train: Train) -> None:
-    data = "" if sft else "--dataloader-inter-document-masking"
-    saved = train.folder / f"saved{sft}"  # type: ignore[attr-defined]
+def test_layouts_agree(kind: str, layout: str, ranks: int, train: Train) -> None:
+    data = {"documents": "--dataloader-inter-document-masking", "mtp": "--mtp-num-layers 1"}.get(kind, "")
+    sft, saved = kind == "conversations", train.folder / f"saved-{kind}"  # type: ignore[attr-defined]
     model = f"{data} --num-layers 3 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-    whole = train(f"one{sft}", f"{model} --save {saved} --save-interval 2", sft=sft)[0]["losses"]
-    loaded = f"{model} {layout} --load {saved} --ckpt-step 4"
-    part = train(f"{layout}{sft}", loaded, ranks=ranks, sft=sft)[-1]["losses"]
-    assert sorted(part) == [5, 6]
+    whole = train(f"one-{kind}", f"{model} --save {saved} --save-interval 2", sft=sft)[0]["losses"]
+    part = train(kind, f"{model} {layout} --load {saved} --ckpt-step 2", ranks=ranks, sft=sft)[-1]["losses"]
+    assert sorted(part) == [3, 4, 5, 6]
     for step, loss in part.items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(whole[step]), rel=1e-3)
 

@@ -19,6 +19,7 @@ import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import megatron.training.training as training
 from megatron.core.enums import ModelType
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars, inprocess_restart
 from megatron.training import pretrain as megatron_pretrain
@@ -105,7 +106,16 @@ def pretrain(
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
         store=store,
+        get_embedding_ranks=functools.partial(_embedding_ranks, model.transformer, args),
     )
+
+
+def _embedding_ranks(config: Any, args: argparse.Namespace, ranks: list[int]) -> list[int]:
+    """Return those of a pipeline's ranks that have a copy of the same embedding: where further tokens are predicted it
+    is needed again, and for an output layer with its weight.
+    """
+    tied = [] if args.untie_embeddings_and_output_weights else [ranks[-1]]
+    return sorted({ranks[0], *tied, *get_mtp_ranks(ranks, config)})
 
 
 def bound_call(positional: Sequence[Any], named: Mapping[str, Any]) -> inspect.BoundArguments:

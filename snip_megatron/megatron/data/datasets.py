@@ -14,6 +14,8 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_batch_on_this_cp_rank,
@@ -98,8 +100,21 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    at_end = _packs(get_args()) or is_first_or_last_pipeline_stage(vp_stage)
-    return mpu.get_tensor_model_parallel_rank() == 0 and bool(at_end)
+    return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batches(get_args(), vp_stage)
+
+
+def _needs_batches(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    """Whether a pipeline stage needs batches: the first, the last, the one that predicts further tokens, and all stages
+    where documents are packed.
+    """
+    layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    predicts = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+    return bool(_packs(args) or is_first_or_last_pipeline_stage(vp_stage) or predicts)
+
+
+@functools.cache
+def _layout(text: str | None, stages: int) -> PipelineParallelLayerLayout | None:
+    return None if text is None else PipelineParallelLayerLayout.from_str(text, stages)
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
@@ -135,26 +150,26 @@ def _makes_attention_mask(args: argparse.Namespace) -> bool:
     return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
 
 
-def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, at_pipeline_end: bool) -> dict[str, Any]:
+def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, vp_stage: int | None) -> dict[str, Any]:
     """Return this rank's microbatch, which one rank of the tensor parallel group reads.
 
     Args:
         args: Megatron's arguments.
         data_iterator: Read on tensor parallel rank 0 only.
         training: Whether the microbatch has the training size or the validation size.
-        at_pipeline_end: Whether this is the first or last pipeline stage. Other stages need no batch.
+        vp_stage: The virtual pipeline stage.
 
     Returns:
         ``tokens``, ``labels`` and ``position_ids`` (int64) and ``loss_mask`` (fp32), each [microbatch, sequence], and
         ``attention_mask``, which is None unless the data set makes one. Under context parallelism the sequence
-        dimension holds this rank's part. All values are None on middle pipeline stages. Where documents are packed,
-        every stage gets all values, the sequences of a microbatch are one, [1, microbatch · sequence], and
-        :func:`packed_documents` says where documents end.
+        dimension holds this rank's part. All values are None on pipeline stages that need none. Where documents are
+        packed, the sequences of a microbatch are one, [1, microbatch · sequence], and :func:`packed_documents` says
+        where documents end.
     """
     packs = _packs(args)
     names = (*_NAMES, *_ENDS) if packs else _NAMES
     batch: dict[str, Any] = dict.fromkeys(names)
-    if not (at_pipeline_end or packs):
+    if not _needs_batches(args, vp_stage):
         return batch
     rank = mpu.get_tensor_model_parallel_rank()
     if rank == 0:

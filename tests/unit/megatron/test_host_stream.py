@@ -159,6 +159,20 @@ def test_forward_noise_enters_at_the_embedding_and_is_compared_at_every_boundary
             assert float(boundary.sums[name]) == pytest.approx(value, rel=1e-3), (b, name)
 
 
+def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the prediction of two further tokens on the same stage."""
+    monkeypatch.setattr(model, "mtp_process", True)
+    monkeypatch.setattr(model.config, "mtp_num_layers", 2)
+    enter = chunk_of(model, model_linears(built_linears([model]), {}).covered).enter
+    assert enter is not None
+    handle = enter(lambda out: out + 1)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    seen = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
+    handle.remove()
+    plain = model.embedding(tokens(0)[:, 1:], positions)
+    assert [torch.equal(out, plain + (call % 3 == 0)) for call, out in enumerate(seen)] == [True] * 6
+
+
 def test_forwards_without_gradients_are_not_recorded(model: GPTModel) -> None:
     """The first forward of recomputation, and validation."""
     stream = new_stream(model)
