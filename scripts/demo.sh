@@ -20,7 +20,6 @@ run="${SNIP_DEMO_DIR:-.}/runs/demo"
 data="${data#./}" run="${run#./}"
 mkdir -p "$run"
 steps=120
-recorded=examples/recorded_run
 
 echo "== prediction: Llama 8B on 8 H200s"
 snip plan --model 8b --tp 2 --dp 4 >"$run/plan.txt" || exit
@@ -78,8 +77,5 @@ if ((status != 0)); then
 fi
 
 echo "== result after $((SECONDS - start)) s"
-if [[ -f $recorded/config.json ]]; then # a run on a GPU, whose report stands beside this one's
-    snip report "$recorded" --out "$run/recorded.html" >/dev/null || exit
-    echo "a recorded run on a GPU: $run/recorded.html"
-fi
-exec python scripts/demo_summary.py check --run "$run" --data "$data" --log "$run/train.log"
+exec python scripts/demo_summary.py check --run "$run" --data "$data" --log "$run/train.log" \
+    --recorded examples/recorded_run

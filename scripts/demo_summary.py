@@ -63,19 +63,19 @@ def criteria(
     ]
 
 
-def check(run: Path, data: Path, log: Path) -> int:
-    """Prints the result; exit code 0 if it is enough, 1 otherwise."""
+def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
+    """Prints the result, and that of a recorded ``gpu_run``; exit code 0 if the run is enough, 1 otherwise."""
     from snip_megatron.records.readers import read_events, read_maps
     from snip_megatron.records.run_data import load_run
     from snip_megatron.reporting.report import write_report
     from snip_megatron.reporting.summary import summarise
-    from snip_megatron.reporting.summary_text import headline
+    from snip_megatron.reporting.summary_text import headline, sentences
 
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
     maps = read_maps(run)
     loss = validation_loss(log.read_text(encoding="utf-8", errors="replace"))
     unigram: float = json.loads((data / "manifest.json").read_text())["valid"]["unigram_entropy_nats"]
-    report = write_report(run)
+    report, beside = write_report(run), write_report(gpu_run, run / "recorded.html")
     print("map  step  status     fp4 share  changed GEMMs")
     for event in adopted:
         recorded = maps.get(event["step"])
@@ -94,6 +94,8 @@ def check(run: Path, data: Path, log: Path) -> int:
     demands = criteria(adopted, loss, unigram, report)
     for demand, met in demands:
         print(f"{'met    ' if met else 'NOT MET'}  {demand}")
+    on_gpu = summarise(load_run(gpu_run))
+    print(f"a recorded run on a GPU: {beside}\n  {headline(on_gpu)}\n  {sentences(on_gpu)[0]}")
     good = all(met for _, met in demands)
     works = f"SNIP chose {len(adopted)} maps while this model trained" if good else "a demand is not met"
     print(f"verdict: {works}. {headline(summarise(load_run(run)))}")
@@ -106,8 +108,8 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     watching = commands.add_parser("watch", help="standard input to a log, progress to standard output")
     checking = commands.add_parser("check", help="print the result and judge it")
-    checking.add_argument("--run", type=Path, required=True)
-    checking.add_argument("--data", type=Path, required=True)
+    for name in ("run", "data", "recorded"):
+        checking.add_argument(f"--{name}", type=Path, required=True)
     for command in (watching, checking):
         command.add_argument("--log", type=Path, required=True)
     arguments = parser.parse_args()
@@ -115,7 +117,7 @@ def main() -> int:
         with arguments.log.open("w", encoding="utf-8") as log:
             watch(sys.stdin, log)
         return 0
-    return check(arguments.run, arguments.data, arguments.log)
+    return check(arguments.run, arguments.data, arguments.log, arguments.recorded)
 
 
 if __name__ == "__main__":

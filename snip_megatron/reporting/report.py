@@ -160,7 +160,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     found: list[tuple[str, str | None]] = [
         ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
         (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
-        ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if len(finite) < len(losses) else None),
+        ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if 0 < len(finite) < len(losses) else None),
         ("tokens a second", _figure(summary.tokens_s, ",.0f")),
         ("speedup over bf16, measured", _figure(measured, ".3f")),
         (f"speedup{linears} over bf16, predicted", predicted),

@@ -56,7 +56,12 @@ def result(tmp_path: Path) -> dict[str, Path]:
     data.mkdir()
     (data / "manifest.json").write_text(json.dumps({"valid": {"unigram_entropy_nats": 5.5}}))
     (tmp_path / "train.log").write_text(VALIDATION)
-    return {"run": tmp_path / "run", "data": data, "log": tmp_path / "train.log"}
+    return {
+        "run": tmp_path / "run",
+        "data": data,
+        "log": tmp_path / "train.log",
+        "gpu_run": SCRIPT.parents[1] / "examples" / "recorded_run",
+    }
 
 
 def edit_events(run: Path, old: str, new: str) -> None:
