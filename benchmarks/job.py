@@ -12,7 +12,8 @@ implementations of CUDA graphs that are tried.
 ``snip_default*`` (``--snip`` alone) and ``snip_fp4_75*`` run two real updates. ``updates`` in the result has the time
 by which their steps took longer, and the times in the run's events; ``maps`` has the formats that they chose with the
 predicted loss and speedups. SNIP's other contenders keep one map, with the same format in every GEMM. ``predicted`` has
-the milliseconds of a step that the run predicted under its last map, where it knew the times of its GEMMs.
+the milliseconds of a step under the last map: those of the run's own steps in bf16, less what the times of its GEMMs
+say that the map saves.
 
 ``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
 permutation, Transformer Engine's formats with the padding that they need (by the experts, or by the router in
@@ -238,7 +239,9 @@ class Table:
             if CONTENDERS[turn.contender].updates is not None:
                 self.result["updates"][turn.name] = accounts(read_events(run), ms)
                 self.result.setdefault("maps", {})[turn.name] = adopted_maps(run)
-            predicted = predicted_step(run) if run.is_dir() else None
+            updates = self.result["updates"].get(turn.name)
+            own = updates[0]["usual_ms"]["before"] if updates else None
+            predicted = predicted_step(run, own) if run.is_dir() else None
             if predicted is not None:
                 self.result.setdefault("predicted", {})[turn.name] = predicted
             fused = _FUSED.search(outcome.printed)

@@ -87,11 +87,18 @@ def adopted_maps(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def predicted_step(run: Path) -> float | None:
-    """Return the milliseconds of a step that are predicted under the last map of a run directory; None if unknown."""
+def predicted_step(run: Path, bf16_ms: float | None) -> float | None:
+    """Return the milliseconds of a step that are predicted under the last map of a run directory; None if unknown.
+
+    They are those of its steps in bf16, ``bf16_ms``, less what the times of its GEMMs say that the map saves; without
+    such steps, those that the planner predicts.
+    """
     data = load_run(run)
     prediction, chosen = Prediction.stored(data), data.adoptions[-1].precision_map if data.adoptions else None
     if prediction is None or chosen is None:
         return None
     seconds = prediction.times.step_seconds(chosen, prediction.stages)
-    return None if seconds is None else 1e3 * seconds[1]
+    if seconds is None:
+        return None
+    before, after = (1e3 * each for each in seconds)
+    return after if bf16_ms is None else bf16_ms - (before - after)

@@ -85,7 +85,7 @@ class OwnTimes:
         """
         started = time.perf_counter()
         clock = clock_for(self._device) if self._clock is None else self._clock
-        measurer = Measurer(self._backend, clock, self._table.formats)
+        measurer = Measurer(self._backend, clock, self._table.formats, stock=True)
         about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
         with torch.enable_grad():
             table = calibrate(measurer, self._table.workload, about)

@@ -32,6 +32,8 @@ class OptionTimes(JsonFields):
             makes, as far as its format decides them. Empty if no format decides any.
         joint: as ``seconds``, of fprop and dgrad: what a step saves if wgrad is in the same format, because one call
             quantises the operand of both. Empty if not known.
+        stock: name of a linear or path → seconds by which a step of bf16 alone is longer, in which Megatron's own code
+            runs. Only :meth:`step_seconds` counts them.
     """
 
     model: str
@@ -39,6 +41,7 @@ class OptionTimes(JsonFields):
     rest: Mapping[int, float] = field(default_factory=dict)
     exchanges: Seconds = field(default_factory=dict)
     joint: Seconds = field(default_factory=dict)
+    stock: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges), ("joint", self.joint)):
@@ -73,12 +76,13 @@ class OptionTimes(JsonFields):
 
         seconds = table(lambda _, shape, gemm, fmt: model.seconds(shape, gemm, fmt), formats)
         joint = table(lambda _, shape, gemm, fmt: model.joint(shape, gemm, fmt), formats)
+        stock = {name: longer for name, shape in shapes.items() if (longer := model.stock(shape))}
         if exchanged is None:
-            return cls(model.name, seconds, joint=joint)
+            return cls(model.name, seconds, joint=joint, stock=stock)
         exchanges = table(
             lambda name, shape, *to: shape.microbatches * exchanged(name, *to), {*formats, *model.formats}
         )
-        return cls(model.name, seconds, exchanges=exchanges, joint=joint)
+        return cls(model.name, seconds, exchanges=exchanges, joint=joint, stock=stock)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
         """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
@@ -123,9 +127,13 @@ class OptionTimes(JsonFields):
         """Return the seconds in which the slowest stage works in a step, in bf16 and under a map; None if not known."""
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
-        times = self.by_stage(precision_map, stages)
-        before, after = (max(self.rest[k] + each[i] for k, each in times.items()) for i in (0, 1))
-        return before, after
+        times, longer = self.by_stage(precision_map, stages), dict.fromkeys(stages.values(), 0.0)
+        for name, stage in stages.items():
+            longer[stage] += self.stock.get(name) or self.stock.get(LinearId.parse(name).path, 0.0)
+        before = max(self.rest[k] + longer[k] + bf16 for k, (bf16, _) in times.items())
+        if {Format.BF16}.issuperset(precision_map.choices.values()):
+            return before, before
+        return before, max(self.rest[k] + after for k, (_, after) in times.items())
 
 
 def seconds_of[F](

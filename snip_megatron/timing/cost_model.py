@@ -21,7 +21,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.shapes import LinearShape
-from snip_megatron.timing.table import OPERANDS, TimingTable, Triple
+from snip_megatron.timing.table import OPERANDS, STOCK, TimingTable, Triple
 
 STATED_COPY = 4.0e12
 """Assumed bytes a second of a copy, if the table has no measurement."""
@@ -102,6 +102,16 @@ class CostModel:
             return 0.0
         first, second, both = self._quantise(operand, shape, features, fmt)
         return shape.microbatches * max(0.0, first + second - both)
+
+    def stock(self, shape: LinearShape) -> float:
+        """Return the seconds by which a step is longer before a map quantises anything, as Megatron's own code launches
+        each expert: of a grouped linear of a measured size, else 0.
+        """
+        row = self.table.grouped.get(shape.group, {}) if self.table is not None and shape.grouped else {}
+        if STOCK not in row:
+            return 0.0
+        longer: float = row[STOCK][Format.BF16] - math.fsum(row["gemms"][Format.BF16])
+        return shape.microbatches / shape.matrices * max(0.0, longer)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""

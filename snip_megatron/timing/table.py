@@ -20,7 +20,7 @@ MAX_EDGE = 2**40
 MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
 _ONE_TIME = ("fused_input", "fused_gradient", "weights")
-GROUPED = ("gemms", *OPERANDS, *_ONE_TIME)
+GROUPED, STOCK = ("gemms", *OPERANDS, *_ONE_TIME), "stock"
 _KEYS = {
     "gemms": ("tokens", "n", "k"),
     "activations": ("tokens", "features"),
@@ -48,7 +48,8 @@ class TimingTable:
         weights: (n, k) → format → seconds of quantising for fprop and dgrad in one call.
         grouped: (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``,
             ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear; ``fused_input``,
-            ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient.
+            ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient;
+            ``stock``, if measured, → bf16 → seconds of Transformer Engine's linear, forward and backward.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.
@@ -95,7 +96,7 @@ class TimingTable:
             "gemms": lambda row: {"seconds": _by_name(row)},
             "activations": lambda row: {operand: _by_name(row[operand]) for operand in OPERANDS},
             "weights": lambda row: {"seconds": _by_name(row)},
-            "grouped": lambda row: {part: _by_name(row[part]) for part in GROUPED},
+            "grouped": lambda row: {part: _by_name(row[part]) for part in (*GROUPED, STOCK) if part in row},
             "attention": lambda row: {"forward": row[0], "backward": row[1]},
         }
         lists = {
@@ -149,6 +150,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def grouped(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
         found: dict[str, dict[Format, Any]] = {"gemms": _by_format(row, "gemms", formats, _triple, prefix)}
         ones = {part: _by_format(row, part, quantised, _seconds, prefix) for part in _ONE_TIME}
+        ones |= {STOCK: _by_format(row, STOCK, (Format.BF16,), _seconds, prefix)} if STOCK in row else {}
         return found | activation(row, prefix) | ones
 
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:

@@ -112,6 +112,16 @@ def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
     assert priced.by_stage(bf16, stages)[0][0] == pytest.approx(times().by_stage(bf16, stages)[0][0] + 2 * 0.5)
 
 
+def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
+    kind = "self_attention.linear_qkv"
+    stages = {f"decoder.layers.{layer}.{kind}": 0 for layer in range(2)}
+    known = replace(times(), rest={0: 1.0}, stock={kind: 0.5})
+    chosen, bf16 = PrecisionMap.uniform(stages, Format.FP8), PrecisionMap(choices={})
+    before, after = known.by_stage(chosen, stages)[0]
+    assert known.step_seconds(chosen, stages) == (pytest.approx(1.0 + 2 * 0.5 + before), pytest.approx(1.0 + after))
+    assert known.step_speedup(bf16, stages) == 1.0
+
+
 # -- reachable -------------------------------------------------------------------------------------------------
 def test_what_is_reachable_is_named_and_is_reachable() -> None:
     rows = linear_rows(4, stages=2)

@@ -11,7 +11,7 @@ from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 
-from .timing_tables import FORMATS, FUSED, GEMM_SHARE, QUANTISED, RATE, SPEED, formula_table
+from .timing_tables import FORMATS, FUSED, GEMM_SHARE, QUANTISED, RATE, SPEED, STOCK, formula_table
 
 MODEL = CostModel(formula_table())
 BF16, FP8, TENSOR, FP4 = FORMATS
@@ -58,6 +58,10 @@ def test_a_grouped_linear_has_the_times_of_grouped_gemms() -> None:
         assert MODEL.seconds(grouped, g, BF16) == pytest.approx(MODEL.seconds(one, g, BF16))
     assert not MODEL.extrapolated(grouped)
     assert MODEL.extrapolated(replace(grouped, matrices=2))
+    measured = LinearShape(256, 4096, 512, microbatches=2 * 4, matrices=4, grouped=True)
+    bf16 = sum(MODEL.seconds(measured, g, BF16) for g in Gemm)
+    assert MODEL.stock(measured) == pytest.approx((STOCK - 1) * bf16)
+    assert MODEL.stock(grouped) == MODEL.stock(one) == FlopsModel().stock(measured) == 0.0
     without = CostModel(replace(formula_table(), grouped={}))
     assert without.extrapolated(grouped)
     apart = replace(grouped, grouped=False)

@@ -11,6 +11,7 @@ SPEED = {Format.BF16: 1.0, Format.FP8: 1.5, Format.FP8_TENSOR: 1.9, Format.FP4: 
 GEMM_SHARE = (1.0, 1.1, 1.3)  # fprop, dgrad, wgrad
 RATE = 3e14  # tokens·n·k a second in bf16
 FUSED = 1e-6  # what quantising adds to SwiGLU, for experts
+STOCK = 3.0  # what Transformer Engine takes for experts, over grouped GEMMs
 QUANTISED = 1e12  # elements a second, one side
 
 
@@ -44,7 +45,8 @@ def formula_table(
         times = {"gemms": gemms[m, n, k], "weights": {fmt: e * each for fmt, each in weights[n, k].items()}}
         times |= {"input": activations[m, k]["input"], "gradient": activations[m, n]["gradient"]}
         fused = {f"fused_{of}": dict.fromkeys(quantised, FUSED) for of in ("input", "gradient")}
-        grouped[e, m, n, k] = times | fused
+        stock = {"stock": {Format.BF16: STOCK * sum(gemms[m, n, k][Format.BF16])}}
+        grouped[e, m, n, k] = times | fused | stock
     return TimingTable(
         device="Formula 1",
         backend="none",
