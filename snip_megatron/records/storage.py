@@ -294,6 +294,8 @@ def deliver(argument: str, path: Path | None, text: str) -> None:
     if path is None:
         print(text, end="")
         return
+    if os.path.isdir(path):
+        raise SnipError(f"{argument} {path}: is a folder; name a file in it")
     try:
         write_output(path, text.encode(errors="replace"))
     except OSError as error:

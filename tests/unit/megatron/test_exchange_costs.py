@@ -25,9 +25,9 @@ LLAMA = Llama("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
 
 
 def planned(communication: str, model: str, **sizes: Any) -> StepModel:
-    """What ``snip plan`` predicts the run of ``arguments()`` with."""
+    """What ``snip plan`` predicts the run of ``arguments()`` with. A run takes SwiGLU for fixed."""
     layout = Layout(LLAMA.model(2), tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
-                    sequence_parallel=True, communication=communication, **sizes)  # fmt: skip
+                    sequence_parallel=True, communication=communication, fused_swiglu=False, **sizes)  # fmt: skip
     return StepModel(layout, load_cost_model(model))
 
 
