@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
@@ -216,12 +217,14 @@ class LinearRecorder:
         backend = self.handle.context.backend
         rows = sample_rows(x.shape[0], OUTPUT_TOKENS, x.device)
         xs, gs = (x, g) if len(rows) == x.shape[0] else (x[rows], g[rows])
+        if self.handle.expert is not None:  # experts have any number of tokens, and kernels are looked up by it
+            xs, gs = (functional.pad(each, (0, 0, 0, OUTPUT_TOKENS - len(rows))) for each in (xs, gs))
         weight = x.shape[0] / max(len(rows), 1)
         y = _product(xs, w)
         partial = self.handle.parallel == "row"  # Y is a partial sum then; see reduction.py
         if not partial:
             self._add("y2", _owned(sum_squares(y), weight * self._own("y")))
-        zero = g.new_zeros(len(rows), dtype=torch.float64)
+        zero = g.new_zeros(len(xs), dtype=torch.float64)
         found = []
         for fmt in map(resolve, self.formats):
             if Gemm.FPROP not in fmt.gemms:
@@ -234,7 +237,7 @@ class LinearRecorder:
         dots, squares = zip(*found, strict=True)
         if not partial:
             self._add_formats("e2", _owned(torch.stack(squares), weight * self._own("y")))
-        return torch.stack(dots), rows
+        return torch.stack(dots)[:, : len(rows)], rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return max|·| of the whole operand, not of a sample, if a format has one scale per tensor; else None."""

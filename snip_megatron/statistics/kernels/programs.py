@@ -74,9 +74,9 @@ def _format_sums(
         tl.store(cols_ptr + j, tl.sum(_squared(error, spacing, RANDOM), axis=0) * (scale * scale), mask=col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # experts have any number of tokens
 def tensor_kernel(
-    x_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, M, K, x_stride,
+    x_ptr, rows_ptr, cols_ptr, errors_ptr, amax_ptr, K, x_stride, M,
     PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """Sum one 128×128 part.
@@ -115,9 +115,9 @@ def tensor_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def dots_kernel(
-    x_ptr, d_ptr, dots_ptr, amax_ptr, M, K, x_stride, d_stride,
+    x_ptr, d_ptr, dots_ptr, amax_ptr, K, x_stride, d_stride, M,
     PLACE_8: tl.constexpr, PLACE_4: tl.constexpr, PLACE_WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Inner products of rows over 128 columns. A program takes ``ROWS`` rows.
@@ -168,9 +168,10 @@ def weight_kernel(
         tl.store(sums_ptr + (1 + PLACE_WHOLE) * blocks, total * scale * scale)
 
 
-@triton.jit
-def squares_kernel(x_ptr, sums_ptr, size, BLOCK: tl.constexpr):
-    """Sum x² of one block of a flat tensor."""
+@triton.jit(do_not_specialize=["groups"])
+def squares_kernel(x_ptr, sums_ptr, groups, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Sum x² of one block of a flat tensor of ``groups`` groups of elements, which are read together."""
+    size = groups * GROUP
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(x * x, axis=0))

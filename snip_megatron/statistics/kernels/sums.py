@@ -60,7 +60,7 @@ def tensor_sums(
     largest = _amax(x, places, amax)
     if x.numel():
         launch(
-            tensor_kernel, (k_parts, m_parts), (x, rows, cols, error, largest), (M, K, x.stride(0)), (),
+            tensor_kernel, (k_parts, m_parts), (x, rows, cols, error, largest), (K, x.stride(0)), (M,),
             {**places, "RANDOM": stochastic}, LAUNCH["tensor"],
         )  # fmt: skip
     of_cols = cols.sum(1, dtype=torch.float64)
@@ -74,7 +74,7 @@ def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: 
     found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
     if x.numel():
         launch(
-            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (M, K, x.stride(0), d.stride(0)), (),
+            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (K, x.stride(0), d.stride(0)), (M,),
             {**places, "ROWS": _ROWS}, LAUNCH["dots"],
         )  # fmt: skip
     return found.sum(1, dtype=torch.float64)
@@ -112,7 +112,9 @@ def sum_squares(x: Tensor) -> Tensor:
     blocks = -(-x.numel() // _BLOCK)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
     if blocks:
-        launch(squares_kernel, (blocks, 1), (x, sums), (x.numel(),), (), {"BLOCK": _BLOCK}, LAUNCH["sums"])
+        group = 1 if x.numel() % 16 else 16
+        constants = {"BLOCK": _BLOCK, "GROUP": group}
+        launch(squares_kernel, (blocks, 1), (x, sums), (), (x.numel() // group,), constants, LAUNCH["sums"])
     return sums.sum(dtype=torch.float64)
 
 

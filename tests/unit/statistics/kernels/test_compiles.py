@@ -47,7 +47,7 @@ DRIFT_CONSTANTS = {"RHOS": 24, "FORMATS": 2, "BLOCK": DRIFT["BLOCK"], "HARDWARE"
         (triton_kernels.tensor_kernel, PLACES | {"RANDOM": True}, SUMS["tensor"]["num_warps"], "*bf16"),
         (triton_kernels.dots_kernel, PLACES | {"ROWS": 32}, SUMS["tensor"]["num_warps"], "*bf16"),
         (triton_kernels.weight_kernel, PLACES | {"PLACE_WHOLE": 2}, SUMS["tensor"]["num_warps"], "*bf16"),
-        (triton_kernels.squares_kernel, {"BLOCK": 8192}, SUMS["tensor"]["num_warps"], "*bf16"),
+        (triton_kernels.squares_kernel, {"BLOCK": 8192, "GROUP": 16}, SUMS["tensor"]["num_warps"], "*bf16"),
         (triton_kernels.output_kernel, {"BLOCK": 4096}, SUMS["tensor"]["num_warps"], "*bf16"),
         (triton_drift_kernel.update_error_kernel, DRIFT_CONSTANTS, DRIFT["num_warps"], "*fp32"),
     ],
