@@ -16,10 +16,10 @@ from snip_megatron.optimizers.kernels.programs import update_error_kernel
 from snip_megatron.optimizers.signs import Words
 from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState
-from snip_megatron.quantization.kernels.launch import on_grid
+from snip_megatron.quantization.kernels.launch import launch
 
-LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
-"""Elements per program, and launch options."""
+_BLOCK = 2048  # elements of a program
+LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 80}
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,27 @@ def error_sums(
     :func:`snip_megatron.optimizers.updates.gradient_of_a_step`; ``words`` returns the words of rows and columns.
     """
     size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
-    blocks = -(-size // LAUNCH["BLOCK"])
+    blocks = -(-size // _BLOCK)
     device = gradient.device
     sums = torch.empty(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
     rho = _on_device(tuple(scales), device)
     if size:
         settled = noise < 1.0 and state.step > 0
         next_step = state.step + 1
-        on_grid(update_error_kernel, (blocks,))(
-            gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
-            rho, *_vectors(sizes, device),
-            *words(sizes.seed, sizes.rows, sizes.cols, device),
-            state.start, size, sizes.rows.numel(), sizes.cols.numel(),
-            float(factor), float(noise) if settled else 1.0,
-            1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
-            state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
-            state.eps, RHOS=len(scales), FORMATS=formats, HARDWARE=device.type == "cuda", **LAUNCH,
+        launch(
+            update_error_kernel, (blocks, 1),
+            (
+                gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
+                rho, *_vectors(sizes, device), *words(sizes.seed, sizes.rows, sizes.cols, device),
+            ),
+            (state.start, size, sizes.rows.numel(), sizes.cols.numel()),
+            (
+                float(factor), float(noise) if settled else 1.0,
+                1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
+                state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
+                state.eps,
+            ),
+            {"RHOS": len(scales), "FORMATS": formats, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"}, LAUNCH,
         )  # fmt: skip
     totals = sums.sum(1, dtype=torch.float64)
     by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])

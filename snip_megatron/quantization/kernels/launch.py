@@ -30,7 +30,7 @@ def launch(
     grid: tuple[int, int],
     memory: Sequence[Tensor | Seen],
     numbers: tuple[int, ...],
-    counters: tuple[int, ...],
+    counters: tuple[float, ...],
     constants: Mapping[str, object],
     options: Mapping[str, int],
 ) -> None:
@@ -42,8 +42,8 @@ def launch(
         grid: numbers of programs.
         memory: tensors that the kernel reads and writes, with the dtype under which it sees them if it is another one.
         numbers: sizes and strides. A compiled kernel is remembered for each combination, so a run must have few.
-        counters: integers on which the kernel does not specialise (``do_not_specialize``), so a run may have any
-            number.
+        counters: numbers on which the kernel does not specialise (``do_not_specialize``, or real ones), so a run may
+            have any number.
         constants: compile-time constants, in the order of the kernel's parameters.
         options: Triton's launch options.
     """
@@ -86,7 +86,7 @@ def _all_aligned(pointers: list[int]) -> bool:
     return functools.reduce(operator.or_, pointers) % _ALIGNED == 0
 
 
-def _all_short(counters: tuple[int, ...]) -> bool:
+def _all_short(counters: tuple[float, ...]) -> bool:
     return not counters or (min(counters) >= -(1 << 31) and max(counters) < 1 << 31)
 
 

@@ -38,7 +38,7 @@ def assembled(kernel: Any, constants: dict[str, object], warps: int, g: str = "*
     return triton.compile(source, target=HOPPER, options={"num_warps": warps})
 
 
-DRIFT_CONSTANTS = {"RHOS": 24, "FORMATS": 2, "BLOCK": DRIFT["BLOCK"], "HARDWARE": True}
+DRIFT_CONSTANTS = {"RHOS": 24, "FORMATS": 2, "BLOCK": 2048, "HARDWARE": True}
 
 
 @pytest.mark.parametrize(
