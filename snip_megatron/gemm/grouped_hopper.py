@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.replay import run_opaque
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
@@ -147,9 +149,8 @@ class HopperGroups(GroupLoop):
         left, right, rows = a.matrix, b, a.rows
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
-            self._library.m_grouped_fp8_fp4_gemm_nt_contiguous(
-                left[:2], right[:2], out, rows.experts, disable_ue8m0_cast=True
-            )
+            gemm_of_groups = partial(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, disable_ue8m0_cast=True)
+            run_opaque(gemm_of_groups, left[:2], right[:2], out, rows.experts)
             return out
         if not len(left):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
