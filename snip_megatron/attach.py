@@ -8,8 +8,6 @@ Without ``--snip`` the script trains as before. Without a CUDA device, start the
 ``python -m snip_megatron.attach SCRIPT ARGUMENTS``, which redirects CUDA calls to the CPU (docs/own-script.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import runpy

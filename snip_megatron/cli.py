@@ -1,7 +1,5 @@
 """``snip``: runs a command, a module with ``add_arguments(parser)`` and ``run(args) -> exit code``."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """The exception for errors of the user: commands print it as a single line."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

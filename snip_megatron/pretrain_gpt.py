@@ -1,7 +1,5 @@
 """Training entry: ``torchrun ... -m snip_megatron.pretrain_gpt`` takes Megatron's arguments and ``--snip-*``."""
 
-from __future__ import annotations
-
 import sys
 
 from snip_megatron.config import parse_snip_arguments

@@ -1,7 +1,5 @@
 """``snip compare``: trains the policies of experiment files side by side and compares their losses."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import fcntl

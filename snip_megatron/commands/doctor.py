@@ -1,7 +1,5 @@
 """`snip doctor [--json] [--dir DIR] [--port N] [--strict]`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``snip export --format NAME MAP --out DIR``: writes a map in the format of another tool."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Argument types of commands."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``snip plan``: predicts memory, time and speedup of a configuration, without a GPU and without weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

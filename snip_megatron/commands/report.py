@@ -1,7 +1,5 @@
 """`snip report RUN [RUN …] [--out FILE] [--cost MODEL] [--json | --live [--port N]]`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import socket

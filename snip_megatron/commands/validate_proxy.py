@@ -1,7 +1,5 @@
 """``snip validate-proxy``: compares the scores of estimators with measured divergences."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import time

@@ -1,7 +1,5 @@
 """SNIP's arguments on a command line that holds Megatron's as well."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which values of a configuration (``run.SnipConfig``, which imports this module) cannot be combined."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut

@@ -1,7 +1,5 @@
 """What ``--snip`` takes where arguments leave it open. Training, plan, solve and launch ask here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Option ``x_y`` is the argument ``--snip-x-y``. Settings are set by ``--snip-settings NAME=VALUE``.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """One check of ``snip doctor``."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

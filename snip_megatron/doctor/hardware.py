@@ -1,7 +1,5 @@
 """Checks the GPUs, and which GEMM backends give correct results on them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks the host: CPU cores, solver, Megatron, process group, port, disk and shared memory."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os

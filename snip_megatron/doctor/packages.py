@@ -1,7 +1,5 @@
 """Checks the versions of required and optional packages. The packages are not imported."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import sys

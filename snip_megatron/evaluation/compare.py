@@ -1,7 +1,5 @@
 """Training of the missing runs of several experiments in one pool. Result files are updated after every run."""
 
-from __future__ import annotations
-
 import datetime
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The experiment file of ``snip compare``. README.md beside this file describes the format."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

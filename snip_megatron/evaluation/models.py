@@ -1,7 +1,5 @@
 """Models and prepared text of the evaluation as arguments: Llamas (RMSNorm, SwiGLU, RoPE, untied), and mixtures."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The sensitivity of an option is measured by forcing only this option to the candidate format.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The result file of an experiment. It is complete after every run, and another machine can continue from it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

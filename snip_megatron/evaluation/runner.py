@@ -1,7 +1,5 @@
 """A pool of training processes. Several run on each GPU at the same time, and a failed one is tried once more."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -4,8 +4,6 @@ Recorded arguments contain the placeholders ``{data}``, ``{warm}`` and ``{run}``
 the same on every machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Statistics of a comparison: the recovered gap, and paired differences between policies (docs/how-it-works.md)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The markdown page of a comparison: policies, differences with confidence intervals, origin of the figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

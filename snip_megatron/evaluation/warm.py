@@ -4,8 +4,6 @@ Its folder is named by the hash of the arguments and the text that make it. Its 
 its weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -5,8 +5,6 @@ dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend c
 GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in how-it-works.md, "Formats".
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

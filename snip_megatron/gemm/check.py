@@ -4,8 +4,6 @@ It finds compilers that refuse a kernel, and libraries and devices whose numbers
 layout, a missing scale, a gradient of zeros, rounding with a bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -5,8 +5,6 @@ weight where a GEMM that accumulates (beta = 1) moves 8. This module binds the f
 needs. The values of enumerators are those of cublasLt.h of CUDA 12.9 and later.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

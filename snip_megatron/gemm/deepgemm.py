@@ -5,8 +5,6 @@ cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt,
 training. Wgrad runs by cuBLASLt.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

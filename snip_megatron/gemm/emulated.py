@@ -5,8 +5,6 @@ A Triton kernel writes the quantised numbers of an operand in bf16, where they a
 is that of the format's own GEMM, up to the order of the FP32 additions, at nearly the speed of bf16. See README.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import torch

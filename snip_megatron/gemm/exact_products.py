@@ -1,7 +1,5 @@
 """Products of quantised operands whose numbers are exact in bf16, with FP32 accumulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are the reference of the grouped products of libraries, and what runs where these have no kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

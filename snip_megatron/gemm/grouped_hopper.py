@@ -12,8 +12,6 @@ overwrites the one tensor map of a multiprocessor at the next expert while loads
 (deepseek-ai/DeepGEMM, issue 365 and pull request 343).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

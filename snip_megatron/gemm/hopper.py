@@ -6,8 +6,6 @@ speed of fp8. fp8_tensor has one scale per tensor. bf16 GEMMs are library GEMMs.
 formats. See README.md.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """The operands of a GEMM, and how autograd saves them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

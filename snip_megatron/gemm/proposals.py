@@ -6,8 +6,6 @@ writes, not from a measurement at run time, which would make the bits of a run d
 the library version and the device that it names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ G is rounded stochastically, in the formats of ``STOCHASTIC`` (how-it-works.md, 
 FP32 and multiplied in FP32, so that the only error beside quantisation is that of FP32 summation.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ is padded when operands are made, and the rows of A are padded here. Products wi
 dequantised and multiplied in FP32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MappingProxyType
 

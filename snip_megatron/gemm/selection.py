@@ -1,7 +1,5 @@
 """Selection of the GEMM backend (``--snip-gemm``)."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Collection

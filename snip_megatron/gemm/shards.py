@@ -4,8 +4,6 @@ The rows of a shard are consecutive tokens. If their number is a multiple of the
 tile of the whole matrix. Shards can then be quantised before they are gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ SIGTERM to the other nodes. There, the file tells this process that there is not
 may wait for the failed one, and exits with the same code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

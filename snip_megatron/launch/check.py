@@ -4,8 +4,6 @@ The process parses and validates Megatron's and SNIP's arguments as the last of 
 process group and reads only the names of data files.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import multiprocessing

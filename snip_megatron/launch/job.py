@@ -1,7 +1,5 @@
 """A training that ``snip launch`` starts: a known configuration with changes, and its arguments for Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

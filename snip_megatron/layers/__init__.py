@@ -1,7 +1,5 @@
 """Linears with quantised GEMMs, and the registry through which a precision map is adopted."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

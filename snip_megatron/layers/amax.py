@@ -8,8 +8,6 @@ the amax of the gathered tensor is used (:func:`gathered_amaxes`). Data and cont
 because the microbatch of a rank is a tensor of its own.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ It does what Megatron's own function does around the GEMMs: the gather of a sequ
 the input gradient, overlapped with wgrad, and the accumulation into ``main_grad``. It does not import Megatron.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

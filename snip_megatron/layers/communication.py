@@ -13,8 +13,6 @@ training dtype or, with ``--snip-communication all``, as quantised partial sums
 gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

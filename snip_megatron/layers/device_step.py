@@ -5,8 +5,6 @@ says whether its weights are quantised already. A CUDA graph repeats kernels and
 write this state to fixed addresses, where captured kernels read it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 

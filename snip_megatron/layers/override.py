@@ -3,8 +3,6 @@
 It can perturb the result of a GEMM, and it can report the first-order effect that an error of fprop has on the loss.
 """
 
-from __future__ import annotations
-
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend

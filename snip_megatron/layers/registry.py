@@ -1,7 +1,5 @@
 """The converted linears of this rank, and the precision map that sets their formats."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from snip_megatron.errors import SnipError

@@ -6,8 +6,6 @@ fused where the formats of the map in force have a kernel: one that quantises, o
 have none, Megatron's own function runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

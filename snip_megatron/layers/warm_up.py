@@ -3,8 +3,6 @@
 The few small kernels of ``--snip-communication`` are not among them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 CUDA graphs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 

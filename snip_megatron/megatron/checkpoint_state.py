@@ -4,8 +4,6 @@ A child module of the model contributes the object, so that Megatron's own code 
 reshards it. Megatron without SNIP ignores the object. A checkpoint without it loads with a notice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of Megatron that cannot be combined with SNIP, and why. One entry refuses one argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

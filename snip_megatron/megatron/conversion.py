@@ -1,7 +1,5 @@
 """Converts the linears of built model chunks to SNIP's classes, in place and without changing their parameters."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ to 50 times as long as a product in FP32. FP32 products are fast on every proces
 then depend on the processor as little as those of an FP32 training.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs Megatron's ``pretrain`` for GPT models with this package's data sets, forward step and loss, and with SNIP."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Validation in the formats of the map, in bf16, or in both on the same batches (``--snip-eval``)."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterator

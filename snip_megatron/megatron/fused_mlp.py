@@ -3,8 +3,6 @@
 Like linears, instances are made by assigning the class of a built module. Parameters and checkpoints do not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

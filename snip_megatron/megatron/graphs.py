@@ -4,8 +4,6 @@ Captured linears read the state of the step from the device. Probes and validati
 captured anew when a map is adopted.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

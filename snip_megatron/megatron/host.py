@@ -1,7 +1,5 @@
 """Megatron's training loop as a host of SNIP's probes."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -4,8 +4,6 @@ Instances are made by assigning one of these classes to ``__class__`` of a built
 ``__init__`` and no parameters of their own, so checkpoints stay interchangeable with Megatron's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

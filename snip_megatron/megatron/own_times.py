@@ -1,7 +1,5 @@
 """The times of a run's own GEMMs, for budgets of time and loss that name no table."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import time

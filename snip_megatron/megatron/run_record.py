@@ -1,7 +1,5 @@
 """Opens the run directory of a Megatron run, and draws the report at its end."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 from collections.abc import Mapping, Sequence

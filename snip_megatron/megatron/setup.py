@@ -1,7 +1,5 @@
 """Adds SNIP to a Megatron run: checks the configuration, converts the model and wraps the training step."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

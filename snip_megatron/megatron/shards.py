@@ -1,7 +1,5 @@
 """Finds dimensions whose shards are not multiples of a quantisation tile."""
 
-from __future__ import annotations
-
 import argparse
 
 from snip_megatron.errors import SnipError

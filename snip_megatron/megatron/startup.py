@@ -4,8 +4,6 @@ While it is imported, Megatron binds names of ``torch.cuda`` and decorates funct
 therefore imports neither torch nor Megatron at its top.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

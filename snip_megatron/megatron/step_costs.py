@@ -7,8 +7,6 @@ the precision and are left out: a ``speedup=`` budget is that of the linears on 
 them from the model's linears, and the rest of the step for the report.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

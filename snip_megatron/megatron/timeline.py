@@ -1,7 +1,5 @@
 """The timeline of a Megatron run: its end, its phases, and what later training repairs of an error."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Refuses, before training starts, arguments that cannot be combined with SNIP. The error names both arguments."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

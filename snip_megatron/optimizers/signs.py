@@ -5,8 +5,6 @@ column has a word, the finaliser of MurmurHash3 applied to its id. For an elemen
 or of its two words, and the upper bit is the sign.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Records a linear and evaluates AdamW's update error on dummy tensors before training, to compile their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

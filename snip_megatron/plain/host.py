@@ -1,7 +1,5 @@
 """A plain torch loop as a host of SNIP's probes: in one process, or data parallel by DDP or ``fully_shard``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

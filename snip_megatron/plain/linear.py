@@ -1,7 +1,5 @@
 """``nn.Linear`` and Hugging Face's ``Conv1D`` with quantised GEMMs, made by assigning the class of a built module."""
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Mapping
 from typing import Any

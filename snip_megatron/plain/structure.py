@@ -1,7 +1,5 @@
 """Finds the blocks of a transformer and their linears, and by one forward pass what each linear does in its block."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Predicted memory on one GPU of each pipeline stage: parameters, saved activations by format, probes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

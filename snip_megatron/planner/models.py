@@ -1,7 +1,5 @@
 """What a plan knows of a model; the sizes of known Llama models, and of those that a ``config.json`` gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

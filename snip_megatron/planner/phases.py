@@ -1,7 +1,5 @@
 """The phases of a run whose map changes with time: the plan that an update before its first step would make."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

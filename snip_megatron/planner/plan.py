@@ -1,7 +1,5 @@
 """The plan as JSON types (``snip.plan/1``), which ``snip plan`` prints and writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rates of attention, memory and links, which do not depend on formats. They are measured, or assumed by default."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

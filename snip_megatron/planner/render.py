@@ -1,7 +1,5 @@
 """A plan as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a plan is asked for, and its Problem: that of a training, whose losses may be synthetic."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Predicted seconds of a training step. The cost model predicts the linears, simple rules the rest (README.md)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

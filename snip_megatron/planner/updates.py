@@ -1,7 +1,5 @@
 """What an update of SNIP costs: the calls of the pipeline schedule that it runs, its seconds, its share of training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from snip_megatron.config import SnipConfig

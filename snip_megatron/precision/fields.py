@@ -1,7 +1,5 @@
 """Dataclasses as JSON objects of their fields, read back by the types of the fields."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 from collections.abc import Mapping

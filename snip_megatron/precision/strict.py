@@ -1,7 +1,5 @@
 """Strict reading of JSON. Every function raises SnipError with the path of what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ step from memory that is written before each step, and the microbatch from a cou
 have the bits of :func:`snip_megatron.quantization.rounding.derive_seeds` and ``key_words``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored s
 ``kernels/exact.py`` has the same function in Triton, with the same bits.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

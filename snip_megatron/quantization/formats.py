@@ -3,8 +3,6 @@
 Sources: how-it-works.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 

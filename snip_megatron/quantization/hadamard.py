@@ -6,8 +6,6 @@ row of a group may first be multiplied by ±1. An incomplete last group is padde
 product.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ exact in E4M3, so fp4 operands have the storage of fp8 operands. ``kernels/quant
 Triton, with the same bytes; this module is their reference, and runs where the kernels do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The reference quantisers, in plain torch. They define the bits of every format. They have no gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

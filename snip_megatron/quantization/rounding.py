@@ -10,8 +10,6 @@ this is the draw of the odd column. One more multiplication gives the draw of th
 the finaliser of SplitMix64.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ SwiGLU of y = [gates, ups] is silu(gates)·ups. All functions compute in FP32 an
 they quantise. The exponential and the division differ between devices, and so do bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ along a row, so that no choice of rows cuts them.
 :mod:`snip_megatron.quantization.kernels.wire` has the functions of packed fp4 and of partial sums in Triton.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of times of a run's own linears: kept with the run and in the user's cache, where later runs find it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Readers of a run directory. They accept a run that is still being written, or that crashed during a write."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

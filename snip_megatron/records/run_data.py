@@ -1,7 +1,5 @@
 """The content of a run directory, joined for reports. Any field may be missing, because a run may have crashed."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence

@@ -7,8 +7,6 @@ N.
 Only the constructor raises on an I/O error. Later, a failed write is reported once, kept, and tried again.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ only the Problem. Any other change builds a new Problem from the statistics, as 
 phases is solved over the phases that it planned, which its event ``submit`` keeps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import zipfile

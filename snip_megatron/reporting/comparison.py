@@ -1,7 +1,5 @@
 """``snip report RUN RUN …``: several runs on one page. Configuration values that all runs share are left out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Pages of ``snip compare`` and ``snip validate-proxy``: their figures, and the text of their tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The report's figures as plotly's data and layout, and its maps as data. The page's theme sets the colours."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import math

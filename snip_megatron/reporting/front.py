@@ -1,7 +1,5 @@
 """The Pareto front of a run's latest Problem, solved when the report is written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ users of this machine could connect, too. The browser reloads the page by itself
 security policy, which forbids network access to its scripts, is not changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hmac

@@ -4,8 +4,6 @@ A page is one self-contained file: plotly.js, style and data are inside. Its con
 access, and all scripts except the two whose hashes it names. Text from a run's files can therefore never run as code.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The phases of a run with plans: what ran, what is to come, what they change, and what has been spent."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``report.html``, a self-contained page about one run."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

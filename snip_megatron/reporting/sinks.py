@@ -8,8 +8,6 @@ events before ``train_step(N)`` to iteration N. A logger that fails never stops 
 and after a few failures in a row nothing more is written to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -4,8 +4,6 @@ Only :func:`summarise` computes these figures. The end of a run, the report, the
 --json`` show them. The running job has the same times (:mod:`snip_megatron.runtime.account`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """The summary of a run as sentences, for the end of a run and for the report."""
 
-from __future__ import annotations
-
 from snip_megatron.reporting.summary import LossCost, RunSummary
 from snip_megatron.runtime.account import duration
 

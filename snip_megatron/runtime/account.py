@@ -7,8 +7,6 @@ count as costs. The steps right after a start, an update or an adoption do not c
 after an update or an adoption take longer is a cost too, ``settled``.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

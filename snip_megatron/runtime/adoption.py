@@ -1,7 +1,5 @@
 """Distribution of a map to all ranks: a broadcast from rank 0, and a comparison of hashes before adoption."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Every rank calls :meth:`Controller.before_step` and :meth:`Controller.after_step
 only on the step number and on data that all ranks share, so that all ranks enter the same collectives.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The work of rank 0: it feeds the sidecar and writes the run directory. Nothing here may stop training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import resource

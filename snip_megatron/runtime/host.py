@@ -4,8 +4,6 @@
 between the controller, probes, kernels and loggers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Every rank has one with the same content. It depends on the step number, the con
 agreed, and the state of the checkpoint.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ It is needed because under pipeline parallelism only the last stage has the loss
 (docs/how-it-works.md, rules of a run: 6).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """An update as every rank runs it: probes, a statistics table, and its submission to rank 0's solver process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

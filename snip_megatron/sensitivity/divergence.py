@@ -12,8 +12,6 @@ per-token gradients. Numerator and denominator are both sums over independent to
 step. √(microbatches of a step) enters only once, in the s that ``drift2`` was tabulated with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ as many as the average share of the budget allows. ``late-all`` follows NVIDIA's
 a higher precision. The appendix of its report prefers to switch only the forward GEMMs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ gets a high score; no choice is excluded. A policy that does not know the size o
 its FLOPs. The solver weighs score against FLOPs saved, so it then follows the policy's order for all shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Builds the solver's Problem from statistics and a request: options, costs, scores, pins, ties, phases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Runs CP-SAT on a *core*: some of the choices that are still open."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Explains why a budget cannot be met: which stage or phase limits it, and what can be reached."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Solves a problem for a range of budgets (``snip solve --sweep``)."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The bound and the *reduced costs* of the choices are computed from the prices in
 that nothing depends on HiGHS' tolerances (Everett 1963; Fisher 1981).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """First picks by one price, and the repair of picks that nearly meet the need."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

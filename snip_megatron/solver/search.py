@@ -1,7 +1,5 @@
 """The search: relax, round, remove what no better solution has, and solve growing cores until the gap is proven."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

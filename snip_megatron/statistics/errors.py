@@ -4,8 +4,6 @@
 error is its expectation over the draws. It depends on the values alone, so all layouts find the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The Triton kernels sum where these run, otherwise plain torch, which is their reference.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

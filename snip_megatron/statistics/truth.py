@@ -5,8 +5,6 @@ noise depends on where it starts and hardly on how, so one *perturbation* below 
 all fprops of a layer, and another one that of all its dgrads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Loading of cost models by name: ``flops``, a table of the package, a GPU, or a file."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -6,8 +6,6 @@ work / rate, increases with a coordinate if it does so between the measured poin
 nearest edge or the nearest point is used, and the result is marked as extrapolated.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

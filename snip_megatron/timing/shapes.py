@@ -1,7 +1,5 @@
 """The shape of a linear as one rank runs it in a training step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format

@@ -6,8 +6,6 @@ truncated files. This set checks the checkpoint that the tracker names before it
 newest complete checkpoint before it is loaded instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

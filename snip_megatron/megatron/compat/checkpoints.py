@@ -1,7 +1,5 @@
 """Looks up what a distributed checkpoint holds before it is loaded."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 from pathlib import Path

@@ -3,8 +3,6 @@
 Only the defaults of the parser change. A value that the user gives is kept, and refused if it cannot work.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from dataclasses import dataclass

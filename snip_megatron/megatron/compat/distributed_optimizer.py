@@ -15,8 +15,6 @@ Under ``--use-torch-fsdp2`` Megatron loads tensors into their place and drops th
 count among it: torch's AdamW ends with a KeyError, others start from 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer

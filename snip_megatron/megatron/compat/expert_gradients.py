@@ -1,7 +1,5 @@
 """Tells DDP that the gradients of a linear of all experts are complete, without a pass of autograd for every expert."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Outside of passes a module holds the rank's share in place of the parameter: a `
 of the flattened parameter. That of Megatron-FSDP is in the optimizer's dtype, and names the whole parameter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ Megatron's ``--ddp-reduce-scatter-with-fp32-accumulation`` has what this takes: 
 handle of its own that finishes the sum. That argument is set, and its function is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence

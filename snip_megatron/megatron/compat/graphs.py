@@ -5,8 +5,6 @@ Deleting the graphs returns an implementation to its state before the capture. T
 and :mod:`snip_megatron.megatron.compat.te_graphs` use are checked when this module is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Process groups of a model chunk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

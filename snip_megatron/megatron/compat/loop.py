@@ -1,7 +1,5 @@
 """Wraps functions of Megatron's training loop, switches off what a probe must not run, and reads the scheduler."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

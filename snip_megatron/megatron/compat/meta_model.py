@@ -1,7 +1,5 @@
 """Builds a model on torch's meta device, stage by stage, in a process of its own: no memory, no rank, no GPU."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

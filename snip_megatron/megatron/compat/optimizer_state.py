@@ -1,7 +1,5 @@
 """Finds the optimizer state of a parameter on this rank in any of Megatron's optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurations have fields of the same names.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

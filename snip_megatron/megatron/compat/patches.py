@@ -1,7 +1,5 @@
 """Applies the compat sets, run-time patches of Megatron, where they are needed, and lists them at start."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -3,8 +3,6 @@
 A call takes a configuration container that may hold the model's configuration, or a model provider beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Saves and restores all random states that a forward and backward pass can advance."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

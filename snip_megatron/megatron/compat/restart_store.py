@@ -5,8 +5,6 @@ not put the attempt into its keys. Restarted ranks may therefore read the addres
 wait until they time out.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

@@ -4,8 +4,6 @@ Megatron without SNIP ignores the entry. In checkpoints of ``torch_dist`` the st
 Megatron does not give to the model under ``--use-torch-fsdp2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds the next update of a parameter from the state of any of Megatron's optimizers."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The version of Megatron, checks of its private names and signatures, and other values for them for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ results, and with ``--use-persistent-ckpt-worker`` a writing process. Both are s
 If a scheduler sends SIGTERM to all processes of a step, they die, and the save fails with a broken pipe.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Finds and checks the text files of the inputs, and splits them by file into training text and hold-out."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Builds train, validation and test data sets from Megatron's arguments, and reads their microbatches."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Byte-level tokenizers that Megatron's HuggingFaceTokenizer loads from a local folder, without network access."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments of the quantisers' kernels: memory of results, key words, and what a device can run."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ low priority imports what compilers need and forks the others. They need no GPU.
 are left are compiled at their first launch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

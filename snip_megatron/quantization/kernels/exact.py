@@ -4,8 +4,6 @@ Formats with a scale for the whole tensor read the matrix once more, for its ama
 can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

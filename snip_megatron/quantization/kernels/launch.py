@@ -5,8 +5,6 @@ itself. This module remembers the compiled kernel of a call under everything tha
 numbers, the dtype, device and alignment of tensors, the constants and the options.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ It needs a C++ compiler, which Triton needs as well, and the headers of Python a
 functions of libraries are called by their addresses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -3,8 +3,6 @@
 Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

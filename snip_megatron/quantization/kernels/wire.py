@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Packed fp4 and sums of ``wire.py`` as Triton kernels, with the same bits. Import it only where Triton can run."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The peak memory of a training step tells what a pass takes, and the shapes of th
 addition. If one rank lacks memory for a single sequence, all ranks skip the update and keep training under their map.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ All passes run in bf16 through the host's own schedule. Weights, optimizer state
 they are.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hooks on the residual stream that record statistics at its boundaries and add the noise of probes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Weight divergence: how gradient errors change the next update of the optimizer, per parameter of this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Jobs and answers are pickles on the standard input and output of the process, wh
 of the standard library would import the main module of the training once more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

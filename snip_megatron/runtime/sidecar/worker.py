@@ -4,8 +4,6 @@ It reads jobs from standard input and writes answers to its original standard ou
 Megatron, has no CUDA device and no variables of a rank, and ends with its parent.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

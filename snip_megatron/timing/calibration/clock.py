@@ -5,8 +5,6 @@ are queued, so that no launch overhead is timed. They evict the data of the prev
 the GPU at the clock rate of a loaded GPU, as in training.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping

@@ -1,7 +1,5 @@
 """The calls of one linear of all experts of a layer that a calibration times: grouped GEMMs and their quantisation."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import random

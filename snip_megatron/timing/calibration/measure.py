@@ -1,7 +1,5 @@
 """The calls that a calibration times: the package's own quantisers and GEMMs, attention, a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

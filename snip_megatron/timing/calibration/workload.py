@@ -1,7 +1,5 @@
 """The sizes that a calibration measures: a grid that covers any model, or the linears of one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
