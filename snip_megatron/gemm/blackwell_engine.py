@@ -57,7 +57,6 @@ class NativeOperand(NamedTuple):
 
     Attributes:
         format: one of ``NATIVE``.
-        shape: shape without padding.
         usage: "rowwise" or "columnwise".
         storage: Transformer Engine's storage class for such a matrix. It is None for an empty matrix, whose only entry
             of ``tensors`` is the matrix itself.

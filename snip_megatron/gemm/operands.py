@@ -18,7 +18,6 @@ class UnquantizedOperand(NamedTuple):
     Attributes:
         tensor: [rows, cols] in the training dtype.
         axis: the dimension that the GEMM reduces over: 1 for the rowwise operand, 0 for the columnwise one.
-        spec: how the matrix is quantised.
         quantized: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
     """
 

@@ -63,15 +63,10 @@ class Job:
     """One training run.
 
     Attributes:
-        asked: the configuration with the user's changes.
-        model: the sizes of the model.
-        layout: parallel sizes and batch sizes.
         nodes: with ``asked.gpus_per_node`` on each, as many GPUs as the layout has ranks.
         data: a folder of ``snip prepare-data``, ``mock``, or None if ``extra`` names the data.
-        save: folder of the checkpoints.
         load: equal to ``save`` if the run resumes from the newest checkpoint there, or begins anew without one. None if
             it does not resume, or if ``extra`` names another checkpoint to begin with.
-        snip: whether SNIP is on.
         smoke: whether this is a trial with a shrunk model.
         extra: arguments of Megatron that override all others, except ``load``.
     """

@@ -46,7 +46,6 @@ class LinearCall(NamedTuple):
     Every forward makes one, and a tuple is made faster than a dataclass.
 
     Attributes:
-        handle: the linear.
         sequence_parallel: whether the input is this rank's token shard. It is then gathered, and its gradient is
             reduce-scattered.
         allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.

@@ -72,12 +72,9 @@ class StepContext:
     """State of the current step, shared by all linears of a rank. The step hooks write it and the linears read it.
 
     Attributes:
-        step: 0-based training step.
-        seed: ``--snip-seed``.
         dp_rank, dp_size: data parallel rank and size. Microbatch i of a rank is global microbatch i·dp_size + dp_rank.
         expert_dp_rank, expert_dp_size: rank and size of the expert data parallel group, the ranks that hold the same
             experts. A GEMM of an expert has tokens of all expert parallel ranks.
-        backend: the backend that runs the GEMMs.
         probing: whether a probe is running. All GEMMs then run in bf16, and backwards are recorded.
         override: during a measuring pass, a function that returns what the pass requests of a linear in the current
             microbatch; None otherwise. During a measuring pass no linear runs Megatron's own code, so that every wgrad
@@ -158,22 +155,16 @@ class LinearHandle:
     """The identity of one converted linear of this rank.
 
     Attributes:
-        id: the global name.
         parallel: "column" (W is sharded over output features), "row" (over input features) or "whole" (every tensor
             parallel rank has all of it).
         n, k: shape of the unsharded weight.
-        stage: pipeline parallel rank.
-        tp_rank, tp_size: tensor parallel rank and size.
         out_features, in_features: int64 global indices of the local weight's rows and columns.
-        context: the state of the step, which all linears share.
-        module: the converted linear.
         delays: whether wgrad runs when the module's ``backward_dw`` is called, not in the backward.
         parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
         tp_group: the tensor parallel group; None if no tensor is sharded. Ranks that share a whole linear's tokens have
             one.
         expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
             all experts of a layer has one name.
-        state: what changes.
     """
 
     id: LinearId

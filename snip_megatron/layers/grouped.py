@@ -40,9 +40,6 @@ class GroupedCall(NamedTuple):
     Attributes:
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
-        weights: their weights [N, K].
-        splits: number of rows of each expert.
-        products: the grouped products of the backend.
         told: see :func:`grouped_call`. None: the weights are arguments of the autograd function (``passed``).
     """
 

@@ -10,7 +10,6 @@ class Conflict:
     """One argument of Megatron that SNIP refuses.
 
     Attributes:
-        argument: Name on the command line.
         why: The reason and what to do, printed after "cannot be combined with --snip: ".
         present: Returns whether a value of the attribute conflicts with SNIP.
         dest: Name in Megatron's parsed arguments, where it is not that of the argument.

@@ -47,8 +47,6 @@ class Evaluation:
 
     Attributes:
         mode: Value of ``--snip-eval``: map, bf16 or both.
-        args: Megatron's arguments.
-        context: State that the converted linears share.
         record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed, and
             with ``kind``: ``validation`` or ``test``. Of several validation sets, ``set`` is the name or the index.
         graphs: CUDA graphs of the training steps. Validation runs without them.

@@ -43,7 +43,6 @@ class BuiltLinear:
     """One linear of this rank, or that of one expert.
 
     Attributes:
-        id: global name.
         module: the module. Grouped linears of experts share one.
         reader: the module that reads the residual stream at the beginning of the linear's sub-block.
         writer: the layer whose output is the residual stream after the sub-block.

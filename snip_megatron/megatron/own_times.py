@@ -29,12 +29,7 @@ class OwnTimes:
     """Finds or measures the times of a run's GEMMs. Only rank 0 makes one; the solver has no other rank's times.
 
     Args:
-        config: SNIP's configuration.
-        args: Megatron's validated arguments.
-        linears: the model's linears.
-        backend: the GEMM backend of the run.
         run: the run directory; None if the run keeps no record.
-        device: the device that multiplies.
         clock: times calls; None for the clock of ``device``, which takes memory once it is needed.
     """
 

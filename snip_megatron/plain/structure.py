@@ -49,7 +49,6 @@ class Places:
 
     Attributes:
         begins: the modules that begin sub-blocks: each block, and the norms of its further branches.
-        hidden: width of the residual stream.
         rows: the linears with their places.
         sinks: parameters beside the linears that gradient errors reach.
     """

@@ -34,7 +34,6 @@ class StageMemory:
     """Bytes on each GPU of a stage.
 
     Attributes:
-        optimizer: FP32 master weights and moments.
         quantised_weights: kept from a step's first microbatch to its end.
         activations: kept for the backward at the schedule's peak.
         logits: logits and their gradients on the last stage.

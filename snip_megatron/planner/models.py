@@ -20,10 +20,8 @@ class Model:
     Attributes:
         rows: the linears of all layers. Their stages are those of a layout.
         hidden: features of the residual stream.
-        groups: number of key-value heads.
         head_size: features of a head; of latent attention, the mean of those of keys and of values.
         vocabulary: rows of the word embedding.
-        context: sequence length of training.
         tied: whether the output layer shares the word embedding's weight.
     """
 

@@ -34,7 +34,6 @@ class PrecisionMap:
 
     Attributes:
         choices: option id → format.
-        version: number of the map within a run.
         status: one of STATUSES: what the solver proved, or ``static`` for a map that was not solved.
         objective, bound, target: Σ loss of the choices, the solver's lower bound of it, and the budget that was asked.
         achieved, achieved_per_stage: Σ saving / Σ cost of the choices, also for each pipeline stage. This is the share

@@ -21,7 +21,6 @@ class Element:
         mantissa_bits: explicit bits of the mantissa.
         min_exponent: exponent of the smallest normal number. Subnormal numbers have the same spacing.
         max_exponent: exponent of the largest number (``emax`` in the OCP text).
-        maximum: the largest finite number.
     """
 
     mantissa_bits: int
@@ -48,7 +47,6 @@ class FormatSpec:
     """One row of the table.
 
     Attributes:
-        element: the element type.
         scaling: how scales are stored.
         tile: edge of a tile; 0 if the whole tensor has one scale.
         square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.

@@ -80,7 +80,6 @@ class Host:
     """What does not change during a run.
 
     Attributes:
-        hidden: features of the residual stream.
         shard: the tokens of the residual stream on this rank.
         sinks, local_sinks: the sinks of the whole model, and those of this rank.
         sharded: whether a rank holds a part of the optimizer's state only.
@@ -155,7 +154,6 @@ class ProbeResult:
     """What the probes of one update measured, which all ranks have made before a step.
 
     Attributes:
-        table: equal on all ranks.
         seconds: kind of pass, or ``reduction`` → its seconds on this rank.
         scale: scales of the gradient, and the tokens of the probe over all ranks.
         passes: kind of pass → microbatches that went through it on each rank.

@@ -46,7 +46,6 @@ class BudgetSpent(JsonFields):
 
     Attributes:
         origin: the first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
-        steps: number of steps since then.
         shares: sum over these steps of the fp4 share of the map in force.
         times: sum over these steps of the predicted time of the decoder's linears, relative to bf16: 1 / speedup.
         last: the step before which the run ends; None if it was not known.

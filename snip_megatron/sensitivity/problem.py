@@ -35,7 +35,6 @@ class Option:
 
     Attributes:
         id: ``<linear>:<gemm>`` or ``<linear>``.
-        stage: pipeline stage.
         flops: FLOPs in a training step, which four bits save of the budget; 0 for the wgrad of a frozen linear, which
             is no item of a Problem.
         cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of

@@ -37,7 +37,6 @@ class SolveRequest(JsonFields):
         stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None: no stage constraint.
         times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
-        version: version of the map that this update makes.
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
             (MTP, experts). None if there are none.

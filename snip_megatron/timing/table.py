@@ -38,7 +38,6 @@ class TimingTable:
     """The measurements of one device.
 
     Attributes:
-        device: the GPU's name in torch.
         backend: the GEMM backend (``--snip-gemm``).
         formats: bf16 and the measured formats. Every row has all of them.
         gemms: (tokens, n, k) → format → seconds of fprop, dgrad and wgrad, with quantised operands.

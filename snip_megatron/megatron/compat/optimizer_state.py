@@ -24,9 +24,7 @@ class HeldState:
 
     Attributes:
         start: First element of the range in the flattened local parameter.
-        end: End of the range.
         owner: The torch optimizer inside Megatron's optimizer.
-        group: Parameter group of the torch optimizer.
         inner: Tensor that the torch optimizer updates.
         main: fp32 [end − start], the values that are updated.
         state: State of ``inner`` in the torch optimizer, its moments on the device of the parameter; empty before the

@@ -19,9 +19,6 @@ class TextFile:
 
     Attributes:
         key: Name of the input and path inside it, equal on every machine.
-        digest: SHA-256 of the content.
-        path: Path on this machine.
-        size: Bytes.
     """
 
     key: str
@@ -47,7 +44,6 @@ class Corpus:
     """All documents of the inputs.
 
     Attributes:
-        inputs: Names of the inputs.
         files: The documents, ordered by key.
         skipped: Reason → number of files that were skipped.
     """

@@ -91,7 +91,6 @@ class Draws(NamedTuple):
     Attributes:
         memory: ids of columns and key words of both operands on the device; arbitrary memory for what is not read.
         words: key words of both operands as numbers.
-        constants: of the kernel.
     """
 
     memory: tuple[Tensor, Tensor, Tensor]

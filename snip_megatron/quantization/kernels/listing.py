@@ -23,7 +23,6 @@ class Pointer:
     """A tensor argument of a kernel.
 
     Attributes:
-        dtype: dtype of the tensor.
         aligned: whether the address of its first element is a multiple of 16 bytes.
     """
 
@@ -39,7 +38,6 @@ class Variant:
         module, name: module and name of the kernel's definition.
         arguments: for each parameter, a :class:`Pointer`, a constant, or a number that represents all numbers that
             Triton treats alike.
-        options: launch options of Triton.
     """
 
     module: str
@@ -86,7 +84,6 @@ class Listing:
     """The variants that were launched.
 
     Attributes:
-        runs: whether the kernels are launched as well.
         variants: the variants in the order of their first launch, as keys.
     """
 
