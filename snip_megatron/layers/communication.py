@@ -43,12 +43,7 @@ _LARGE, _LONG_ROW = 2**29, 256 * TILE  # a bucket of so many elements, and its r
 
 @dataclass(frozen=True)
 class Exchange[Result]:
-    """An exchange in progress.
-
-    Attributes:
-        works: handles of the collectives.
-        finish: returns the result once the collectives are done.
-    """
+    """An exchange in progress."""
 
     works: tuple[Any, ...]
     finish: Callable[[], Result]

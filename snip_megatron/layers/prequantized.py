@@ -18,11 +18,7 @@ from snip_megatron.quantization.operands import OperandPair
 
 
 class PrequantizedTensor(torch.Tensor):
-    """X or G of a linear as its two operands. Every operation on it is refused.
-
-    Attributes:
-        operands: the rowwise and the columnwise operand of the matrix.
-    """
+    """X or G of a linear as its two operands. Every operation on it is refused."""
 
     operands: OperandPair
 

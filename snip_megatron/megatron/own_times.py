@@ -4,6 +4,7 @@ import argparse
 import datetime
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,41 +26,36 @@ from snip_megatron.timing.table import TimingTable
 _LONGEST_ATTENTION = 8192  # tokens: longer sequences have the rate of this length
 
 
+@dataclass(eq=False)
 class OwnTimes:
     """Finds or measures the times of a run's GEMMs. Only rank 0 makes one; the solver has no other rank's times.
 
-    Args:
+    Attributes:
         run: the run directory; None if the run keeps no record.
         clock: times calls; None for the clock of ``device``, which takes memory once it is needed.
     """
 
-    def __init__(
-        self,
-        config: SnipConfig,
-        args: argparse.Namespace,
-        linears: Sequence[LinearRow],
-        backend: GemmBackend,
-        run: Path | None,
-        device: torch.device,
-        clock: Clock | None = None,
-    ) -> None:
-        self._config = config
-        self._args = args
-        self._linears = linears
-        self._backend = backend
-        self._device = device
-        self._clock = clock
+    config: SnipConfig
+    args: argparse.Namespace
+    linears: Sequence[LinearRow]
+    backend: GemmBackend
+    run: Path | None
+    device: torch.device
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        config, args = self.config, self.args
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         self._table = OwnTable(
-            device_name(device),
-            backend.name,
+            device_name(self.device),
+            self.backend.name,
             tuple(sorted(used, key=lambda fmt: fmt.code)),
             shapes_workload(
-                layout_of(args, linears, config).shapes.values(),
+                layout_of(args, self.linears, config).shapes.values(),
                 [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
             ),
-            run,
+            self.run,
         )
 
     def known(self) -> OptionTimes | None:
@@ -77,8 +73,8 @@ class OwnTimes:
         Raises SnipError if a size could not be measured, as where memory is too small.
         """
         started = time.perf_counter()
-        clock = clock_for(self._device) if self._clock is None else self._clock
-        measurer = Measurer(self._backend, clock, self._table.formats, stock=True)
+        clock = clock_for(self.device) if self.clock is None else self.clock
+        measurer = Measurer(self.backend, clock, self._table.formats, stock=True)
         about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
         with torch.enable_grad():
             table = calibrate(measurer, self._table.workload, about)
@@ -92,6 +88,6 @@ class OwnTimes:
         return self._predicted(table)
 
     def _predicted(self, table: TimingTable) -> OptionTimes:
-        times = option_times(self._config, self._args, self._linears, table)
+        times = option_times(self.config, self.args, self.linears, table)
         assert times is not None
         return times

@@ -36,7 +36,6 @@ class StageMemory:
     Attributes:
         quantised_weights: kept from a step's first microbatch to its end.
         activations: kept for the backward at the schedule's peak.
-        logits: logits and their gradients on the last stage.
         working: temporaries of the backward.
         probe: activations and copies of a probe of whole microbatches, which has no quantised weights.
         least_probe: what a probe of one sequence of each microbatch takes in all beyond ``fixed``.

@@ -19,9 +19,7 @@ class Model:
 
     Attributes:
         rows: the linears of all layers. Their stages are those of a layout.
-        hidden: features of the residual stream.
         head_size: features of a head; of latent attention, the mean of those of keys and of values.
-        vocabulary: rows of the word embedding.
         tied: whether the output layer shares the word embedding's weight.
     """
 

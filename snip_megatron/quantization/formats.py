@@ -47,7 +47,6 @@ class FormatSpec:
     """One row of the table.
 
     Attributes:
-        scaling: how scales are stored.
         tile: edge of a tile; 0 if the whole tensor has one scale.
         square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.
         stochastic: whether the elements of gradients are rounded stochastically.

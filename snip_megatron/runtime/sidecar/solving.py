@@ -36,7 +36,6 @@ class SidecarResult:
             the detection of the failure. The client sets them.
         failure: why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
             answer in time) or ``oom``; None if there is one.
-        message: the failure in one line.
         precision_map, plan: the map, and the plan of a request with phases, whose first map it is.
         out_of_reach: why past steps have made the request's budget over the run impossible, so that ``plan`` has the
             highest reachable one; None if it has the request's.
