@@ -80,7 +80,6 @@ class Host:
     """What does not change during a run.
 
     Attributes:
-        shard: the tokens of the residual stream on this rank.
         sinks, local_sinks: the sinks of the whole model, and those of this rank.
         sharded: whether a rank holds a part of the optimizer's state only.
         tokens: tokens of a microbatch on this rank; None if only the passes tell.
