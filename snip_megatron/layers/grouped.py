@@ -143,7 +143,10 @@ def grouped_product(
 def grouped_products(handle: LinearHandle) -> GroupLoop:
     """Return what multiplies in the next forward. A probe records the rows of each expert, without padding."""
     backend = handle.context.backend
-    return GroupLoop(backend.quantize, backend.multiply) if handle.context.probing else backend.grouped(*handle.shard)
+    if not handle.context.probing:
+        return backend.grouped(*handle.shard)
+    python = type(backend)  # C++ would record calls for every number of rows
+    return GroupLoop(partial(python.quantize, backend), partial(python.multiply, backend))
 
 
 class GroupedLinear(torch.autograd.Function):
