@@ -49,10 +49,12 @@ def check_kind_of_data(args: argparse.Namespace) -> None:
     argument = "--sft" if args.sft else "--dataloader-inter-document-masking"
     stages, engine, graphs = args.pipeline_model_parallel_size, args.transformer_impl, graph_implementation(args)
     several = stages > 1 and args.micro_batch_size > 1
+    predicts = args.mtp_num_layers and args.overlap_moe_expert_parallel_comm
     for refused, found, way in (
         (engine not in ENGINES_OF_PACKED, f"--transformer-impl {engine}", "use transformer_engine"),
         (several, f"--micro-batch-size {args.micro_batch_size} on several pipeline stages", "use 1"),
         (graphs is not None, f"--cuda-graph-impl {graphs}", "leave it out"),
+        (predicts, "--mtp-num-layers and --overlap-moe-expert-parallel-comm", "leave one of them out"),
         (args.sft and args.mock_data, "--mock-data", "give --data-path"),
         (args.sft and args.reset_position_ids, "--reset-position-ids", "leave it out"),
         (args.sft and args.reset_attention_mask, "--reset-attention-mask", "leave it out"),

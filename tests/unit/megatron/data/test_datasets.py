@@ -19,7 +19,8 @@ DATA: dict[str, Any] = {
     **dict.fromkeys((*PATHS, "per_split_data_args_path")), "mock_data": False, "sft": False,
     "dataloader_inter_document_masking": False, "pipeline_model_parallel_size": 1, "micro_batch_size": 2,
     "transformer_impl": "transformer_engine", "cuda_graph_impl": "none", "reset_position_ids": False,
-    "reset_attention_mask": False, "tokenizer_type": "SFTTokenizer",
+    "reset_attention_mask": False, "tokenizer_type": "SFTTokenizer", "mtp_num_layers": None,
+    "overlap_moe_expert_parallel_comm": True,
 }  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def test_other_kinds_are_refused() -> None:
         ({"transformer_impl": "local"}, "--transformer-impl local: it packs documents; use transformer_engine"),
         ({"pipeline_model_parallel_size": 2}, "--micro-batch-size 2 on several pipeline stages: .*; use 1"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers and --overlap-moe-expert-parallel-comm"),
         ({"mock_data": True}, "--mock-data: it packs documents; give --data-path"),
         ({"reset_position_ids": True}, "--reset-position-ids"),
         ({"tokenizer_type": "NullTokenizer"}, "--tokenizer-type NullTokenizer; use SFTTokenizer"),
