@@ -102,9 +102,7 @@ class _Plan:
 class CublasLt:
     """The cuBLASLt library of this process. Products may be called from any thread. Plans are kept.
 
-    Raises:
-        OSError: the library cannot be loaded.
-        CublasLtError: the library is too old to have 1×128 scales, or a call fails.
+    Raises OSError if it cannot be loaded, and CublasLtError if it is too old to have 1×128 scales, or if a call fails.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,7 @@ Gemm = Callable[..., None]
 class DeepGemm:
     """DeepGEMM's products of operands, for :class:`snip_megatron.gemm.scaled.ScaledProducts`.
 
-    Attributes:
-        gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
+    ``gemm`` is ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
     """
 
     gemm: Gemm

@@ -74,8 +74,7 @@ class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear
 class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     """Experts that pad the rows of their linears once, where the grouped products need padding.
 
-    Attributes:
-        snip_fuses: whether SwiGLU times the probabilities may be computed with the quantisation of its result.
+    With ``snip_fuses``, SwiGLU times the probabilities may be computed with the quantisation of its result.
     """
 
     snip_fuses: bool

@@ -102,8 +102,7 @@ def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 class Graphs:
     """Base class of the graphs of one implementation in this process.
 
-    Attributes:
-        seconds: duration of the captures since the last call of :meth:`take`.
+    ``seconds`` are those of the captures since the last call of :meth:`take`.
     """
 
     def __init__(self) -> None:

@@ -29,11 +29,8 @@ class CannotBuildError(SnipError):
 def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list[torch.nn.Module]]:
     """Yield the model chunks of the first rank of each pipeline stage, as Megatron builds them.
 
-    Groups have the sizes that the arguments say, and exchange nothing. Data parallel ranks are left out.
-
-    Raises:
-        SnipError: this process is a rank already.
-        CannotBuildError: the model cannot be built here.
+    Groups have the sizes that the arguments say, and exchange nothing. Data parallel ranks are left out. Raises
+    SnipError if this process is a rank already, and CannotBuildError if the model cannot be built here.
     """
     if dist.is_initialized():
         raise SnipError("a model is built on the meta device in a process without process groups")

@@ -61,10 +61,8 @@ def compiled_extension() -> Any:
 def compiled_library() -> Path:
     """Return the path of the extension in the cache, which is compiled if it is not there.
 
-    Processes of a node may compile it side by side.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be compiled. The message has the compiler's first error.
+    Processes of a node may compile it side by side. If it cannot be compiled, OSError or subprocess.SubprocessError has
+    the compiler's first error.
     """
     command = _command()
     identity = "\0".join(
