@@ -16,11 +16,11 @@ SHORT = shlex.split("--train-iters 110 --snip-first-update 90 --snip-update-inte
 
 
 def is_ours() -> bool:
-    """Whether scripts/bootstrap.sh of this checkout made this environment. It makes one of another checkout anew."""
+    """Whether scripts/bootstrap.sh of this checkout made this environment. It refuses one of another checkout."""
     return STAMP.exists() and json.loads(STAMP.read_text()).get("root") == str(ROOT)
 
 
-@pytest.mark.skipif(not is_ours(), reason="the demonstration would make another environment than this one")
+@pytest.mark.skipif(not is_ours(), reason="the demonstration refuses the environment of another checkout")
 def test_the_demonstration_meets_its_own_demands(tmp_path: Path) -> None:
     environment = {**os.environ, "SNIP_VENV": sys.prefix, "SNIP_DEMO_DIR": str(tmp_path)}
     result = subprocess.run(
