@@ -32,8 +32,7 @@ class WarmUpLinear:
 
     Attributes:
         handle: handle with a weight and a gradient of its own, both zero.
-        x: X [tokens, K local], zero.
-        g: G [tokens, N local], zero.
+        x, g: X [tokens, K local] and G [tokens, N local], zero.
         whole_x: whether shards of X are gathered, as under sequence parallelism.
         experts: number of experts that have such a linear, for grouped products; 0 for a linear that runs alone.
     """

@@ -19,13 +19,9 @@ _NAME = "state"
 class SnipState(torch.nn.Module):
     """A module without parameters that saves and loads bytes.
 
-    Args:
-        save: Called when a checkpoint is written. Returns the bytes to store, or None before training has begun. Those
-            that were loaded are then stored again, as for a finished job that is started once more.
-        expected: Called when a checkpoint is loaded. Returns whether it holds the object.
-
-    Attributes:
-        loaded: The bytes of the loaded checkpoint, or None.
+    ``save`` returns the bytes to store when a checkpoint is written, or None before training has begun. Those that were
+    loaded are then stored again, as for a finished job that is started once more. ``expected`` returns whether a
+    checkpoint that is loaded holds the object.
     """
 
     def __init__(self, save: Callable[[], bytes | None], expected: Callable[[], bool]) -> None:

@@ -72,7 +72,6 @@ class RunSummary:
         verdict: ``yes``, ``no``, ``too early``, ``not judged`` or ``no map``.
         why: why speed is not judged, or not yet; empty otherwise.
         warnings: what to change, if it was not worth it.
-        steps, total_steps: training steps so far, and of the whole run.
         bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
         maps: steps under each map.
         saved_s: time saved so far, minus all costs.
