@@ -74,8 +74,6 @@ class Candidate(JsonFields):
 
     policy: str
     label: str
-    estimator: str | None = None
-    q: str | None = None
     granularity: str | None = None
     budgets: tuple[float, ...] | None = None
     arguments: tuple[str, ...] = ()

@@ -137,8 +137,8 @@ def _run(
     if budget is None or granularity is None:
         arguments += _fixed(phase, candidate)
     else:
-        for name, value in _solved(phase, candidate, granularity, budget, start).items():
-            arguments += [] if value is None or name in settings else [f"--snip-{name.replace('_', '-')}", value]
+        for name, value in _solved(phase, granularity, budget, start).items():
+            arguments += [] if name in settings else [f"--snip-{name.replace('_', '-')}", value]
     if settings:
         arguments += ["--snip-settings", json.dumps(settings, sort_keys=True)]
     return Run(
@@ -160,8 +160,8 @@ def _fixed(phase: Phase, candidate: Candidate) -> list[str]:
     return ["--snip-formats", ",".join(phase.formats)] if own else []
 
 
-def _solved(phase: Phase, candidate: Candidate, granularity: str, budget: float, start: int) -> dict[str, str | None]:
-    """Return SNIP's fields of a policy whose maps are solved for a budget. None: not given."""
+def _solved(phase: Phase, granularity: str, budget: float, start: int) -> dict[str, str]:
+    """Return SNIP's fields of a policy whose maps are solved for a budget."""
     return {
         "budget": f"fp4={_exact(budget)}",
         "granularity": granularity,
@@ -170,8 +170,6 @@ def _solved(phase: Phase, candidate: Candidate, granularity: str, budget: float,
         "update_interval": str(phase.updates.interval),
         "lag": str(phase.updates.lag),
         "wait": _exact(phase.updates.wait),
-        "estimator": candidate.estimator,
-        "q": candidate.q,
     }
 
 
