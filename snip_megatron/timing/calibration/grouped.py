@@ -81,7 +81,8 @@ class GroupedLinear:
                 fuse_wgrad_accumulation=True, init_method=lambda weight: None,  # a training's generator stays as it is
             )  # fmt: skip
             gradient = torch.zeros(n, k, device=self._clock.device)
-            for weight, values in zip(linear.parameters(), self._normal(*self._weights), strict=True):
+            for expert, values in enumerate(self._normal(*self._weights)):
+                weight: Any = getattr(linear, f"weight{expert}")
                 weight.data, weight.main_grad, weight.grad_added_to_main_grad = values, gradient, False
                 weight.overwrite_main_grad = False
                 weight.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None))
