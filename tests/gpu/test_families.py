@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,13 +78,8 @@ class Family:
         self._pins = " --snip-pin *.experts.linear_fc2:dgrad=bf16" if "--num-experts" in arguments else ""
         self.found: dict[str, dict[str, dict[str, str]]] = {}
 
-    def train(
-        self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0, path: Sequence[Path] = ()
-    ) -> None:
-        """Train to a step and save, from the checkpoint of an earlier training at step ``at`` if one is named.
-
-        Folders of ``path`` come first where Python looks for modules.
-        """
+    def train(self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0) -> None:
+        """Train to a step and save, from the checkpoint of an earlier training at step ``at`` if one is named."""
         run = self._folder / name
         run.mkdir()
         arguments = [*shlex.split(COMMON + self._arguments), *shlex.split(snip), "--train-iters", str(STEPS)]
@@ -94,7 +88,7 @@ class Family:
             arguments += ["--load", str(self._folder / load / "saved"), "--ckpt-step", str(at)]
         if snip:
             arguments += ["--snip-dir", str(run / "snip")]
-        folders = [*map(str, path), str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        folders = [str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRACE": str(run)}
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the entry sets it as the arguments need it
         environment |= {

@@ -17,7 +17,6 @@ from test_families import (
     BF16,
     FAMILIES,
     FIRST,
-    REPOSITORY,
     SECOND,
     STEPS,
     UPDATED,
@@ -38,8 +37,6 @@ TENSOR = f"""
 """
 OVERLAPPED = f"{UPDATED} --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules attn moe_router moe_preprocess"
-APEX = (REPOSITORY / "benchmarks/jobs/stand_ins",)
-"""Graphs hold no delayed wgrad unless it is added to ``main_grad`` in its GEMM, for which Megatron looks for Apex."""
 
 
 TRAININGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
@@ -48,7 +45,6 @@ TRAININGS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "updated": (UPDATED, {}),
         "overlapped": (OVERLAPPED, {}),
         "graphs": (f"{UPDATED} --overlap-moe-expert-parallel-comm {GRAPHS}", {}),
-        "delayed_graphs": (f"{OVERLAPPED} {GRAPHS}", {"path": APEX}),
         "bf16": (BF16, {"load": "stock", "at": FIRST}),
         "resumed": (UPDATED, {"load": "updated", "at": SECOND}),
     },
@@ -110,10 +106,9 @@ def test_updated_maps_resume_bit_for_bit(trained: Trained, family: str, names: t
         ("experts", ("stock", "updated")),
         ("experts", ("stock", "overlapped")),
         ("experts", ("stock", "graphs")),
-        ("experts", ("stock", "delayed_graphs")),
         ("tensor", ("stock", "updated")),
     ],
-    ids=["experts", "overlapped", "graphs", "delayed_graphs", "tensor"],
+    ids=["experts", "overlapped", "graphs", "tensor"],
 )
 def test_updated_maps_train_nearly_as_bf16(trained: Trained, family: str, names: tuple[str, ...]) -> None:
     found, (_, name) = trained(family, names), names

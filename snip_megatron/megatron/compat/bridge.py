@@ -45,6 +45,10 @@ def let_snip_choose(container: Any) -> None:
     """Switch FP8 and FP4 off in Bridge's ``ConfigContainer``, in its recipe of mixed precision too, and say so."""
     if isinstance(container.mixed_precision, str):
         container.mixed_precision = mixed_precision.get_mixed_precision_config(container.mixed_precision)
+    overlap, graphs = container.comm_overlap, getattr(container.model, "cuda_graph_impl", None)
+    if graphs not in (None, "none") and getattr(overlap, "delay_wgrad_compute", None):
+        overlap.delay_wgrad_compute = False
+        say("comm_overlap.delay_wgrad_compute left out: CUDA graphs cannot be captured anew with it")
     for settings in (container.model, container.ddp, container.optimizer, container.mixed_precision):
         line, _ = switch_off(settings)
         if line:

@@ -35,11 +35,13 @@ _OFF: dict[str, Any] = {
     "moe_ncclep_static_shape": False,
     "moe_ncclep_zero_copy": False,
     "moe_expert_rank_capacity_factor": None,
+    "delay_wgrad_compute": False,
 }
 """What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that.
 
-The last four serve fused operations, whose buffers of tokens have a fixed size. A step in which tokens do not fit is
-run again without that bound, so that training is the same without it. The backend ncclep alone needs the bound.
+Delayed wgrads stay unless there are CUDA graphs, which cannot be captured anew with them. The four above serve fused
+operations, whose buffers of tokens have a fixed size. A step in which tokens do not fit is run again without that
+bound, so that training is the same without it. The backend ncclep alone needs the bound.
 """
 
 
@@ -51,6 +53,8 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep":
         on.pop("moe_expert_rank_capacity_factor", None)
+    if getattr(settings, "cuda_graph_impl", None) in (None, "none"):
+        on.pop("delay_wgrad_compute", None)
     if not on:
         return "", ()
     graphs = _graph_parts(settings) if "moe_expert_rank_capacity_factor" in on else ""

@@ -62,6 +62,7 @@ def test_full_sharding_is_accepted() -> None:
     ("given", "snip", "message"),
     [
         (EXPERTS | {"cuda_graph_impl": "full_iteration"}, {}, "--num-experts 4 under --snip: the host counts"),
+        ({"cuda_graph_impl": "transformer_engine", "delay_wgrad_compute": True}, {}, "--delay-wgrad-compute under"),
         (EXPERTS, {}, "--num-experts 4 under --snip: the host counts"),
         (EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe]}, {}, "--cuda-graph-modules attn moe_router"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
