@@ -95,7 +95,8 @@ def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
     for demand, met in demands:
         print(f"{'met    ' if met else 'NOT MET'}  {demand}")
     on_gpu = summarise(load_run(gpu_run))
-    print(f"a recorded run on a GPU: {beside}\n  {headline(on_gpu)}\n  {sentences(on_gpu)[0]}")
+    said = [headline(on_gpu), sentences(on_gpu)[0], *on_gpu.warnings]
+    print(f"a recorded run on a GPU: {beside}", *said, sep="\n  ")
     good = all(met for _, met in demands)
     works = f"SNIP chose {len(adopted)} maps while this model trained" if good else "a demand is not met"
     print(f"verdict: {works}. {headline(summarise(load_run(run)))}")

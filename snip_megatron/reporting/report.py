@@ -129,6 +129,8 @@ def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
     if lock is None or lock.gone:
         what, fault = ("Ended", False) if over else ("Stopped", lock is not None)
         what += f", {lock} was killed" if fault else ""
+    elif lock.mine and not live:
+        what, fault = "Written by the run itself", False
     elif age > max(SILENT_S, SILENT_STEPS * usual):
         what = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
     else:

@@ -102,6 +102,7 @@ def test_a_job_that_was_killed_does_not_look_alive(tmp_path: Path) -> None:
     assert silent in render(run, live=True)
     alive = old_run(tmp_path / "alive", age=5.0)
     take_lock(alive.path)
+    assert "Written by the run itself. Step 40 of 900" in render(alive)
     assert f"Running: {me}. Step 40 of 900, last write " in render(alive, live=True)
     lock = json.loads((alive.path / LOCK).read_text()) | {"process": 2**22 + 1}  # no process has this id
     (alive.path / LOCK).write_text(json.dumps(lock))
