@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import math
 import os
@@ -95,6 +96,7 @@ def calibrate(
             compilation.close()
     device = measurer.clock.device
     if device.type == "cuda":
+        gc.collect()  # modules may refer to themselves, and a training needs their memory
         torch.cuda.empty_cache()
     missing = [kind for kind in ("gemms", "activations", "weights") if not rows[kind]]
     if missing:
