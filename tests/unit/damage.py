@@ -3,6 +3,7 @@
 import copy
 import encodings.cp437  # noqa: F401  zipfile imports it for the first archive, which the watch would take for the parser's
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,9 +33,11 @@ class Watch:
         if not self.on:
             return
         if event == "open":
-            path = arguments[0]
+            path, mode, flags = arguments
+            if mode is None and flags & os.O_ACCMODE == os.O_RDONLY:  # os.open
+                mode = "r"
             if isinstance(path, str | bytes) and not str(path).endswith((".py", ".pyc", ".so")):
-                self.seen.append(f"open {path!s} {arguments[1]}")
+                self.seen.append(f"open {path!s} {mode}")
         elif event in (
             "pickle.find_class",
             "exec",
