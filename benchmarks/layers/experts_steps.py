@@ -173,6 +173,10 @@ class TorchLibrary:
 class DeepGemmLibrary(TorchLibrary):
     """The same by DeepGEMM, whose wgrad is added in FP32."""
 
+    def __init__(self, splits: Sequence[int], device: str) -> None:
+        super().__init__(splits, device)
+        self.counts = list(splits), torch.tensor(splits, dtype=torch.int32, device=device)
+
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         out = x.new_empty(len(x), w.shape[1])
         grouped_library().m_grouped_bf16_gemm_nt_contiguous(x, w, out, self.rows.experts)
@@ -184,9 +188,7 @@ class DeepGemmLibrary(TorchLibrary):
         return out
 
     def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
-        splits = list(self.rows.splits)
-        counts = torch.tensor(splits, dtype=torch.int32).to(g.device, non_blocking=True)
-        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, splits, counts, out)
+        grouped_library().k_grouped_bf16_gemm_tn_contiguous(g, x, out, *self.counts, out)
 
 
 class _Groups(torch.autograd.Function):

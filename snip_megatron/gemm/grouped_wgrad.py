@@ -4,7 +4,7 @@
 
 Experts have few rows, so that reading and writing FP32 gradients takes most of the time. Libraries run one program on
 each multiprocessor, which multiplies nothing while it adds. Here two run on each, and one multiplies while the other
-adds. :meth:`snip_megatron.gemm.grouped.GroupLoop.accumulate` is the readable form.
+adds. :func:`snip_megatron.gemm.grouped_hopper.add_wgrad` is the reference.
 """
 
 import torch

@@ -6,7 +6,6 @@ speed of fp8. fp8_tensor has one scale per tensor. bf16 GEMMs are library GEMMs.
 formats. See README.md.
 """
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -110,10 +109,8 @@ class HopperBackend(GemmBackend):
         return self._others.multiply(gemm, a, b, dtype, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
-        return super().grouped(n, k, dtype) if n % TILE or k % TILE or dtype is not torch.bfloat16 else self._experts
-
-    @functools.cached_property
-    def _experts(self) -> HopperGroups:
+        if n % TILE or k % TILE or dtype is not torch.bfloat16:
+            return super().grouped(n, k, dtype)
         swiglu = None if self._activations is None else self.swiglu
         return HopperGroups(self.quantize, self.multiply, self._quantizers, self._add_wgrad, self._groups, swiglu)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -93,7 +94,13 @@ class GroupedLinear:
                 linear(x, self._splits, is_first_microbatch=False).backward(g)
 
             return {STOCK: self._times(lambda _: run, [Format.BF16])}
-        except Exception:  # of a package that is not called otherwise: without the figure, a prediction is lower
+        except Exception as error:  # of a package that is not called otherwise
+            why = " ".join(str(error).split())[:160]
+            warnings.warn(
+                f"Transformer Engine's linear of experts cannot be timed ({type(error).__name__}: {why}): the predicted"
+                " speedup of a step is lower than it is",
+                stacklevel=2,
+            )
             return {}
 
     def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
