@@ -22,7 +22,7 @@ LONGEST = 20
 _KINDS = (
     ("communication", r"nccl|c10d::"),
     ("attention", r"fmha|flash|attention|matmul_dq"),
-    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|scaled_mm|aten::(mm|bmm|addmm|linear|matmul)$"),
+    ("gemm", r"gemm|grouped_wgrad|nvjet|cutlass|xmma|cublas|scaled_mm|aten::(mm|bmm|addmm|linear|matmul)$"),
     ("optimizer", r"multi_tensor|adam|l2norm"),
     (
         "quantisation",
