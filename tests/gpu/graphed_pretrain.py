@@ -3,7 +3,8 @@
 Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_norms`` (step from 1 -> float.hex()),
 ``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
 card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
-theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step.
+theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step, and
+no weights are written.
 """
 
 import ctypes
@@ -63,12 +64,16 @@ class Recorder:
         code = ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
         assert code == 0, f"cuMemAlloc of {size} bytes: error {code}"
 
-    def write(self, path: Path) -> None:
+    def _digests(self) -> list[str]:
         for chunk in self._model:
             getattr(chunk, "synchronize_param_gather", lambda: None)()  # Megatron-FSDP puts each rank's share back
         parameters = [parameter.detach() for chunk in self._model for parameter in chunk.parameters()]
         parameters = [getattr(parameter, "_local_tensor", parameter).float().cpu() for parameter in parameters]
-        self.body["weights"] = sorted(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in parameters)
+        return sorted(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in parameters)
+
+    def write(self, path: Path) -> None:
+        if not self._leave:
+            self.body["weights"] = self._digests()
         path.mkdir(exist_ok=True)
         (path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
 

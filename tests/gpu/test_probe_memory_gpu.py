@@ -20,11 +20,11 @@ SIZE = 2**28
 FREE = 6 * 10**9
 BILLION = shlex.split("""
 --num-layers 22 --vocab-size 32000 --micro-batch-size 8 --global-batch-size 16 --transformer-impl transformer_engine
---te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 24 --lr-decay-iters 24 --snip-first-update 8
+--te-rng-tracker --no-check-for-nan-in-loss-and-grad --train-iters 30 --lr-decay-iters 30 --snip-first-update 14
 --snip-update-interval 6 --snip-lag 2
 """)
-FILLED, DUE = 6, 3
-"""The step after which the card is filled, and the number of updates from there on."""
+FILLED = 6
+"""The step after which the card is filled."""
 
 
 def test_memory_that_a_rank_has() -> None:
@@ -76,10 +76,14 @@ def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: s
     assert done.returncode == 0
     trace, events = json.loads((tmp_path / "rank0.json").read_text()), list(read_events(tmp_path / "run"))
     free = {int(step): size for step, size in trace["free"].items()}
-    adopted = [event["step"] for event in events if event["event"] == "adopt"]
+    submitted = [event["version"] for event in events if event["event"] == "submit"]
+    adopted = {
+        event["version"] for event in events if event["event"] == "adopt"
+    }  # the phases of a plan share a version
     shares = [(event["step"], event.get("tokens")) for event in events if event["event"] == "probe"]
-    print(f"{graphs}: adopted {len(adopted)} of {DUE} updates, at {adopted}; tokens of probes {shares}; free {free}")
+    print(f"{graphs}: updates {submitted}, adopted {adopted}; tokens of probes {shares}; free {free}")
     assert free[FILLED] <= FREE < free[FILLED - 1]
     assert trace["replays"][str(FILLED)] > 0
     assert not [event for event in events if event["event"] == "dropped"]
-    assert len(adopted) == DUE
+    assert len(submitted) >= 2  # the first waits for its kernels, past the due step of another if they take long
+    assert adopted == set(submitted)
