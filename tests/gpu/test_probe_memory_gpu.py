@@ -79,7 +79,7 @@ def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: s
     submitted = [event["version"] for event in events if event["event"] == "submit"]
     adopted = {
         event["version"] for event in events if event["event"] == "adopt"
-    }  # the phases of a plan share a version
+    }  # phases share one
     shares = [(event["step"], event.get("tokens")) for event in events if event["event"] == "probe"]
     print(f"{graphs}: updates {submitted}, adopted {adopted}; tokens of probes {shares}; free {free}")
     assert free[FILLED] <= FREE < free[FILLED - 1]
