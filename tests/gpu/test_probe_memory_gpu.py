@@ -77,9 +77,7 @@ def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: s
     trace, events = json.loads((tmp_path / "rank0.json").read_text()), list(read_events(tmp_path / "run"))
     free = {int(step): size for step, size in trace["free"].items()}
     submitted = [event["version"] for event in events if event["event"] == "submit"]
-    adopted = {
-        event["version"] for event in events if event["event"] == "adopt"
-    }  # phases share one
+    adopted = {event["version"] for event in events if event["event"] == "adopt"}  # phases share one
     shares = [(event["step"], event.get("tokens")) for event in events if event["event"] == "probe"]
     print(f"{graphs}: updates {submitted}, adopted {adopted}; tokens of probes {shares}; free {free}")
     assert free[FILLED] <= FREE < free[FILLED - 1]
