@@ -1,9 +1,9 @@
-"""Small models of the families that people train, through the real ``pretrain`` on one GPU.
+"""Small models of the families that people train, through the real ``pretrain``, on one GPU and on two.
 
-Each family trains 30 steps: stock in bf16; from stock's checkpoint under an all-bf16 map, and on from there in stock,
-bit for bit as without interruption; and under updated maps, with losses near those of bf16, resumed bit for bit.
-Transformer Engine's own linears run a map too (``--snip-gemm transformer_engine``).
-``SNIP_FAMILIES=NAME,...`` chooses families.
+Each family trains 30 steps: stock in bf16; under an all-bf16 map, and from the checkpoint of each on in the other, bit
+for bit as without interruption; and under updated maps, with losses near those of bf16, resumed bit for bit.
+Transformer Engine's own linears run a map too (``--snip-gemm transformer_engine``). On two GPUs, experts also exchange
+tokens behind computation, with delayed wgrads and with CUDA graphs. Only the trainings of the chosen tests run.
 """
 
 import importlib.util
@@ -13,26 +13,31 @@ import shlex
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
 )
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS, FIRST, SECOND = 30, 10, 20
+STEPS, SAVED = 30, 10
+AT_ONCE = 3
 COMMON = """
 --num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --seq-length 256
 --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2
---global-batch-size 4 --bf16 --use-distributed-optimizer --transformer-impl transformer_engine --lr 1e-3 --min-lr 1e-4
---lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --seed 1234 --log-interval 1 --num-workers 0 --mock-data
---tokenizer-type NullTokenizer --vocab-size 255 --ckpt-format torch_dist --disable-jit-fuser --eval-interval 1000
---eval-iters 0
+--global-batch-size 8 --bf16 --transformer-impl transformer_engine --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+--weight-decay 0.1 --clip-grad 1.0 --seed 1234 --log-interval 1 --num-workers 0 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 255 --disable-jit-fuser --eval-interval 1000 --eval-iters 0
 """
-LATENT = """
+WHOLE = "--use-distributed-optimizer --ckpt-format torch_dist"
+DENSE = "--group-query-attention --num-query-groups 4 --qk-layernorm"
+MLA = """
 --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64
 --rope-type rope --no-rope-fusion
 """
@@ -40,22 +45,33 @@ EXPERTS = """
 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 """
+SHARED = "--moe-shared-expert-intermediate-size 256"
 DELTA = """
 --experimental-attention-variant gated_delta_net --linear-attention-freq 4 --attention-output-gate --deterministic-mode
 --linear-conv-kernel-dim 4 --linear-key-head-dim 64 --linear-value-head-dim 64 --linear-num-key-heads 4
---linear-num-value-heads 8 --group-query-attention --num-query-groups 4 --qk-layernorm
+--linear-num-value-heads 8
 """
-SHARED = "--moe-shared-expert-intermediate-size 256 --moe-layer-freq [0]*1+[1]*3"
-DENSE = "--group-query-attention --num-query-groups 4 --qk-layernorm"
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
 FAMILIES = {
-    "dense": DENSE,
-    "latent": f"{LATENT} --mtp-num-layers 2 --mtp-use-repeated-layer",
-    "experts": f"{DENSE} {EXPERTS}",
-    "latent_experts": f"{LATENT} --mtp-num-layers 1 {EXPERTS} {SHARED}",
-    "delta_experts": f"{DELTA} {EXPERTS} --moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate",
-    "offloaded": f"{DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    "dense": f"{WHOLE} {DENSE}",
+    "mla": f"{WHOLE} {MLA} --mtp-num-layers 2 --mtp-use-repeated-layer",
+    "experts": f"{WHOLE} {DENSE} {EXPERTS}",
+    "mla_experts": f"{WHOLE} {MLA} --mtp-num-layers 1 {EXPERTS} {SHARED} --moe-layer-freq [0]*1+[1]*3",
+    "latent_experts": f"{WHOLE} {DENSE} {EXPERTS} {SHARED} --moe-latent-size 128",
+    "delta_experts": f"{WHOLE} {DENSE} {DELTA} {EXPERTS} {SHARED} --moe-shared-expert-gate",
+    "offloaded": f"{WHOLE} {DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload"
+    " --optimizer-offload-fraction 0.5",
 }
-"""Megatron's arguments. Gated delta nets need flash-linear-attention."""
+"""Megatron's arguments on one GPU. Gated delta nets need flash-linear-attention."""
+ON_TWO = {
+    "experts_ep2": f"{FAMILIES['experts']} --expert-model-parallel-size 2",
+    "tensor": f"{FAMILIES['dense']} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    " --tp-comm-bootstrap-backend nccl",
+    "fsdp": f"--use-distributed-optimizer {FSDP} --no-gradient-accumulation-fusion {DENSE}",
+    "fsdp_experts": f"--use-distributed-optimizer {FSDP} --no-gradient-accumulation-fusion {DENSE} {EXPERTS}"
+    " --expert-model-parallel-size 2",
+    "fsdp2": f"--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion {DENSE}",
+}
 BF16 = "--snip --snip-policy bf16"
 UPDATED = (
     "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 4 --snip-update-interval 12 --snip-lag 2"
@@ -65,27 +81,48 @@ RECIPE = (
     "--snip --snip-gemm transformer_engine --snip-policy uniform-fp8 --snip-pin *.linear_proj=fp8_tensor"
     " --snip-pin *.linear_fc1:wgrad=bf16"
 )
-if importlib.util.find_spec("fla") is None:
-    del FAMILIES["delta_experts"]
-chosen = os.environ.get("SNIP_FAMILIES", ",".join(FAMILIES)).split(",")
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules attn moe_router moe_preprocess"
+TRAININGS = {
+    "stock": ("", None),
+    "bf16": (BF16, None),
+    "updated": (UPDATED, None),
+    "recipe": (RECIPE, None),
+    "overlapped": (f"{UPDATED} --overlap-moe-expert-parallel-comm --delay-wgrad-compute", None),
+    "graphs": (f"{UPDATED} --overlap-moe-expert-parallel-comm {GRAPHS}", None),
+    "there": (BF16, "stock"),
+    "back": ("", "bf16"),
+    "resumed": (UPDATED, "updated"),
+}
+"""Name → its further arguments, and the training, named before it, from whose first checkpoint it goes on."""
+PINS = {
+    ("recipe", "--num-experts"): " --snip-pin *.experts.linear_fc2:dgrad=bf16",
+    ("updated", "--tp-comm-overlap"): " --snip-pin *.linear_qkv=bf16",
+}
+"""A training's further pins in families with an argument."""
+ALIKE = [("stock", "bf16"), ("stock", "there"), ("bf16", "back"), ("updated", "resumed")]
+NEAR = {name: ["updated", "recipe"] for name in FAMILIES} | {name: ["updated"] for name in ON_TWO}
+NEAR["experts_ep2"] += ["overlapped", "graphs"]
 
 
 class Family:
-    """The trainings of one family, in ``folder``, each on ``ranks`` GPUs."""
+    """The trainings of one family, in ``folder``."""
 
-    def __init__(self, folder: Path, arguments: str, ranks: int = 1) -> None:
-        self._folder, self._arguments, self._ranks = folder, arguments, ranks
-        self._pins = " --snip-pin *.experts.linear_fc2:dgrad=bf16" if "--num-experts" in arguments else ""
-        self.found: dict[str, dict[str, dict[str, str]]] = {}
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._ranks, self._arguments = (2, ON_TWO[name]) if name in ON_TWO else (1, FAMILIES[name])
+        self.found: dict[str, dict[str, Any]] = {}
 
-    def train(self, name: str, snip: str, until: int, *, load: str | None = None, at: int = 0) -> None:
-        """Train to a step and save, from the checkpoint of an earlier training at step ``at`` if one is named."""
+    def train(self, name: str, source: Future[None] | None) -> None:
+        """Train from the start, or from the first checkpoint of the training that has ``source``."""
+        snip, load = TRAININGS[name]
+        snip += "".join(more for (of, having), more in PINS.items() if of == name and having in self._arguments)
         run = self._folder / name
         run.mkdir()
         arguments = [*shlex.split(COMMON + self._arguments), *shlex.split(snip), "--train-iters", str(STEPS)]
-        arguments += ["--exit-interval", str(until), "--save", str(run / "saved"), "--save-interval", str(FIRST)]
-        if load is not None:
-            arguments += ["--load", str(self._folder / load / "saved"), "--ckpt-step", str(at)]
+        arguments += ["--save", str(run / "saved"), "--save-interval", str(SAVED)]
+        if source is not None:
+            source.result()  # it began before, so that it never waits for this
+            arguments += ["--load", str(self._folder / str(load) / "saved"), "--ckpt-step", str(SAVED)]
         if snip:
             arguments += ["--snip-dir", str(run / "snip")]
         folders = [str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -104,7 +141,7 @@ class Family:
                 [*launcher, "-m", "graphed_pretrain", *arguments],
                 stdout=output, stderr=errors, check=False, timeout=200, cwd=run, env=environment,
             )  # fmt: skip
-        said = f"{run.name}: code {done.returncode} after {time.monotonic() - began:.0f} s"
+        said = f"{self._folder.name}/{name}: code {done.returncode} after {time.monotonic() - began:.0f} s"
         if done.returncode != 0:
             failed = (run / "stderr").read_text()
             said += f"\n{self.stdout(name)[-2000:]}\n{failed[max(failed.find('Traceback'), 0) :][:9000]}"  # the cause
@@ -112,75 +149,78 @@ class Family:
         assert done.returncode == 0, said
         self.found[name] = json.loads((run / "rank0.json").read_text())
 
-    def run(self) -> None:
-        """Run what needs nothing first, then what loads it."""
-        with ThreadPoolExecutor(2) as pool:
-            list(
-                pool.map(
-                    lambda each: self.train(each[0], each[1], STEPS),
-                    [("stock", ""), ("updated", UPDATED), ("recipe", RECIPE + self._pins)],
-                )
-            )
+    def losses(self, name: str) -> list[float]:
+        return [float.fromhex(each) for each in self.found[name]["losses"].values()]
 
-            def there_and_back() -> None:
-                self.train("there", BF16, SECOND, load="stock", at=FIRST)
-                self.train("back", "", STEPS, load="there", at=SECOND)
-
-            back = pool.submit(there_and_back)
-            pool.submit(self.train, "resumed", UPDATED, STEPS, load="updated", at=SECOND).result()
-            back.result()
-
-    def events(self, name: str) -> list[dict[str, object]]:
-        return [json.loads(line) for line in (self._folder / name / "snip" / "events.jsonl").read_text().splitlines()]
+    def adoptions(self, name: str) -> int:
+        events = (self._folder / name / "snip" / "events.jsonl").read_text().splitlines()
+        return sum(json.loads(line)["event"] == "adopt" for line in events)
 
     def stdout(self, name: str) -> str:
         return (self._folder / name / "stdout").read_text()
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name in chosen])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    found = Family(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
-    found.run()
-    return found
+Trained = Callable[..., Family]
+"""Returns a family of which the named trainings have succeeded."""
 
 
-def test_an_all_bf16_map_from_stock_and_back_are_stock_s_bits(family: Family) -> None:
-    stock = family.found["stock"]
-    for figures in ("losses", "grad_norms"):
-        through = family.found["there"][figures] | family.found["back"][figures]
-        assert sorted(map(int, through)) == list(range(FIRST + 1, STEPS + 1))
-        assert through == {step: stock[figures][step] for step in through}
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """The trainings that the chosen tests look at. One that fails, fails these tests."""
+    chosen = [each.callspec.params for each in request.session.items if each.path == Path(__file__)]  # type: ignore[attr-defined]
+    wanted = {(each["family"], name) for each in chosen for name in (each["whole"], each["name"])}
+    families, runs = {}, {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for family in [*FAMILIES, *ON_TWO]:
+            if why_not(family) or not any(each == family for each, _ in wanted):
+                continue
+            families[family] = Family(tmp_path_factory.mktemp(family), family)
+            for name, (_, load) in TRAININGS.items():
+                if (family, name) in wanted:
+                    runs[family, name] = pool.submit(families[family].train, name, runs.get((family, load)))
+
+        def of(family: str, *names: str) -> Family:
+            if missing := why_not(family):
+                pytest.skip(missing)
+            for name in names:
+                runs[family, name].result()
+            return families[family]
+
+        yield of
 
 
-def trains_nearly_as_stock(family: Family, name: str) -> None:
-    stock, mapped = (
-        [float.fromhex(each) for each in family.found[name]["losses"].values()] for name in ("stock", name)
-    )
+def why_not(family: str) -> str | None:
+    """Return what this machine lacks for a family."""
+    if family in ON_TWO and torch.cuda.device_count() < 2:
+        return "needs two GPUs"
+    if family == "delta_experts" and importlib.util.find_spec("fla") is None:
+        return "needs flash-linear-attention"
+    return None
+
+
+@pytest.mark.parametrize("whole", ["stock"])
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in NEAR for name in NEAR[family]])
+def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, name: str) -> None:
+    found = trained(family, whole, name)
+    stock, mapped = found.losses(whole), found.losses(name)
     assert len(mapped) == STEPS
     assert stock[-1] < stock[0]
     assert mapped != stock
     assert sum(mapped[-5:]) / sum(stock[-5:]) == pytest.approx(1.0, abs=0.05)
+    if name != "recipe":
+        assert found.adoptions(name) == 2
+        assert "stays bf16" not in found.stdout(name)
+        assert (found.found[name]["replays"][str(STEPS)] > 0) == (name == "graphs")
 
 
-@pytest.mark.parametrize("name", ["updated", "recipe"])
-def test_maps_train_nearly_as_bf16(name: str, family: Family) -> None:
-    trains_nearly_as_stock(family, name)
-
-
-def test_maps_were_updated(family: Family) -> None:
-    assert len([event for event in family.events("updated") if event["event"] == "adopt"]) == 2
-
-
-def goes_on_bit_for_bit(family: Family, name: str, *, of: str, at: int) -> None:
-    whole, part = family.found[of], family.found[name]
+@pytest.mark.parametrize(("whole", "name"), ALIKE)
+@pytest.mark.parametrize("family", [*FAMILIES, *ON_TWO])
+def test_trainings_are_alike_bit_for_bit(trained: Trained, family: str, whole: str, name: str) -> None:
+    """Stock and an all-bf16 map, from the start and from each other's checkpoints; and a resumed run and itself."""
+    found = trained(family, whole, name).found
+    first = 1 if TRAININGS[name][1] is None else SAVED + 1
     for figures in ("losses", "grad_norms"):
-        assert sorted(map(int, part[figures])) == list(range(at + 1, STEPS + 1))
-        assert part[figures] == {step: whole[figures][step] for step in part[figures]}
-
-
-def test_a_run_with_updated_maps_resumes_bit_for_bit(family: Family) -> None:
-    goes_on_bit_for_bit(family, "resumed", of="updated", at=SECOND)
-
-
-def test_every_linear_is_in_reach_of_the_map(family: Family) -> None:
-    assert "stays bf16" not in family.stdout("updated")
+        part = found[name][figures]
+        assert sorted(map(int, part)) == list(range(first, STEPS + 1))
+        assert part == {step: found[whole][figures][step] for step in part}
+    assert found[name]["weights"] == found[whole]["weights"]
