@@ -1,8 +1,8 @@
 """Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt on Hopper.
 
-``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use and keeps it in a
-cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a
-training. Wgrad runs by cuBLASLt.
+``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use, unless
+:mod:`snip_megatron.quantization.kernels.nvcc` has done so before, and keeps it in a cache on disk. The results of its
+fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a training. Wgrad runs by cuBLASLt.
 """
 
 import functools
@@ -22,6 +22,7 @@ from torch import Tensor
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.listing import active
 from snip_megatron.quantization.kernels.replay import run_opaque
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand, quantize_operands
@@ -32,7 +33,29 @@ TORCH = (2, 11)
 
 _BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
+_MANY = 16384
+"""Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""
 Gemm = Callable[..., None]
+
+
+def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, *experts: Tensor) -> None:
+    """Write the product of a [rows, K] in tiles and b in blocks to ``out``. ``experts``: the expert of every row.
+
+    Where kernels are listed without being run, that for the rows of the training is listed.
+    """
+    listing = active()
+    if listing is None or listing.runs:
+        run_opaque(gemm, a, b, out, *experts)
+        return
+    from snip_megatron.quantization.kernels.nvcc import listed_source
+
+    values, scale = a
+    rows = max(len(out), _MANY if listing.rows and experts else listing.rows)
+    many = values.new_empty(rows, values.shape[1]), scale.new_empty(scale.shape[1], rows).t()
+    first = [each.new_zeros(rows) for each in experts]
+    source = listed_source(partial(gemm, many, b, out.new_empty(rows, out.shape[1]), *first))
+    if source is not None:
+        listing.variants[source] = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +78,7 @@ class DeepGemm:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         gemm = partial(self.gemm, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
-        run_opaque(gemm, (a.values, a.scale), (b.values, _blocks(b)), out)
+        run(gemm, (a.values, a.scale), (b.values, _blocks(b)), out)
         return out
 
 
@@ -65,10 +88,13 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
     Returns:
         DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
     """
+    from snip_megatron.quantization.kernels.nvcc import take_nvcc
+
     missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
     found: DeepGemm | None = None
     if missing is None and library is not None:
         try:
+            take_nvcc(find_nvcc() or "nvcc")
             found = DeepGemm(grouped_library().fp8_gemm_nt)
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"

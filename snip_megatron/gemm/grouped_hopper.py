@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from snip_megatron.gemm.deepgemm import run
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.kernels.replay import run_opaque
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
@@ -148,7 +148,7 @@ class HopperGroups(GroupLoop):
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
             gemm_of_groups = partial(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, disable_ue8m0_cast=True)
-            run_opaque(gemm_of_groups, left[:2], right[:2], out, rows.experts)
+            run(gemm_of_groups, left[:2], right[:2], out, rows.experts)
             return out
         if not len(left):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])

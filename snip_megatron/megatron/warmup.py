@@ -37,6 +37,7 @@ from snip_megatron.statistics.squares import has_kernels
 if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import Variant
+    from snip_megatron.quantization.kernels.nvcc import Source
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
@@ -69,7 +70,9 @@ class WarmUp:
             return True
         listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[Variant], list[Variant]]] = [([], [])] * dist.get_world_size(self.host.groups.world)
+        gathered: list[tuple[list[Variant | Source], list[Variant | Source]]] = [([], [])] * dist.get_world_size(
+            self.host.groups.world
+        )
         dist.all_gather_object(gathered, listed, group=self.host.groups.world)
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
@@ -107,7 +110,7 @@ class WarmUp:
             self._compilation.close()
 
     # -- compilation -------------------------------------------------------------------------------------------
-    def _compile_first(self, variants: Iterable[Variant]) -> None:
+    def _compile_first(self, variants: Iterable[Variant | Source]) -> None:
         """Compile the kernels of the map in force, for which the first step waits."""
         started = time.perf_counter()
         compilation = self._compiling(variants)
@@ -118,7 +121,7 @@ class WarmUp:
         if compilation.processes:
             say(f"compiled in {time.perf_counter() - started:.1f} s")
 
-    def _compiling(self, variants: Iterable[Variant]) -> Compilation:
+    def _compiling(self, variants: Iterable[Variant | Source]) -> Compilation:
         """Start to compile this rank's share of ``variants``, which are those of all ranks."""
         from triton.runtime import driver
 
@@ -130,10 +133,10 @@ class WarmUp:
         replays = self._replays and rank == 0
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
-    def _listed(self, *, in_force: bool) -> list[Variant]:
+    def _listed(self, *, in_force: bool) -> list[Variant | Source]:
         from snip_megatron.quantization.kernels.listing import listed
 
-        with listed(run=False) as listing:
+        with listed(run=False, rows=self.host.tokens or 0) as listing:
             self.run_once(in_force=in_force)
             for fmt in self._checked if self._replays and not in_force else ():
                 wrong_numbers(self.registry.context.backend, "cuda", [fmt])  # when C++ launches kernels

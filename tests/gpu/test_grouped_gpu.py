@@ -3,6 +3,10 @@
 python -m pytest tests/gpu/test_grouped_gpu.py      # about 90 s, most of it compilation
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.gemm.deepgemm import why_not
+from snip_megatron.gemm.deepgemm import find_nvcc, why_not
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import HopperGroups
 from snip_megatron.gemm.operands import assemble, flatten
@@ -163,3 +167,47 @@ def test_padding_on_the_device(backwards: bool) -> None:
     y.sum().backward()
     assert x.grad is not None
     assert (x.grad == 3).all()
+
+
+@needs_deepgemm
+def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nvcc(tmp_path: Path) -> None:
+    """With caches that are empty, of experts and of a single linear. Prints the seconds of each part."""
+    code = (
+        "import os, pathlib, time, torch\n"
+        "from snip_megatron.gemm.selection import select_backend\n"
+        "from snip_megatron.precision import Format\n"
+        "from snip_megatron.timing.calibration.calibrate import compile_kernels\n"
+        "from snip_megatron.timing.calibration.clock import clock_for\n"
+        "from snip_megatron.timing.calibration.measure import Measurer\n"
+        "from snip_megatron.timing.calibration.workload import Workload\n"
+        "backend = select_backend('hopper', replays=False).backend\n"
+        "log, size = pathlib.Path(os.environ['SNIP_NVCC'] + '.log'), (16, 32768, 1536, 2048)\n"
+        "measurer = Measurer(backend, clock_for(torch.device('cuda', 0)), (Format.FP8,))\n"
+        "work = Workload(((16384, 1536, 2048),), ((16384, 2048),), ((1536, 2048),), grouped=(size,))\n"
+        "counts, started = [log.read_text().count('-cubin')], time.monotonic()\n"
+        "compilation = compile_kernels(measurer, work)\n"
+        "listed = time.monotonic() - started\n"
+        "assert not compilation.running(120.0) and not compilation.left\n"
+        "counts.append(log.read_text().count('-cubin'))\n"
+        "compiled, started = time.monotonic() - started, time.monotonic()\n"
+        "measurer.grouped(size), measurer.gemms(work.gemms[0])\n"
+        "torch.cuda.synchronize()\n"
+        "counts.append(log.read_text().count('-cubin'))\n"
+        "print(f'listed {listed:.1f} s, compiled {compiled:.1f} s, measured {time.monotonic() - started:.1f} s')\n"
+        "print('calls of nvcc', *counts)\n"
+    )
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\necho "$@" >> "$0.log"\nexec {find_nvcc()} "$@"\n')
+    nvcc.chmod(0o755)
+    caches = {"DG_JIT_CACHE_DIR": str(tmp_path / "dg"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, **caches, "DG_JIT_NVCC_COMPILER": str(nvcc)},
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    checked, compiled, measured = map(int, done.stdout.split("calls of nvcc")[1].split())
+    assert checked == 1  # the product that is compared with cuBLASLt's
+    assert compiled >= checked + 3  # two grouped products and a dense one, or two
+    assert measured == compiled
+    assert "compilation failed" not in done.stdout

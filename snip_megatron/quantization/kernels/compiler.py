@@ -1,4 +1,4 @@
-"""Compiles variants of Triton kernels beside the training, into Triton's cache on disk.
+"""Compiles variants of Triton kernels, and sources of DeepGEMM, beside the training, into Triton's cache on disk.
 
 A launch that finds its kernel in the cache takes milliseconds, where a compilation takes up to a second. One process of
 low priority imports what compilers need and forks the others. They need no GPU. If they die or hang, the kernels that
@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from snip_megatron.quantization.kernels.listing import Pointer, Variant
+from snip_megatron.quantization.kernels.nvcc import Source
 from snip_megatron.quantization.kernels.replay_build import compiled_library
 
 _PATIENCE = 120.0
@@ -58,7 +59,7 @@ class Compilation:
 
     def __init__(
         self,
-        variants: Sequence[Variant],
+        variants: Sequence[Variant | Source],
         target: GPUTarget,
         processes: int,
         *,
@@ -66,10 +67,12 @@ class Compilation:
         patience: float = _PATIENCE,
     ) -> None:
         self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
-        self._patience, self._done = patience, _done_file(variants, target, replays=replays)
+        of_triton = [each for each in variants if isinstance(each, Variant)]  # a source is listed until it is compiled
+        self._patience, self._done = patience, _done_file(of_triton, target, replays=replays)
         self._started = self._heard = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
-        self.processes = 0 if self._done.exists() else max(1, min(processes, len(variants)))
+        done = self._done.exists() and len(of_triton) == len(variants)
+        self.processes = 0 if done else max(1, min(processes, len(variants)))
         if self.processes and (variants or replays):
             self._process = _started(target, variants, self.processes, replays=replays)
 
@@ -107,7 +110,7 @@ class Compilation:
 
 
 def _started(
-    target: GPUTarget, variants: Sequence[Variant], processes: int, *, replays: bool
+    target: GPUTarget, variants: Sequence[Variant | Source], processes: int, *, replays: bool
 ) -> subprocess.Popen[bytes]:
     """Start the first process. It reads its task from a file: a pipe to a dead one breaks."""
     # The processes must not use the GPU, where a context takes half a gigabyte.
@@ -121,8 +124,11 @@ def _started(
         )  # fmt: skip
 
 
-def compile_variant(variant: Variant) -> None:
-    """Compile one kernel for the target of Triton's active driver."""
+def compile_variant(variant: Variant | Source) -> None:
+    """Compile one kernel, Triton's for the target of its active driver."""
+    if isinstance(variant, Source):
+        variant.compile()
+        return
     kernel = _kernel(variant)
     names = list(kernel.arg_names)
     arguments = [MockTensor(a.dtype) if isinstance(a, Pointer) else a for a in variant.arguments]
@@ -156,7 +162,8 @@ def _work() -> None:
     target, variants, processes, replays = pickle.load(sys.stdin.buffer)
     compile_for(target)
     for variant in variants:
-        _kernel(variant)  # imports its module before the forks
+        if isinstance(variant, Variant):
+            _kernel(variant)  # imports its module before the forks
     children = [] if not replays else [_forked(lambda: compiled_library() and None)]
     children += [_forked(lambda: _compile_all(variants[n::processes])) for n in range(1, processes)]  # noqa: B023
     _compile_all(variants[::processes])
@@ -178,7 +185,7 @@ def _forked(work: Any) -> int:
         os._exit(code)
 
 
-def _compile_all(variants: Sequence[Variant]) -> None:
+def _compile_all(variants: Sequence[Variant | Source]) -> None:
     for variant in variants:
         compile_variant(variant)
         os.write(1, b".")

@@ -10,9 +10,12 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from snip_megatron.quantization.kernels.nvcc import Source
 
 _ALIGNED = 16
 """Alignment in bytes, and divisor of integers, for which Triton compiles kernels of their own."""
@@ -81,14 +84,18 @@ def _described(value: Any, *, specialised: bool) -> object:
 
 @dataclass
 class Listing:
-    """The variants that were launched.
+    """The kernels that were launched.
 
     Attributes:
-        variants: the variants in the order of their first launch, as keys.
+        runs: whether they run.
+        rows: rows of the training's matrices, for which shorter ones stand; 0: the matrices are the training's.
+        variants: those of Triton, and the sources of DeepGEMM's that are not compiled, in the order of their first
+            launch, as keys.
     """
 
     runs: bool
-    variants: dict[Variant, None] = field(default_factory=dict)
+    rows: int = 0
+    variants: dict[Variant | Source, None] = field(default_factory=dict)
 
     def note(self, kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Add the variant that ``kernel[grid](*arguments, **named)`` runs."""
@@ -104,12 +111,12 @@ def active() -> Listing | None:
 
 
 @contextmanager
-def listed(*, run: bool) -> Iterator[Listing]:
-    """List all launches of this package's kernels inside this context.
+def listed(*, run: bool, rows: int = 0) -> Iterator[Listing]:
+    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.
 
     If the kernels are not ``run``, their results are uninitialised memory.
     """
-    listing = Listing(run)
+    listing = Listing(run, rows)
     _active.append(listing)
     try:
         yield listing

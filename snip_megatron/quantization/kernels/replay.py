@@ -223,12 +223,7 @@ def recording() -> Recording | None:
 
 
 def run_opaque(function: Callable[..., object], *arguments: object) -> None:
-    """Run a function that writes to its arguments by kernels that neither torch nor this package launches.
-
-    Where kernels are listed without being run, it does not run either: DeepGEMM would wait for nvcc.
-    """
-    if any(not each.runs for each in listings):
-        return
+    """Run a function that writes to its arguments by kernels that neither torch nor this package launches."""
     found = recording()
     if found is None:
         function(*arguments)

@@ -9,7 +9,8 @@ import os
 import platform
 import signal
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,7 +134,7 @@ def versions() -> dict[str, str]:
 
 
 def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | None:
-    """Start to compile the kernels of the corners of ``workload`` in other processes. Returns None on a CPU."""
+    """Start to compile the kernels of ``workload`` in other processes. Returns None on a CPU."""
     device = measurer.clock.device
     if device.type != "cuda":
         return None
@@ -144,10 +145,11 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
 
     once = Measurer(measurer.backend, _Once(device), measurer.formats)
     with listed(run=False) as listing:
-        for activation in workload.activations[:_LISTED]:
-            once.activations(activation)
-        for weight in workload.weights[:_LISTED]:
-            once.weights(weight)
+        for kind, size in replace(workload, attention=()).ordered():
+            # DeepGEMM's kernels depend on the sizes of GEMMs, those of Triton on what the corners of a grid show.
+            if kind in ("gemms", "grouped") or size in getattr(workload, kind)[:_LISTED]:
+                with suppress(RuntimeError):  # see calibrate
+                    getattr(once, kind)(size)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     return Compilation(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
 

@@ -1,0 +1,89 @@
+"""What DeepGEMM asks of nvcc: listed without a compilation, compiled elsewhere, and taken when it is asked again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+NVCC = """#!/bin/sh
+echo "$@" >> {log}
+[ "$1" = --version ] && exec echo release 13.0
+cat "$1" - < /dev/null > "$4"
+"""
+LIBRARY = '''
+import os, pathlib, shutil, subprocess, tempfile
+compiler = os.environ["DG_JIT_NVCC_COMPILER"]
+subprocess.run([compiler, "--version"], check=True, capture_output=True)
+def product(a, b, out, experts):
+    """What DeepGEMM 0.1.4 does: a source for N, K and experts in a folder of its own, nvcc, the cache, a launch."""
+    assert a[1].stride() == (1, len(a[0])) and len(out) == len(experts) == len(a[0])
+    cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"], f"deepgemm-{tuple(b[0].shape)}")
+    if not cache.exists():
+        folder = tempfile.mkdtemp()
+        source, cubin = folder + "/kernel.cu", folder + "/kernel.cubin"
+        pathlib.Path(source).write_text(f"kernel of {tuple(b[0].shape)}")
+        command = f"{compiler} {source} -cubin -o {cubin} -O3 -arch=sm_90a"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0
+        assert not (os.environ.get("DG_JIT_PTXAS_CHECK") and "Local memory used" in done.stdout)
+        cache.write_text(pathlib.Path(cubin).read_text())
+        shutil.rmtree(folder)
+    launched.append(cache.read_text())
+launched = []
+'''
+TRAINING = """
+import torch
+from triton.backends.compiler import GPUTarget
+from snip_megatron.quantization.kernels.nvcc import take_nvcc
+take_nvcc({nvcc!r})
+exec({library!r})
+from snip_megatron.gemm.deepgemm import run
+from snip_megatron.quantization.kernels.compiler import Compilation
+from snip_megatron.quantization.kernels.listing import listed
+def call(n, rows=256):
+    a, b = (torch.zeros(rows, 256), torch.zeros(2, rows).t()), (torch.zeros(2, n, 256), torch.zeros(2, n // 128, 2))
+    run(product, a, b, torch.zeros(rows, n), torch.zeros(rows, dtype=torch.int32))
+"""
+STEPS = """
+log = pathlib.Path({log!r})
+with listed(run=False) as listing:
+    for n in (128, 384, 128):
+        call(n)
+sources = list(listing.variants)
+found = {{"listed": [each.code for each in sources], "flags": sources[0].flags, "launched": len(launched)}}
+compiled = Compilation(sources, GPUTarget("cuda", 90, 32), 2)
+found["running"] = compiled.running(wait=300.0)
+found["compiled"] = [compiled.compiled, compiled.left]
+for n in (128, 384):
+    call(n)
+found["nvcc"] = log.read_text().count("-cubin")
+call(640)  # nobody has listed it
+with listed(run=False) as again:
+    call(128)  # compiled: DeepGEMM runs
+found |= {{"late": log.read_text().count("-cubin"), "again": len(again.variants), "kernels": launched}}
+print(json.dumps(found))
+"""
+
+
+def test_a_listed_kernel_is_compiled_by_another_process_and_the_call_runs_no_nvcc(tmp_path: Path) -> None:
+    nvcc, log = tmp_path / "nvcc", tmp_path / "log"
+    nvcc.write_text(NVCC.format(log=log))
+    nvcc.chmod(0o755)
+    code = "import json" + TRAINING.format(nvcc=str(nvcc), library=LIBRARY) + STEPS.format(log=str(log))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    kernels = [f"kernel of (2, {n}, 256)" for n in (128, 384, 640)]
+    assert found["listed"] == kernels[:2]
+    assert found["flags"] == ["-O3", "-arch=sm_90a"]
+    assert found["launched"] == 0
+    assert not found["running"]
+    assert found["compiled"] == [2, 0]
+    assert found["nvcc"] == 2  # of the other process
+    assert found["late"] == 3
+    assert found["again"] == 0
+    assert found["kernels"] == [*kernels, kernels[0]]
