@@ -20,7 +20,7 @@ from snip_megatron.statistics.squares import has_kernels, sum_squares
 from snip_megatron.statistics.table import RHO_GRID
 
 if TYPE_CHECKING:
-    from snip_megatron.optimizers.kernels.update_error import ErrorSizes, ErrorSums
+    from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,6 @@ class StepScale:
         return self.tokens / self.tokens_per_step
 
 
-@dataclass(frozen=True)
-class LinearUpdateError:
-    """This rank's share of a linear's columns in the statistics table, float64; see ``table.py``."""
-
-    drift2: torch.Tensor
-    wdrift2: torch.Tensor
-    wsigma2: torch.Tensor
-    m2: torch.Tensor
-    v2: torch.Tensor
-
-
 def linear_update_error(
     recorder: LinearRecorder,
     gradient: torch.Tensor,
@@ -64,8 +53,9 @@ def linear_update_error(
     seed: int,
     tokens: float | None = None,
     words: Words = sign_words,
-) -> LinearUpdateError:
-    """Evaluate the update error of this rank's elements [start, end) of a linear's local weight.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's share of ``drift2`` and ``wdrift2`` of a linear (``statistics/table.py``), float64: the squared
+    update errors of the elements [start, end) of its local weight.
 
     The ``recorder`` is that of the linear after :func:`snip_megatron.statistics.reduction.reduce_columns`; ``gradient``
     the local main gradient [N local, K local], summed over data parallel ranks, in recorded units; ``state`` the
@@ -90,19 +80,11 @@ def linear_update_error(
     unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
     drift2 = state.squared_error(g, unit, RHO_GRID.tolist(), base)
 
-    wdrift2, wsigma2 = [], []
+    wdrift2 = []
     for dx, dg in zip(dx_cols, dg_cols, strict=True):
         variance = (torch.outer(dg, x_cols) + torch.outer(g_cols, dx)).view(-1)[elements] * power
-        wsigma2.append(variance.sum())
         wdrift2.append(state.squared_error(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
-    m2, v2 = state.moments()
-    return LinearUpdateError(
-        drift2=drift2,
-        wdrift2=torch.stack(wdrift2),
-        wsigma2=torch.stack(wsigma2),
-        m2=m2,
-        v2=v2,
-    )
+    return drift2, torch.stack(wdrift2)
 
 
 def _has_kernel(gradient: torch.Tensor) -> bool:
@@ -118,7 +100,7 @@ def _linear_by_kernel(
     rescale: float,
     seed: int,
     words: Words,
-) -> LinearUpdateError:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Evaluate :func:`linear_update_error` of AdamW on a GPU: one read of g, m and v serves all errors."""
     from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
@@ -134,14 +116,12 @@ def _linear_by_kernel(
         var_rows=torch.cat([g_cols[None], dg_cols]) * seen,
         var_cols=torch.cat([x_cols[None], dx_cols]),
     )
-    sums = _kernel_sums(gradient, state, scale, sizes, words)
-    m2, v2 = state.moments()
-    return LinearUpdateError(sums.by_rho, sums.by_format, sums.error2 / scale.clip**2, m2, v2)
+    return _kernel_sums(gradient, state, scale, sizes, words)
 
 
 def _kernel_sums(
     gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
-) -> ErrorSums:
+) -> tuple[torch.Tensor, torch.Tensor]:
     from snip_megatron.optimizers.kernels.update_error import error_sums
 
     own = gradient.reshape(-1)[state.start : state.end]
@@ -167,7 +147,7 @@ def sink_update_error(
         from snip_megatron.optimizers.kernels.update_error import ErrorSizes
 
         sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
-        return _kernel_sums(gradient, state, scale, sizes, words).by_rho
+        return _kernel_sums(gradient, state, scale, sizes, words)[0]
     z = error_signs(seed, rows, cols)
     elements = slice(state.start, state.end)
     unit = (rms[:, None] * z).view(-1)[elements] * scale.clip

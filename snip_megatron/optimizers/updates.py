@@ -46,10 +46,6 @@ class Update(ABC):
         """Return the optimizer's own estimate of the mean gradient, or None before its first step."""
 
     @abstractmethod
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared norms of both moments, float64 scalars; 0 for one that the optimizer does not keep."""
-
-    @abstractmethod
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return u(g), the vector that the learning rate is multiplied by. Changes neither g nor the state."""
 
@@ -102,9 +98,6 @@ class AdamWState(Update):
     def mean(self) -> torch.Tensor | None:
         return None if self.step == 0 else self.exp_avg / (1.0 - self.beta1**self.step)
 
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_squares(self.exp_avg), sum_squares(self.exp_avg_sq)
-
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         """Return m̂ / (√v̂ + ε) of the next step, without weight decay, which an error of g does not change."""
         step = self.step + 1
@@ -151,10 +144,6 @@ class SgdState(Update):
         later = self.step - 1 if self.momentum == 1.0 else (1.0 - first) / (1.0 - self.momentum)
         return self.momentum_buffer / (first + (1.0 - self.dampening) * later)
 
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        zero = torch.zeros((), dtype=torch.float64)
-        return zero if self.momentum_buffer is None else sum_squares(self.momentum_buffer), zero
-
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         moved = g * self._share
         if self.momentum_buffer is not None:
@@ -185,9 +174,6 @@ class LionState(Update):
     def mean(self) -> torch.Tensor | None:
         return None if self.step == 0 else self.exp_avg / (1.0 - self.beta2**self.step)
 
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_squares(self.exp_avg), torch.zeros((), dtype=torch.float64)
-
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         return torch.lerp(self.exp_avg, g, 1.0 - self.beta1).sign_()
 
@@ -213,9 +199,6 @@ class MuonState(Update):
 
     def mean(self) -> torch.Tensor | None:
         return None if self.step == 0 else self.momentum_buffer / (1.0 - self.momentum**self.step)
-
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum_squares(self.momentum_buffer), torch.zeros((), dtype=torch.float64)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
         moved = torch.lerp(self.momentum_buffer, g, 1.0 - self.momentum)

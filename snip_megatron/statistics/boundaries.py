@@ -90,9 +90,7 @@ class Boundary:
             if not tensor.requires_grad:  # all below it is frozen
                 self.r[index] = torch.zeros_like(h)
         else:
-            dh = h - self.h[index]
-            self._add("fh2", dh)
-            self._add_value("cn2", (self.r[index] * dh).sum(1).double().square().sum())
+            self._add_value("cn2", (self.r[index] * (h - self.h[index])).sum(1).double().square().sum())
         self._forwards += 1
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.on_gradient(gradient, index))  # type: ignore[no-untyped-call]

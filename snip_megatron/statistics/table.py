@@ -36,8 +36,6 @@ LINEAR_COLUMNS = (
     "d2",  # ‖D‖², after its reduction over tensor parallel ranks
     "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
     "s2",  # Σ_t ‖G_t‖²‖X_t‖², the sum of squared per-token gradients: Var(∇W) if tokens were independent
-    "m2",  # ‖exp_avg‖²
-    "v2",  # ‖exp_avg_sq‖²
     "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
     "gs2",  # ‖G‖² over the sampled tokens
     "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
@@ -53,7 +51,6 @@ FORMAT_COLUMNS = (
     "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ, from a sample of the tokens of a large microbatch
     "c2",  # Σ_t (G_t·E_t)², likewise (recorder.Dots)
     "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
-    "wsigma2",  # ‖σ‖² of one step: the expected squared error of ∇W that wgrad in this format adds
 )
 # One value per residual boundary: boundary b is the input of sub-block b; each stack ends with one more.
 BOUNDARY_COLUMNS = (
@@ -62,7 +59,6 @@ BOUNDARY_COLUMNS = (
     "branch_h2",  # ‖h_{b+1} − h_b‖², sampled tokens; 0 at the end of a stack
     "branch_r2",  # ‖r_b − r_{b+1}‖², sampled tokens; 0 at the end of a stack
     "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
-    "fh2",  # ‖δh_b‖², sampled tokens, forward-noise pass
     "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
 )
 
@@ -88,7 +84,7 @@ class StatisticsTable:
         step: training step (0-based) before which the probe ran.
         tokens: T, tokens of the probe over all data parallel ranks.
         tokens_per_step: tokens of a training step's global batch. Gradient noise of one step is that of the probe times
-            sqrt(tokens / tokens_per_step). ``wdrift2`` and ``wsigma2`` are already those of one step.
+            sqrt(tokens / tokens_per_step). ``wdrift2`` is that of one step already.
         linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
         drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
         sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².

@@ -46,7 +46,6 @@ def differences_of_passes(table: StatisticsTable) -> dict[str, Array]:
         "by_format.wdrift2": saturated,
         "linear.fx2": linear["xs2"],
         "linear.fg2": linear["gs2"],
-        "boundary.fh2": boundary["h2"],
         "boundary.fr2": boundary["r2"],
         "boundary.cn2": boundary["h2"] * boundary["r2"] / table.tokens,
     }

@@ -37,7 +37,7 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 LOSS_LIMIT, RAGGED_LIMIT = 1e-3, 0.1
-_RAGGED = ("dx_col2", "dg_col2", "wdrift2", "wsigma2")
+_RAGGED = ("dx_col2", "dg_col2", "wdrift2")
 
 
 @dataclass(frozen=True)

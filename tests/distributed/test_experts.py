@@ -36,7 +36,7 @@ def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> No
     assert table.non_finite() == []
     rows = [i for i, row in enumerate(table.linears) if row.experts > 1]
     assert [(table.linears[i].experts, table.linears[i].active) for i in rows] == [(32, 1)] * 4
-    for column in ("x2", "w2", "g2", "d2", "gw2", "s2", "m2"):
+    for column in ("x2", "w2", "g2", "d2", "gw2", "s2"):
         assert (table.linear[column][rows] > 0).all(), column
     assert (table.by_format["wdrift2"][rows] > 0).all()
     (precision_map,) = read_maps(tmp_path / "run").values()

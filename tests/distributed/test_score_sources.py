@@ -44,9 +44,7 @@ def test_drift_of_muon_on_two_layouts(warm: WarmRanks, tmp_path: Path) -> None:
     assert (one.drift2 > 0).all()
     assert (one.sink_drift2 > 0).all()
     assert (np.abs(two.drift2 / one.drift2 - 1.0) < 1e-3 * np.maximum(1.0, 1e-2 / RHO_GRID)).all()
-    for name in ("by_format.wdrift2", "linear.m2"):
-        np.testing.assert_allclose(two.arrays()[name], one.arrays()[name], rtol=1e-3, err_msg=name)
-    assert not one.linear["v2"].any()
+    np.testing.assert_allclose(two.by_format["wdrift2"], one.by_format["wdrift2"], rtol=1e-3)
 
 
 def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path: Path) -> None:
@@ -64,7 +62,6 @@ def test_drift_where_ranks_share_out_whole_parameters(warm: WarmRanks, tmp_path:
         f"{still} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     )
     assert two.non_finite() == []
-    assert (two.linear["m2"] > 0).all()
     assert (two.drift2[:, -1] > 0).all()
     found = worst_differences(one, two)
     assert agree(found), found
@@ -76,5 +73,5 @@ def test_drift_of_an_optimizer_on_the_host(warm: WarmRanks, tmp_path: Path) -> N
     device = table_of(warm, tmp_path / "device", 2, 1, adam)
     offloaded = table_of(warm, tmp_path / "host", 2, 1, host, alter="offload")
     assert (device.drift2 > 0).all()
-    for name in ("drift2", "by_format.wdrift2", "linear.m2", "linear.v2"):
+    for name in ("drift2", "by_format.wdrift2"):
         np.testing.assert_allclose(offloaded.arrays()[name], device.arrays()[name], rtol=1e-3, err_msg=name)

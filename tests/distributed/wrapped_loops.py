@@ -46,7 +46,7 @@ def train(rank: int, ranks: int, before: Wrap, after: Wrap) -> dict[str, Any]:
     return {
         "map": {key: fmt.value for key, fmt in snip.map.choices.items()},
         "tokens": table.tokens,
-        "columns": {c: table.linear[c].tolist() for c in ("x2", "w2", "g2", "d2", "gw2", "m2", "v2")}
+        "columns": {c: table.linear[c].tolist() for c in ("x2", "w2", "g2", "d2", "gw2")}
         | {c: table.boundary[c].tolist() for c in ("h2", "r2")}
         | {"c2": table.by_format["c2"].ravel().tolist(), "sinks": table.sink_drift2.ravel().tolist()},
         "losses": losses,

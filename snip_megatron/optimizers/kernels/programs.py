@@ -62,9 +62,8 @@ def update_error_kernel(
 ):  # fmt: skip
     """Sum over one block of elements [start, start + size) of a flattened [N, K] weight.
 
-    ``sums`` [RHOS + 2·FORMATS, blocks] holds the squared update error at each ρ divided by ρ², then that of each
-    candidate, then the square of the candidate's own error. ``var_rows`` [1 + FORMATS, N] and ``var_cols`` [1 +
-    FORMATS, K] are those of ``update_error.ErrorSizes``.
+    ``sums`` [RHOS + FORMATS, blocks] holds the squared update error at each ρ divided by ρ², then that of each
+    candidate. ``var_rows`` [1 + FORMATS, N] and ``var_cols`` [1 + FORMATS, K] are those of ``update_error.ErrorSizes``.
     """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -96,8 +95,6 @@ def update_error_kernel(
         for f in tl.static_range(1, FORMATS + 1):
             dg_norm = tl.load(var_rows_ptr + f * N + row, mask=inside, other=0.0)
             dx_norm = tl.load(var_cols_ptr + f * K + col, mask=inside, other=0.0)
-            variance = dg_norm * x_norm + g_norm * dx_norm
-            unit = tl.sqrt(variance) * z
+            unit = tl.sqrt(dg_norm * x_norm + g_norm * dx_norm) * z
             slope2 = _squared_slope(1.0, unit, unit * v_gain, twice_g, v, s, uv, m_gain, eps, HARDWARE)
             tl.store(sums_ptr + (RHOS + f - 1) * blocks + block, tl.sum(slope2, axis=0))
-            tl.store(sums_ptr + (RHOS + FORMATS + f - 1) * blocks + block, tl.sum(variance, axis=0))

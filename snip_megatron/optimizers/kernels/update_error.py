@@ -40,15 +40,6 @@ class ErrorSizes:
     var_cols: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ErrorSums:
-    """Sums over elements, float64: squared update error at each ρ and of each candidate, and candidates' squares."""
-
-    by_rho: Tensor
-    by_format: Tensor
-    error2: Tensor
-
-
 def error_sums(
     gradient: Tensor,
     state: AdamWState,
@@ -58,8 +49,8 @@ def error_sums(
     factor: float,
     noise: float,
     words: Words = sign_words,
-) -> ErrorSums:
-    """Return Σ (u(g + δ) − u(g))² over this rank's elements, for every error δ.
+) -> tuple[Tensor, Tensor]:
+    """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ and of each candidate, float64.
 
     ``gradient`` are this rank's elements in recorded units, flat, any floating dtype, and ``factor`` brings them to the
     units of the gradient that the optimizer of a step sees, in which ``sizes`` are. ``state`` has their position in the
@@ -69,7 +60,7 @@ def error_sums(
     size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
     blocks = -(-size // _BLOCK)
     device = gradient.device
-    sums = torch.empty(len(scales) + 2 * formats, blocks, dtype=torch.float32, device=device)
+    sums = torch.empty(len(scales) + formats, blocks, dtype=torch.float32, device=device)
     rho = _on_device(tuple(scales), device)
     if size:
         settled = noise < 1.0 and state.step > 0
@@ -90,8 +81,7 @@ def error_sums(
             {"RHOS": len(scales), "FORMATS": formats, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"}, LAUNCH,
         )  # fmt: skip
     totals = sums.sum(1, dtype=torch.float64)
-    by_rho, by_format, error2 = torch.split(totals, [len(scales), formats, formats])
-    return ErrorSums(by_rho * rho.double().square(), by_format, error2)
+    return totals[: len(scales)] * rho.double().square(), totals[len(scales) :]
 
 
 @functools.cache

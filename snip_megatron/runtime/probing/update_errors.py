@@ -75,14 +75,11 @@ class UpdateErrors:
             x2, g2, s2, tokens = own
             g2, s2 = g2 * unit, s2 * unit
         seed = derive_seed(self._seed, _SIGNS, handle.index)
-        result = linear_update_error(
+        drift2, wdrift2 = linear_update_error(
             recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
         )
-        found.add(name, "drift2", result.drift2)
-        found.add(name, "by_format.wdrift2", result.wdrift2)
-        found.add(name, "by_format.wsigma2", result.wsigma2)
-        found.add(name, "linear.m2", result.m2)
-        found.add(name, "linear.v2", result.v2)
+        found.add(name, "drift2", drift2)
+        found.add(name, "by_format.wdrift2", wdrift2)
 
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups

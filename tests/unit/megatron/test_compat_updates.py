@@ -190,9 +190,6 @@ def test_the_optimizer_s_own_mean(name: str) -> None:
     g = trained.random((N * K,), torch.float32)
     torch.testing.assert_close(gradient_of_a_step(g, update, 0.5), (g + mean) / 2)
     assert gradient_of_a_step(g, update, 1.0) is g
-    first, second = update.moments()
-    assert float(first) > 0
-    assert (float(second) > 0) == (name == "adamw")
 
 
 def test_another_optimizer_is_refused_by_name() -> None:

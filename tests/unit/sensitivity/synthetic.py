@@ -78,8 +78,8 @@ def with_columns(table: StatisticsTable, group: str, **columns: np.ndarray | flo
 
 def scaled_loss(table: StatisticsTable, c: float) -> StatisticsTable:
     """The table of the same model whose loss is multiplied by ``c``: gradients scale, AdamW's update does not."""
-    linear = {name: table.linear[name] * c**2 for name in ("g2", "d2", "gw2", "s2", "m2", "gs2", "fg2")}
-    by_format = {name: table.by_format[name] * c**2 for name in ("dg_row2", "dg_col2", "c2", "wsigma2")}
+    linear = {name: table.linear[name] * c**2 for name in ("g2", "d2", "gw2", "s2", "gs2", "fg2")}
+    by_format = {name: table.by_format[name] * c**2 for name in ("dg_row2", "dg_col2", "c2")}
     boundary = {name: table.boundary[name] * c**2 for name in ("r2", "branch_r2", "cn2", "fr2")}
     for group, columns in (("linear", linear), ("by_format", by_format), ("boundary", boundary)):
         table = with_columns(table, group, **columns)
