@@ -1,7 +1,6 @@
 """Selection of the GEMM backend (``--snip-gemm``)."""
 
 import functools
-import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
 from snip_megatron.gemm.transformer_engine import why_not_transformer_engine
 from snip_megatron.precision import Format
+from snip_megatron.quantization.device_keys import has_triton
 
 _AMPERE = (8, 0)
 _HOPPER = (9, 0)
@@ -153,7 +153,7 @@ def _why_not_emulated() -> str | None:
         return "needs a GPU with bf16 tensor cores (sm_80 or later) and there is no CUDA device here"
     if torch.cuda.get_device_capability() < _AMPERE:
         return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_device()}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "needs triton, which cannot be imported here"
     return None
 
@@ -179,7 +179,7 @@ def why_not_hopper() -> str | None:
         return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
     if not hasattr(torch.nn.functional, "scaled_mm"):
         return f"needs torch.nn.functional.scaled_mm, which torch {torch.__version__} does not have"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "needs triton, which cannot be imported here"
     return None
 

@@ -13,7 +13,6 @@ training dtype or, with ``--snip-communication all``, as quantised partial sums
 gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.precision import Format
 from snip_megatron.quantization import wire
+from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.operands import OperandSpec
@@ -172,7 +172,7 @@ def as_rows(parts: Tensor) -> Tensor:
 
 def _arithmetic(x: Tensor) -> ModuleType:
     """Return the functions of ``wire`` for the device of ``x``."""
-    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+    if not has_kernels(x):
         return wire
     from snip_megatron.quantization.kernels import quantize as kernels
 

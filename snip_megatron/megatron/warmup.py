@@ -29,10 +29,10 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
+from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.records.readers import replayed_maps
 from snip_megatron.runtime.host import Host
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.squares import has_kernels
 
 if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.compiler import Compilation

@@ -15,8 +15,9 @@ import torch
 from snip_megatron.optimizers.signs import Words, error_signs
 from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState, Update, gradient_of_a_step
+from snip_megatron.quantization.device_keys import has_kernels
+from snip_megatron.statistics.errors import squares
 from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.squares import has_kernels, sum_squares
 from snip_megatron.statistics.table import RHO_GRID
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def linear_update_error(
     tokens: float | None = None,
     words: Words = sign_words,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's share of ``drift2`` and ``wdrift2`` of a linear (``statistics/table.py``), float64: the squared
+    """Return this rank's share of a linear's ``drift2`` and ``wdrift2`` (``statistics/table.py``), float64: the squared
     update errors of the elements [start, end) of its local weight.
 
     The ``recorder`` is that of the linear after :func:`snip_megatron.statistics.reduction.reduce_columns`; ``gradient``
@@ -140,7 +141,7 @@ def sink_update_error(
     :func:`linear_update_error`.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
-    rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
+    rms = (squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
     if isinstance(state, AdamWState) and _has_kernel(gradient):

@@ -47,7 +47,11 @@ class DeviceKeys:
         self._state = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(len(linears), dtype=torch.int64, device=device)
         self._words = torch.zeros(len(linears), 2 * _SIDE, dtype=torch.int32, device=device)
-        self._advance = _advance_by_kernel() if device.type == "cuda" else advance
+        self._advance: Callable[..., None] = advance
+        if has_kernels(self._state):
+            from snip_megatron.quantization.kernels.keys import advance as by_kernel
+
+            self._advance = by_kernel
 
     def start_step(self, seed: int, step: int) -> None:
         """Start a step: the next key of every linear is that of its first microbatch. Does not wait for the device."""
@@ -109,9 +113,10 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 
 
 @functools.cache
-def _advance_by_kernel() -> Callable[..., None]:
-    if importlib.util.find_spec("triton") is None:
-        return advance
-    from snip_megatron.quantization.kernels.keys import advance as by_kernel
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
-    return by_kernel
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the package's Triton kernels run on the device of ``x``."""
+    return x.is_cuda and has_triton()

@@ -20,11 +20,12 @@ from torch.nn import functional
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Gemm
+from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.statistics import errors
-from snip_megatron.statistics.squares import has_kernels, sample_rows, sum_squares
+from snip_megatron.statistics.squares import sample_rows, sum_squares
 
 OUTPUT_TOKENS = 512
 """Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).

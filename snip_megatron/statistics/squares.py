@@ -4,30 +4,20 @@ The Triton kernels sum where these run, otherwise plain torch, which is their re
 """
 
 import functools
-import importlib.util
 
 import torch
 
+from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.statistics.errors import squares
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels of this package run on the device of ``x``."""
-    return x.is_cuda and _triton_is_installed()
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def sum_squares(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Return Σ x², accumulated in float64, over everything or over ``dim``; float64, on the device of ``x``."""
-    if dim is None and has_kernels(x):
+def sum_squares(x: torch.Tensor) -> torch.Tensor:
+    """Return Σ x², accumulated in float64, 0-dim float64 on the device of ``x``."""
+    if has_kernels(x):
         from snip_megatron.statistics.kernels import sums
 
         return sums.sum_squares(x)
-    return squares(x, dim)
+    return squares(x)
 
 
 @functools.lru_cache(maxsize=64)

@@ -86,7 +86,7 @@ def install() -> None:
     recorder._implementation = lambda x: summed
     squares.has_kernels = update_error.has_kernels = lambda x: kernels
     listed_squares = both(squares.sum_squares, squares.sum_squares)
-    for module in (recorder, warmup, boundaries, updates, update_error, update_errors):
+    for module in (recorder, warmup, boundaries, updates, update_errors):
         module.sum_squares = listed_squares
     for module in (update_errors, warmup):
         for name in ("linear_update_error", "sink_update_error"):
