@@ -13,11 +13,22 @@ from snip_megatron.errors import SnipError
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--snip`` and one ``--snip-*`` argument for each option of :class:`SnipConfig`, and return ``parser``."""
+    parser.formatter_class = _Help
     group = parser.add_argument_group("SNIP", "choice of number formats during training")
     group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
     add_options(group, SnipConfig)
     add_settings(group)
     return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows a help text with a bare percent sign as it is. Megatron 0.19 has one, with which ``--help`` fails."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except ValueError:
+            return action.help or ""
 
 
 def _known(argv: Sequence[str]) -> argparse.Namespace:

@@ -81,7 +81,7 @@ def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None) -> 
     if multiplied is None or budget.kind != "fp4" or not budget.value or not slow:
         return None
     return (
-        f"--snip-budget {budget}: {' and '.join(slow)} run no faster than {multiplied[1]} on this card and err more:"
+        f"--snip-budget {budget}: no faster than {multiplied[1]} on this card and less exact: {' and '.join(slow)}; so"
         f" {multiplied[1]} everywhere beats these maps; for speed use --snip-budget {LOSS} --snip-formats"
         f" {','.join(multiplied)}, the default"
     )

@@ -53,7 +53,6 @@ def run(startup: Startup) -> None:
 def provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add SNIP's arguments and set defaults for this machine. ``shown`` is filled with one line per set of defaults."""
     parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
-    parser.formatter_class = _Help
     parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's pretrain_gpt.py has it
     shown[:] = compat.set_defaults(parser, startup)
     return add_snip_arguments(parser)
@@ -61,16 +60,6 @@ def provide_arguments(startup: Startup, shown: list[str], parser: argparse.Argum
 
 def _raise_error(message: str) -> NoReturn:
     raise SnipError(message)
-
-
-class _Help(argparse.HelpFormatter):
-    """Shows a help text with a bare percent sign as it is. Megatron 0.19 has one, with which ``--help`` fails."""
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        try:
-            return super()._expand_help(action)
-        except ValueError:
-            return action.help or ""
 
 
 # -- step ------------------------------------------------------------------------------------------------------

@@ -88,6 +88,12 @@ def test_what_is_left_open_follows_from_the_card(argv: str, backend: str | None,
     assert (config.budget, ",".join(config.formats), config.schedule) == expected
 
 
+def test_a_help_text_of_megatrons_with_a_bare_percent_sign_is_shown_as_it_is() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--theirs", help="90% (of all)")
+    assert "90% (of all)" in add_arguments(parser).format_help()
+
+
 def test_without_an_end_of_training_there_are_no_phases() -> None:
     args = add_arguments(argparse.ArgumentParser()).parse_args(["--snip"])
     assert SnipConfig.from_args(args, "hopper").schedule == "static"
