@@ -17,6 +17,7 @@ from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.meta_model import stages_on_meta
+from snip_megatron.megatron.compat.routing import skip_sorting
 from snip_megatron.megatron.fused_mlp import fuse_swiglu
 from snip_megatron.megatron.linear import (
     SnipColumnParallelLinear,
@@ -82,6 +83,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
                     " --transformer-impl transformer_engine, or --snip-gemm auto"
                 )
             _convert_linear(linear, registry)
+    skip_sorting(model_chunks)
     if HAVE_TE:
         te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not recipes)
     say(f"GEMMs by {selection.backend.name} ({selection.reason})")

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
 from snip_megatron.megatron.compat.versions import changed, check_names
@@ -30,8 +31,24 @@ _BALANCED = ("sinkhorn", "qb_dual_update")
 check_names(MoEAuxLossAutoScaler, _SCALE)
 check_names(TopKRouter.routing, _DROP, "router_replay")
 check_names(router_module, *_BALANCED)
+for _method in (MoEAlltoAllTokenDispatcher.dispatch_postprocess, MoEAlltoAllTokenDispatcher.combine_preprocess):
+    check_names(_method, "num_local_experts", "num_global_tokens_per_local_expert", "sort_chunks_by_idxs")
 
 TopK = tuple[torch.Tensor, torch.Tensor]
+
+
+def skip_sorting(model: Sequence[torch.nn.Module]) -> None:
+    """Let the experts of a rank that has all of them take rows as the first permutation leaves them.
+
+    Megatron sorts them by expert once more, and their result back, which leaves every row where it is: four passes over
+    the rows of a layer.
+    """
+    for module in (module for chunk in model for module in chunk.modules()):
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        if type(dispatcher) is not MoEAlltoAllTokenDispatcher or dispatcher.drop_and_pad:
+            continue
+        if dispatcher.ep_size == dispatcher.tp_size == 1:
+            dispatcher.num_local_experts, dispatcher.num_global_tokens_per_local_expert = 1, None
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:

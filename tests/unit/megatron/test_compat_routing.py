@@ -1,16 +1,19 @@
 """Real routers of Megatron: passes that are no training leave nothing in them, and route as the first one did."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated
+from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated, skip_sorting
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -158,3 +161,33 @@ def test_a_fused_router_routes_unfused_while_it_repeats(model: list[torch.nn.Mod
     assert all(router.config.moe_router_fusion for router in routers)
     for (_, chosen), (_, repeated) in zip(first, again, strict=True):
         assert torch.equal(chosen, repeated)
+
+
+def test_a_rank_with_all_experts_sorts_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, their experts and the gradient are those of Megatron's second permutation, which moves none."""
+    stream = mock.MagicMock()
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(f"torch.cuda.{name}", mock.MagicMock(return_value=stream))
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
+    router = routers_of(monkeypatch, moe_token_dispatcher_type="alltoall")[0][0]  # type: ignore[index]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def through(*, skips: bool) -> list[torch.Tensor]:
+        layer = torch.nn.Module()
+        layer.token_dispatcher = MoEAlltoAllTokenDispatcher(EXPERTS, list(range(EXPERTS)), router.config, groups)
+        if skips:
+            skip_sorting([layer])
+            monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", None)
+        dispatcher, x = layer.token_dispatcher, tokens(1).requires_grad_()
+        probs, routing = router(x)
+        rows = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing, probs))
+        rows, splits, probs = dispatcher.dispatch_postprocess(*rows)
+        y = dispatcher.combine_postprocess(
+            dispatcher.token_combine(dispatcher.combine_preprocess(rows * probs[:, None]))
+        )
+        y.square().sum().backward()
+        assert x.grad is not None
+        return [rows, splits, y, x.grad]
+
+    expected = through(skips=False)
+    assert all(map(torch.equal, through(skips=True), expected))

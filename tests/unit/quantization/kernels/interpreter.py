@@ -36,7 +36,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.gemm import grouped_wgrad, tiled_kernel
-    from snip_megatron.quantization.kernels import exact, keys, swiglu
+    from snip_megatron.quantization.kernels import exact, keys, rows, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     if name == "advance":  # of keys: writes to its arguments
@@ -48,6 +48,9 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
     if name == "add_wgrad":  # writes to its last argument
         grouped_wgrad.add_wgrad(*arguments)
         return arguments[-1]
+    if name == "move_rows":  # writes to its second argument
+        rows.move_rows(*arguments, **options)
+        return arguments[1]
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
     if "swiglu" in name:

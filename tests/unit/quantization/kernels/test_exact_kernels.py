@@ -12,12 +12,14 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped_hopper import add_wgrad
 from snip_megatron.gemm.grouped_wgrad import grouped_wgrad_kernel
 from snip_megatron.gemm.tiled_kernel import tiled_kernel
+from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.kernels.exact import SHAPES
 from snip_megatron.quantization.kernels.exact_programs import amax_kernel, side_kernel
+from snip_megatron.quantization.kernels.rows import rows_kernel
 from snip_megatron.quantization.operands import CachedPair, OperandPair
 
 from ..specs import spec
@@ -204,7 +206,7 @@ POINTERS = {
     "x_ptr": "*bf16", "out_ptr": "*i16", "scale_ptr": "*fp32", "amax_ptr": "*i32", "cols_ptr": "*i64",
     "key_ptr": "*i32", "current_ptr": "*i32", "signs_ptr": "*i32", "a_ptr": "*bf16", "b_ptr": "*bf16",
     "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "c_ptr": "*fp32", "g_ptr": "*bf16",
-    "ends_ptr": "*i32", "grad_ptr": "*fp32",
+    "ends_ptr": "*i32", "grad_ptr": "*fp32", "from_ptr": "*bf16", "to_ptr": "*bf16", "table_ptr": "*i32",
 }  # fmt: skip
 FIXED = {"SIGNS_LOADED": True, "GUARDED": True, "K": 4096, "x_stride": 4096}
 
@@ -232,6 +234,8 @@ KERNELS = [
     (*side(8, "fp32", (128, 1)), 80),
     (amax_kernel, FIXED | PART | {"FINITE": True, "TURNED": True}, SHAPES["amax"].warps, 90),
     (tiled_kernel, TILED | {"GPU": True}, 8, 80),
+    (rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, 4, 90),
+    (rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, 4, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, 4, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, 8, 90),
 ]
@@ -247,6 +251,18 @@ def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...
     add_wgrad(g, x, ends, expected)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
     assert torch.equal(found[1], out[1])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("cols", [(640,), (24,), ()])
+def test_rows_of_experts_are_padded_and_unpadded(kernels: Quantizers, cols: tuple[int, ...], backwards: bool) -> None:
+    splits = (3, 0, 128, 130, 32)
+    rows = PaddedSplits(splits, 128, backwards=backwards, device=torch.device("cpu"))
+    x = torch.randn(sum(splits), *cols).bfloat16()
+    padded = rows.pad(x)
+    found = kernels.call("move_rows", x, torch.full_like(padded, torch.nan), rows.table, 128, pad=True)
+    assert torch.equal(found, padded)
+    assert torch.equal(kernels.call("move_rows", padded, torch.empty_like(x), rows.table, 128, pad=False), x)
 
 
 @pytest.mark.parametrize(("kernel", "values", "warps", "capability"), KERNELS, ids=lambda v: getattr(v, "__name__", ""))
