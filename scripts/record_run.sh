@@ -23,7 +23,7 @@ torchrun --standalone --nproc-per-node 1 -m snip_megatron.pretrain_gpt \
     --snip --snip-first-update 30 --snip-dir "$run" --snip-overwrite "${@:2}"
 rm -rf "$kept"
 mkdir -p "$kept"
-for part in config.json events.jsonl metrics.jsonl maps plans scores; do # what a report reads
+for part in config.json events.jsonl metrics.jsonl maps plans problems scores stats; do # what a report reads
     cp -r "$run/$part" "$kept/"
 done
 snip report "$kept" --out "$run/report.html"

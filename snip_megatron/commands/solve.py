@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored = stored.add_argument
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
     add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
-    add_stored("--schedule", choices=("static",), help="solve for one map, although the run planned phases")
     text = "what a choice saves: a table such as h200, a file that snip calibrate wrote, or flops; default: the run's"
     add_stored("--cost", metavar="NAME|FILE", help=text)
     text = (
@@ -81,7 +80,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
         if change or is_statistics(args.problem):
-            what = "--policy, --schedule and the like" if change else "statistics"
+            what = "--policy, --cost and the like" if change else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
         problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
         if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
@@ -90,7 +89,8 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
         return rebuild(stored, change, asked), stored
     else:
         problem = stored.problem()
-        if asked is not None and asked.timed != problem.budget.timed:
+        planned = problem.phases and (asked is not None or args.sweep is not None)  # what is asked for is one map
+        if planned or (asked is not None and asked.timed != problem.budget.timed):
             return rebuild(stored, change, asked), stored  # costs are FLOPs for fp4= budgets and seconds for the others
     return problem if asked is None else replace(problem, budget=asked), stored
 
@@ -105,4 +105,4 @@ def _change(args: argparse.Namespace) -> Change:
         fields["pins"] = parse_pins(given["pin"])
     if "stage_tolerance" in given:
         fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
-    return Change(fields, args.cost, static=args.schedule == "static")
+    return Change(fields, args.cost)

@@ -2,8 +2,7 @@
 
 For each update a run directory keeps the statistics (``stats/step_N.npz``) and the Problem that was built from them
 (``problems/step_N.json``). ``config.json`` keeps the solve request of the run. Another value of the same budget needs
-only the Problem. Any other change builds a new Problem from the statistics, as the run does. An update of a run with
-phases is solved over the phases that it planned, which its event ``submit`` keeps.
+only the Problem. Any other change builds a new Problem of one map from the statistics.
 """
 
 import dataclasses
@@ -16,11 +15,10 @@ from typing import Any
 
 from snip_megatron.config.defaults import backend_of, candidates
 from snip_megatron.errors import SnipError, cut, plain_arguments
-from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.precision import FOUR_BIT, Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.strict import mapping, read_file
-from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, read_events, step_files, step_of, step_path
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -54,25 +52,6 @@ class Stored:
         """Return the request with which the run solved its updates. Raises SnipError if it is missing or invalid."""
         return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
 
-    def phases(self) -> PhasedRequest | None:
-        """Return the phases that the update planned, with what had been spent; None if it solved one map.
-
-        Raises SnipError if they are not recorded.
-        """
-        submitted = [
-            event["phases"]
-            for event in read_events(self.run)
-            if event["event"] == "submit" and event.get("step") == self.step and event.get("phases") is not None
-        ]
-        if submitted:  # the last one: a resumed run may have made the update again
-            return PhasedRequest.from_dict(submitted[-1], f"{self.run}: submit event of step {self.step}")
-        if self.path("problems").exists() and self.problem().phases:
-            raise SnipError(
-                f"{self.run}: the update of step {self.step} planned phases, and its events.jsonl does not say which;"
-                " give --schedule static for one map, or another --step"
-            )
-        return None
-
     def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
         """Return the predicted times of the run's linears by a cost model: the name of a device's table, a file of
         ``snip calibrate``, or ``flops``. Those of exchanges are the ones that the run stored, if any.
@@ -103,16 +82,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class Change:
-    """Differences from the run's own solve request: new values of its fields, the cost model of a ``speedup`` or
-    ``loss`` budget (None for the times that the run used), and whether to solve one map although it planned phases.
+    """Differences from the run's own solve request: new values of its fields, and the cost model of a ``speedup`` or
+    ``loss`` budget (None for the times that the run used).
     """
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cost: str | None = None
-    static: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.fields) or self.cost is not None or self.static
+        return bool(self.fields) or self.cost is not None
 
 
 def find_stored(source: Path, step: int | None) -> Stored | None:
@@ -155,24 +133,22 @@ def is_statistics(path: Path) -> bool:
 
 
 def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
-    """Build a new problem from stored statistics: over the phases that the run planned, or of one map.
+    """Build a new problem of one map from stored statistics, although the run may have planned phases.
 
     Without a ``budget`` it has the run's own. Raises SnipError if the statistics or the stored times lack what the new
-    request needs, or if what the run has spent is not known in the unit of the new budget.
+    request needs.
     """
     request = stored.request()
-    phases = None if change.static else stored.phases()
     budget = budget or request.budget
-    _check_unit(stored, phases, request.budget, budget)
     fields = dict(change.fields)
     if budget.timed != request.budget.timed and "formats" not in fields:
         fields["formats"] = _candidates(stored, change, request, budget)
     with plain_arguments():
-        request = dataclasses.replace(request, budget=budget, **fields, phases=phases)
-    if phases is not None and request.granularity != "gemm":
+        request = dataclasses.replace(request, budget=budget, **fields)
+    if not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(request.formats):
         raise SnipError(
-            f"--granularity {request.granularity}: {stored.run} planned phases, which weigh a linear's three GEMMs one"
-            " by one; give --schedule static too"
+            f"{stored.run}: {','.join(request.formats)}: none has four bits, so --budget {budget} cannot be reached;"
+            " a run with --snip-formats fp8,fp4 measures fp4"
         )
     if request.budget.timed and request.unquantised_stage_flops:
         raise SnipError(
@@ -204,16 +180,3 @@ def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: B
     backend = facts.get("gemm_backend") if cost is None else backend_of(load_cost_model(cost))
     found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
     return found if set(own) & set(found) else own
-
-
-def _check_unit(stored: Stored, phases: PhasedRequest | None, own: Budget, budget: Budget) -> None:
-    """Raise SnipError if the phases' budgets, or what was spent before them, are of another kind than the budget."""
-    if phases is None or own.kind == budget.kind:
-        return
-    unit, wanted = ("speedup" if kind == "speedup" else "fp4" for kind in (own.kind, budget.kind))
-    spent = phases.spent_steps and budget.kind != "loss" and unit != wanted
-    if spent or any(floor is not None for floor in phases.budgets):
-        raise SnipError(
-            f"{stored.run}: its plan counts in {unit}=, what was spent before step {phases.begins[0]} and the phases'"
-            f" own budgets too; give --budget {unit}=X, or --schedule static for one map"
-        )

@@ -10,6 +10,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.strict import read_file
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Update
+from snip_megatron.records.stored import Change, Stored, rebuild
 from snip_megatron.solver import Problem, sweep
 from snip_megatron.solver.pareto import cost_shares
 
@@ -52,8 +53,8 @@ def latest_front(
 ) -> Front | None:
     """Solve the front of the latest stored Problem at ``points`` budgets in about ``seconds``.
 
-    Returns None if there is no Problem, if it is one over phases, or if it cannot be read or solved, of which
-    ``unreadable`` receives a message.
+    Of an update that planned phases it is the front of one map, without the run's own. Returns None if there is no
+    Problem, or if it cannot be read or solved, of which ``unreadable`` receives a message.
     """
     try:
         files = step_files(run, "problems")
@@ -64,7 +65,9 @@ def latest_front(
         if len(content) > MAX_BYTES:
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
         problem = Problem.from_json(content, where=str(files[step]))
-        return None if problem.phases else _front(step, problem, updates, points, seconds)
+        if problem.phases:
+            problem, updates = rebuild(Stored(run, step), Change(), None), ()
+        return _front(step, problem, updates, points, seconds)
     except SnipError as error:
         unreadable.append(str(error))
     return None

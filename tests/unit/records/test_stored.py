@@ -13,6 +13,7 @@ from snip_megatron.precision import DENSE_LAYER, Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import Change, Stored, find_stored, is_statistics, rebuild
+from snip_megatron.reporting.front import latest_front
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -117,6 +118,14 @@ def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
     assert [c.format.value for c in kept.items[0].choices] == ["fp8", "fp8_tensor"]
 
 
+def test_a_share_of_a_run_without_a_four_bit_format_is_refused(tmp_path: Path) -> None:
+    formats = ("bf16", "fp8", "fp8_tensor")
+    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
+    run = write_run(tmp_path / "run", SolveRequest(formats=formats, budget=Budget("loss", 0.002), times=times))
+    with pytest.raises(SnipError, match=r"run: fp8,fp8_tensor: none has four bits, so --budget fp4=0.5 cannot be"):
+        rebuild(stored(run), Change(), Budget("fp4", 0.5))
+
+
 def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
     request = SolveRequest(budget=Budget("fp4", 0.3), unquantised_stage_flops={0: 1e12, 1: 1e12})
     run = write_run(tmp_path / "experts", request)
@@ -165,51 +174,19 @@ PHASES = PhasedRequest(
 )
 
 
-def write_planned(path: Path, phases: PhasedRequest = PHASES, *, recorded: bool = True) -> Stored:
-    """One update that planned phases, as a run stores it."""
+def test_an_update_of_phases_is_solved_again_for_one_map(tmp_path: Path) -> None:
     request = SolveRequest(budget=Budget("fp4", 0.5))
+    path = tmp_path / "planned"
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
         table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
-        problem, _ = build_problem(table, dataclasses.replace(request, phases=phases))
+        problem, _ = build_problem(table, dataclasses.replace(request, phases=PHASES))
         run.write("stats", 30, table.to_bytes())
         run.write("problems", 30, problem.to_json())
-        if recorded:
-            run.event(30, "submit", version=1, phases=phases.as_dict())
-    return stored(path)
-
-
-def test_an_update_of_phases_is_solved_over_its_phases(tmp_path: Path) -> None:
-    run = write_planned(tmp_path / "planned")
-    assert rebuild(run, Change(), None) == run.problem()
-    other = rebuild(run, Change({"policy": "fisher"}), Budget("fp4", 0.7))
-    assert other.phases
-    assert ([phase.steps for phase in other.phases], other.budget.value) == ([28, 40], 0.7)
-    assert other.spent is not None
-    assert (other.spent.steps, other.spent.achieved) == (32, 0.9)
-    static = rebuild(run, Change(static=True), None)
-    assert static.phases == ()
-    assert static == build_problem(run.table(), run.request())[0]
-
-
-def test_phases_choose_a_format_for_each_gemm(tmp_path: Path) -> None:
-    run = write_planned(tmp_path / "planned")
-    with pytest.raises(SnipError, match=r"--granularity layer: .*one by one; give --schedule static too"):
-        rebuild(run, Change({"granularity": "layer"}), None)
-    assert not rebuild(run, Change({"granularity": "layer"}, static=True), None).phases
-
-
-def test_what_was_spent_in_another_unit_is_refused(tmp_path: Path) -> None:
-    run = write_planned(tmp_path / "planned")
-    with pytest.raises(SnipError, match=r"counts in fp4=, what was spent before step 32 .*--schedule static"):
-        rebuild(run, Change(cost="flops"), Budget("speedup", 1.2))
-    floored = write_planned(tmp_path / "floored", dataclasses.replace(PHASES, budgets=(None, 0.3)))
-    with pytest.raises(SnipError, match="counts in fp4="):
-        rebuild(floored, Change(cost="flops"), Budget("loss", 1.0))
-
-
-def test_phases_that_are_not_recorded_are_refused(tmp_path: Path) -> None:
-    run = write_planned(tmp_path / "planned", recorded=False)
-    with pytest.raises(
-        SnipError, match=r"the update of step 30 planned phases, and its events.jsonl does not say which"
-    ):
-        rebuild(run, Change({"policy": "fisher"}), None)
+    update = stored(path)
+    assert update.problem() == problem
+    assert rebuild(update, Change(), None) == build_problem(table, request)[0]
+    other = rebuild(update, Change({"policy": "fisher"}), Budget("fp4", 0.7))
+    assert (other.phases, other.budget) == ((), Budget("fp4", 0.7))
+    front = latest_front(path, [], [], points=3)
+    assert front is not None
+    assert [point.x for point in front.points] == pytest.approx([0, 0.5, 1], abs=0.03)
