@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 
-from solver.oracles import chosen, highs, least, random_of_seed, random_problem, value_of  # noqa: E402
+from solver.oracles import chosen, highs, least, phased_of_seed, random_problem, value_of  # noqa: E402
 
 from benchmarks.quality.solver_instances import MODELS, STRUCTURES, granular, instance, phased_instance, timed  # noqa: E402
 from snip_megatron.solver import Problem, solve  # noqa: E402
@@ -72,7 +72,7 @@ def agreement(instances: int) -> dict[str, Any]:
     """Compare with HiGHS on random problems, half of them of one map and half over phases."""
     found: dict[str, Any] = {"instances": instances, "optimal": 0, "infeasible_for_both": 0, "largest_excess": 0.0}
     for seed in range(instances):
-        problem = random_of_seed(seed)
+        problem = phased_of_seed(seed)
         if seed % 2:
             rng = np.random.default_rng([seed, 500])
             items, formats, stages = (int(rng.integers(a, b)) for a, b in ((10, 120), (2, 7), (1, 6)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from snip_megatron.precision import Format
@@ -108,8 +109,19 @@ def random_phased(
     )
 
 
-def random_of_seed(seed: int) -> Problem:
-    """The problem that is compared with HiGHS: 10 to 39 items, 2 to 4 formats and phases, any kind of budget."""
+def static_of_seed(seed: int) -> Problem:
+    """A problem of one map to compare with HiGHS: 20 to 89 items, 2 to 6 formats, 1 to 4 stages, any kind of budget."""
+    rng = np.random.default_rng(seed)
+    stages = int(rng.integers(1, 5))
+    tolerance = rng.choice([0.02, 0.2, None])
+    problem = random_problem(rng, int(rng.integers(20, 90)), int(rng.integers(2, 7)), stages, tolerance)
+    low, high = (sum(f(c.loss for c in item.choices) for item in problem.items) for f in (min, max))
+    budget = (problem.budget, Budget("speedup", 1.2), Budget("loss", low + 0.2 * (high - low)))[seed % 3]
+    return replace(problem, budget=budget, stage_tolerance=None if budget.timed else tolerance)
+
+
+def phased_of_seed(seed: int) -> Problem:
+    """The same over phases: 10 to 39 items, 2 to 4 formats and phases."""
     rng = np.random.default_rng([seed, 2])
     items, formats, stages, phases = (int(rng.integers(a, b)) for a, b in ((10, 40), (2, 5), (1, 5), (2, 5)))
     kind = ("fp4", "fp4", "speedup", "loss")[seed % 4]
@@ -225,6 +237,21 @@ def least(problem: Problem) -> float:
 def value_of(problem: Problem, choices: Choices) -> float:
     """What is minimised."""
     return total_time(problem, choices) if problem.budget.kind == "loss" else total_loss(choices)
+
+
+def check(problem: Problem, solution: Solution, best: float | None = None) -> None:
+    """What holds for every solution with choices: it is feasible, and its figures, bound and gap are true."""
+    choices = chosen(problem, solution)
+    assert feasible(problem, choices)
+    assert solution.loss == pytest.approx(total_loss(choices), rel=1e-12)
+    value = value_of(problem, choices)
+    assert solution.objective == pytest.approx(value, rel=1e-9, abs=1e-12 * slowest(problem, None))
+    assert solution.bound <= solution.objective
+    if best is not None:
+        tiny = 1e-9 * abs(best) + 1e-12 * max(abs(least(problem)), 1e-290)
+        whole = value if problem.budget.kind == "loss" else value - least(problem)
+        assert solution.bound <= best + tiny
+        assert value - best <= solution.gap * whole + tiny
 
 
 # -- best values ---------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """Reading problems: what is refused, and with which words."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.solver import Choice, Item, Problem
+from snip_megatron.solver import Choice, Item, Phase, Problem, Spent
 
-from .test_solve import problems
+from .test_solve import problems, timed
 
 
 def body() -> dict[str, Any]:
@@ -27,6 +29,28 @@ def body() -> dict[str, Any]:
                     {"format": "fp8", "loss": 1e-4, "saving": 0.0},
                     {"format": "fp4", "loss": 2e-2, "saving": 1.0e12},
                 ],
+            }
+            for i in range(2)
+        ],
+    }
+
+
+def phased_body() -> dict[str, Any]:
+    return {
+        "schema": "snip.problem/2",
+        "budget": {"target": 0.9, "stage_tolerance": 0.02},
+        "phases": [{"steps": 250}, {"steps": 50, "target": 0.7}],
+        "spent": {"steps": 100, "achieved": 0.8},
+        "items": [
+            {
+                "id": f"decoder.layers.{i}.mlp.linear_fc1:fprop",
+                "stage": 0,
+                "cost": 4.0,
+                "choices": [
+                    {"format": "fp8", "saving": 0.0, "losses": [0.0, 1e-4]},
+                    {"format": "fp4", "saving": 4.0, "losses": [1e-3, 2e-2]},
+                ],
+                "keeps": [1],
             }
             for i in range(2)
         ],
@@ -62,7 +86,43 @@ def test_the_example_of_the_contract() -> None:
     assert Problem.from_json(json.dumps(relaxed)).stage_tolerance is None
 
 
-@given(problems())
+def test_the_example_of_phases() -> None:
+    problem = Problem.from_json(json.dumps(phased_body()))
+    assert problem.budget == Budget("fp4", 0.9)
+    assert problem.phases == (Phase(250), Phase(50, 0.7))
+    assert problem.spent == Spent(100, 0.8)
+    assert problem.steps == 400
+    assert problem.items[1] == Item(
+        "decoder.layers.1.mlp.linear_fc1:fprop",
+        0,
+        4.0,
+        (Choice(Format.FP8, (0.0, 1e-4), 0.0), Choice(Format.FP4, (1e-3, 2e-2), 4.0)),
+        keeps=(1,),
+    )
+
+
+@st.composite
+def phased(draw: st.DrawFn) -> Problem:
+    """A problem of one map over one to three phases."""
+    problem, count = draw(problems() | timed()), draw(st.integers(1, 3))
+    kind = problem.budget.kind
+    items = [
+        replace(
+            item,
+            choices=tuple(
+                replace(c, losses=tuple(draw(st.floats(-1e3, 1e3)) for _ in range(count))) for c in item.choices
+            ),
+            keeps=tuple(p for p in range(1, count) if draw(st.booleans())),
+        )
+        for item in problem.items
+    ]
+    floor = draw(st.none() | st.floats(0, 1)) if kind == "fp4" else None
+    spent = draw(st.none() | st.builds(Spent, st.integers(0, 10), st.floats(0.1, 1))) if kind != "loss" else None
+    phases = tuple(Phase(draw(st.integers(1, 9)), floor) for _ in range(count))
+    return replace(problem, items=tuple(items), phases=phases, spent=spent)
+
+
+@given(problems() | timed() | phased())
 def test_json_round_trip(problem: Problem) -> None:
     assert Problem.from_json(problem.to_json()) == problem
 
@@ -73,11 +133,11 @@ PATHS = ["schema", "budget", "items", "budget.target", "budget.stage_tolerance"]
 CHOICE_PATHS = [f"items[1].choices[0].{key}" for key in ("format", "loss", "saving")]
 
 
-def owner(root: dict[str, Any], path: str) -> tuple[Any, str]:
+def owner(root: dict[str, Any], path: str) -> tuple[Any, str | int]:
     """The object that holds the field at ``path``, and the field."""
-    *parents, key = path.replace("[", ".[").split(".")
+    *parents, key = [int(part[1:-1]) if part[0] == "[" else part for part in path.replace("[", ".[").split(".")]
     for part in parents:
-        root = root[int(part[1:-1])] if part.startswith("[") else root[part]  # type: ignore[index]
+        root = root[part]  # type: ignore[index]
     return root, key
 
 
@@ -119,10 +179,39 @@ BAD_VALUES = [
 def test_a_bad_value_is_named(path: str, value: Any, words: str) -> None:
     root = body()
     holder, key = owner(root, path)
-    holder[int(key[1:-1]) if key.startswith("[") else key] = value
+    holder[key] = value
     message = refused(json.dumps(root))
     assert message.startswith(f"{path}: ")
     assert words in message
+
+
+PHASED = [
+    ("phases", [], "phases: must hold 1 to 64 phases, got 0"),
+    ("phases[1].steps", 0, "phases[1].steps: must be a number of steps from 1"),
+    ("phases[1].target", 1.5, "phases[1].target: must be a share from 0 to 1, got 1.5"),
+    ("budget", {"loss": 1.5}, "phases[1].target: has no meaning beside loss"),
+    ("budget", {"speedup": 1.5}, "phases[1].target: must be a factor from 1 to 1e+06, got 0.7"),
+    ("spent.achieved", 1.5, "spent.achieved: must be a share from 0 to 1, got 1.5"),
+    ("items[0].keeps", [0], "items[0].keeps: must hold distinct indices"),
+    ("items[0].choices[1].losses", [1.0], "items[0].choices[1].losses: must hold 2 numbers"),
+    ("items[0].choices[1].losses[0]", 1e101, "items[0].choices[1].losses[0]: must be a finite"),
+    ("items[0].choices[1]", {"format": "fp4", "loss": 1.0, "saving": 0.0}, "items[0].choices[1]: unknown key 'loss'"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), PHASED)
+def test_a_bad_value_of_phases_is_named(path: str, value: Any, words: str) -> None:
+    root = phased_body()
+    holder, key = owner(root, path)
+    holder[key] = value
+    assert refused(json.dumps(root)).startswith(words)
+
+
+def test_a_loss_budget_takes_nothing_spent_and_a_speedup_above_zero() -> None:
+    root = phased_body() | {"budget": {"loss": 0.1}, "phases": [{"steps": 1}, {"steps": 2}]}
+    assert refused(json.dumps(root)).startswith("spent: has no meaning beside loss")
+    root |= {"budget": {"speedup": 1.5}, "spent": {"steps": 1, "achieved": 0.0}}
+    assert refused(json.dumps(root)) == "spent.achieved: must be a factor above 0, got 0.0"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Certified gaps, feasibility and determinism of ``solve`` for one map, against independent solvers."""
+"""``solve`` for one map and over phases: certified gaps, feasibility, determinism, against independent solvers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,73 +12,63 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.solver import Choice, Item, Problem, Solution, infeasibility, solve
+from snip_megatron.solver import Choice, Item, Phase, Problem, Spent, infeasibility, solve
 
 from .oracles import (
+    FORMATS,
     GAP,
     HARD,
+    check,
     chosen,
     exhaust,
-    feasible,
     fp4,
     hard_problem,
     highs,
-    least,
     make_problem,
+    phased_of_seed,
+    random_phased,
     random_problem,
     slowest,
-    value_of,
+    static_of_seed,
     with_joint,
 )
 
-
-def check(problem: Problem, solution: Solution, best: float | None = None) -> None:
-    """What holds for every solution with choices: it is feasible, and its bound and gap are true."""
-    choices = chosen(problem, solution)
-    assert feasible(problem, choices)
-    value = value_of(problem, choices)
-    assert solution.objective == pytest.approx(value, rel=1e-9, abs=1e-12 * slowest(problem, None))
-    assert solution.bound <= solution.objective
-    if best is None:
-        return
-    tiny = 1e-12 * max(abs(best), abs(least(problem)), 1e-290)
-    assert solution.bound <= best + tiny
-    whole = value if problem.budget.kind == "loss" else value - least(problem)
-    if solution.status == "optimal":
-        assert value - best <= GAP * whole + tiny
+KINDS = ("fp4", "speedup", "loss")
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_equals_highs(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    stages = int(rng.integers(1, 5))
-    tolerance = rng.choice([0.02, 0.2, None])
-    problem = random_problem(rng, int(rng.integers(20, 90)), int(rng.integers(2, 7)), stages, tolerance)
-    if seed % 3 == 1:
-        problem = replace(problem, budget=Budget("speedup", 1.2), stage_tolerance=None)
-    if seed % 3 == 2:
-        low, high = (sum(f(c.loss for c in item.choices) for item in problem.items) for f in (min, max))
-        problem = replace(problem, budget=Budget("loss", low + 0.2 * (high - low)), stage_tolerance=None)
-    solution = solve(problem)
-    assert solution.status == "optimal"
-    assert solution.gap <= GAP
-    check(problem, solution, highs(problem))
+def largest_gap(problem: Problem) -> float:
+    """Budgets of time over phases may stop at 1e-2."""
+    return 1e-2 if problem.phases and problem.budget.timed else GAP
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_joint_savings_equal_exhaustion(seed: int) -> None:
-    rng = np.random.default_rng([seed, 5])
-    problem = with_joint(random_problem(rng, 6, 3, 2, None), rng)
-    losses = [max(c.loss for c in item.choices) for item in problem.items]
-    budget = Budget("speedup", 1.25) if seed % 2 else Budget("loss", float(rng.uniform(0.05, 0.6)) * math.fsum(losses))
-    problem = replace(problem, budget=budget)
-    solution, best = solve(problem), exhaust(problem)
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [*((static_of_seed, seed) for seed in range(24)), *((phased_of_seed, seed) for seed in range(2, 22))],
+)
+def test_equals_highs(make: Callable[[int], Problem], seed: int) -> None:
+    problem = make(seed)
+    best, solution = highs(problem), solve(problem, deterministic_time=20)
+    assert (solution.status == "infeasible") == (best is None)
+    if best is not None:
+        assert solution.gap <= largest_gap(problem)
+        check(problem, solution, best)
+
+
+@pytest.mark.parametrize("kind", ["speedup", "loss"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("items", "phases"), [(6, 1), (3, 2)])
+def test_joint_savings_equal_exhaustion(items: int, phases: int, seed: int, kind: str) -> None:
+    rng = np.random.default_rng([seed, 6])
+    problem = with_joint(random_phased(rng, items, 3, 2, phases, kind=kind), rng)
+    if phases == 1:
+        problem = replace(problem, phases=(), spent=None)
+    best, solution = exhaust(problem), solve(problem, deterministic_time=10)
     assert (solution.status == "infeasible") == (best is None)
     if best is not None:
         check(problem, solution, best)
-        assert solution.speedup == pytest.approx(
-            slowest(problem, None) / slowest(problem, chosen(problem, solution)[0])
-        )
+        for p, phase in enumerate(solution.phases or (solution,)):
+            taken = slowest(problem, chosen(problem, solution)[p])
+            assert phase.speedup == pytest.approx(slowest(problem, None) / taken)
 
 
 def test_one_quantisation_for_two_gemms_decides_the_format() -> None:
@@ -91,6 +82,16 @@ def test_one_quantisation_for_two_gemms_decides_the_format() -> None:
     assert solution.objective == pytest.approx(20 - 3.5 - 4 - 1)
     alone = solve(Problem(Budget("loss", 1.0), (fprop, replace(wgrad, joint={}))))
     assert alone.choices["a:fprop"] is Format.FP8
+
+
+def test_a_joint_saving_of_items_that_change_at_different_phases_is_shared_half_and_half() -> None:
+    choice = Choice(Format.FP8, (0.0, 0.0), 1.0)
+    fprop = Item("a:fprop", 0, 10.0, (choice,))
+    wgrad = Item("a:wgrad", 0, 10.0, (choice,), keeps=(1,), joint={"a:fprop": {Format.FP8: 0.5}})
+    problem = Problem(Budget("loss", 1.0), (fprop, wgrad), phases=(Phase(3), Phase(4)))
+    assert solve(problem).objective == pytest.approx(7 * (20 - 2 - 0.5))
+    other = replace(fprop, choices=(replace(choice, format=Format.FP8_TENSOR),))
+    assert solve(replace(problem, items=(other, wgrad))).objective == pytest.approx(7 * (20 - 2 - 0.25))
 
 
 LOSS = st.one_of(
@@ -154,6 +155,22 @@ def test_equals_exhaustion(problem: Problem) -> None:
     check(problem, greedy, best)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(8))
+def test_phases_equal_exhaustion(kind: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, 1])
+    phases, tolerance = int(rng.integers(1, 4)), rng.choice([0.1, 0.3, None])
+    items, formats = {1: (5, 3), 2: (4, 2), 3: (3, 2)}[phases]
+    problem = random_phased(rng, items, formats, 2, phases, kind=kind, tolerance=tolerance)
+    if seed % 3 == 0:
+        problem = replace(problem, items=(*problem.items[:-1], replace(problem.items[-1], pin=FORMATS[1])))
+    best, solution = exhaust(problem), solve(problem, deterministic_time=10)
+    assert (solution.status == "infeasible") == (best is None)
+    if best is not None:
+        assert solution.gap <= largest_gap(problem)
+        check(problem, solution, best)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(problems(most_items=4), timed()))
 def test_the_highest_reachable_is_reachable(problem: Problem) -> None:
@@ -203,13 +220,15 @@ def test_a_need_that_is_missed_by_next_to_nothing_is_missed() -> None:
 
 
 def test_same_solution_whatever_the_order_of_items_and_run() -> None:
-    problem = random_problem(np.random.default_rng(5), 60, 3, 4, 0.05)
-    first = solve(problem, deterministic_time=5.0, seed=3)
-    again = solve(problem, deterministic_time=5.0, seed=3)
-    assert first == replace(again, solve_seconds=first.solve_seconds)
-    order = np.random.default_rng(1).permutation(len(problem.items))
-    shuffled = replace(problem, items=tuple(problem.items[i] for i in order))
-    assert dict(solve(shuffled, deterministic_time=5.0, seed=3).choices) == dict(first.choices)
+    rng = np.random.default_rng(5)
+    for problem in (random_problem(rng, 60, 3, 4, 0.05), random_phased(rng, 20, 3, 3, 3)):
+        first = solve(problem, deterministic_time=5.0, seed=3)
+        again = solve(problem, deterministic_time=5.0, seed=3)
+        assert first == replace(again, solve_seconds=first.solve_seconds)
+        shuffled = replace(problem, items=tuple(problem.items[i] for i in rng.permutation(len(problem.items))))
+        turned = solve(shuffled, deterministic_time=5.0, seed=3)
+        for one, other in zip((first, *first.phases), (turned, *turned.phases), strict=True):
+            assert dict(one.choices) == dict(other.choices)
 
 
 @pytest.mark.parametrize("kind", HARD)
@@ -230,3 +249,109 @@ def test_bad_arguments_are_named(bad: dict) -> None:
     problem = make_problem([[0.0]], [[0.0]], [1.0], [0], 0.0)
     with pytest.raises(SnipError, match=str(next(iter(bad.values())))):
         solve(problem, **bad)
+
+
+# -- phases ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(6))
+def test_one_phase_is_one_map(seed: int) -> None:
+    rng = np.random.default_rng([seed, 3])
+    static = random_problem(rng, 40, 3, 3, rng.choice([0.02, 0.2, None]))
+    fixed = ((0, 2.0**42), (7, 2.0**41))
+    timed = Problem(Budget("speedup", 1.2), static.items, fixed_cost=fixed)
+    for problem in (static, timed, replace(timed, budget=Budget("loss", 30.0))):
+        expected = solve(problem, deterministic_time=10)
+        solution = solve(replace(problem, phases=(Phase(1),)), deterministic_time=10)
+        assert solution.status == expected.status
+        assert solution.objective == expected.objective
+        if expected.choices:
+            assert solution.phases[0].choices == expected.choices
+
+
+def proportional(steps: tuple[int, ...] = (300, 200), factors: tuple[float, ...] = (0.4, 0.6)) -> Problem:
+    """One stage, ten items of equal cost whose late errors cost more."""
+    items = tuple(
+        Item(
+            f"i{i}",
+            0,
+            1.0,
+            (
+                Choice(Format.FP8, (0.0,) * len(steps), 0.0),
+                Choice(Format.FP4, tuple((1.0 + i) * f for f in factors), 1.0),
+            ),
+        )
+        for i in range(10)
+    )
+    return Problem(fp4(0.6), items, phases=tuple(Phase(n) for n in steps))
+
+
+def test_precision_is_spent_where_errors_cost_most() -> None:
+    solution = solve(proportional())
+    assert [phase.achieved for phase in solution.phases] == [0.8, 0.3]
+    assert solution.achieved == pytest.approx(0.6)
+
+
+def test_a_target_of_a_phase_is_a_floor() -> None:
+    problem = proportional()
+    floored = replace(problem, phases=(Phase(300), Phase(200, 0.7)))
+    solution = solve(floored)
+    assert solution.phases[1].achieved == 0.7
+    assert solution.loss > (solve(problem).loss or 0.0)
+
+
+def test_what_keeps_its_format() -> None:
+    problem = proportional()
+    kept = replace(problem, items=tuple(replace(item, keeps=(1,)) for item in problem.items))
+    first, last = (phase.choices for phase in solve(kept).phases)
+    assert first == last
+
+
+def test_an_unreachable_average_says_what_is_reachable() -> None:
+    for spent, kind in ((Spent(1000, 0.1), "fp4"), (Spent(1000, 1.01), "speedup")):
+        rng = np.random.default_rng(5)
+        problem = replace(random_phased(rng, 20, 3, 2, 3, kind=kind), spent=spent)
+        problem = replace(problem, phases=tuple(Phase(p.steps) for p in problem.phases))
+        asked = replace(problem, budget=replace(problem.budget, value=0.99 if kind == "fp4" else 1e3))
+        fault = solve(asked).fault
+        assert fault is not None
+        assert fault.reachable is not None
+        reached = replace(problem, budget=replace(problem.budget, value=fault.reachable))
+        assert solve(reached).status in ("optimal", "feasible")
+        beyond = replace(problem, budget=replace(problem.budget, value=fault.reachable * (1 + 1e-6)))
+        assert solve(beyond).status == "infeasible"
+
+
+def test_an_unreachable_phase_is_named() -> None:
+    problem = proportional()
+    items = tuple(replace(item, pin=Format.FP8) for item in problem.items[:5]) + problem.items[5:]
+    pinned = replace(problem, items=items)
+    solution = solve(replace(pinned, budget=fp4(0.1), phases=(Phase(300), Phase(200, 0.6))))
+    assert solution.status == "infeasible"
+    assert "phase 1 reaches at most 0.5" in str(solution.fault)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_and_limits_give_valid_bounds(kind: str) -> None:
+    problem = random_phased(np.random.default_rng(11), 30, 3, 3, 4, kind=kind, proportional=True)
+    best = highs(problem)
+    for one in (solve(problem, solver="greedy"), solve(problem, deterministic_time=1e-9)):
+        check(problem, one, best)
+
+
+def test_costs_of_nothing() -> None:
+    item = Item("i", 0, 0.0, (Choice(Format.FP8, (1.0, 2.0), 0.0), Choice(Format.FP4, (0.0, 0.0), -1.0)))
+    problem = Problem(fp4(0.5), (item,), 0.02, phases=(Phase(1), Phase(1)))
+    solution = solve(problem)
+    assert solution.objective == 3.0  # what saves less than nothing is no choice on a stage that costs nothing
+    timed = solve(replace(problem, budget=Budget("speedup", 1.0), stage_tolerance=None))
+    assert timed.objective == 3.0
+    assert timed.achieved == 1.0
+
+
+def test_the_plan_counts_steps_from_zero_or_as_told() -> None:
+    solution = solve(proportional())
+    plan = solution.to_plan()
+    assert [(p.begin, n) for p, n in zip(plan.phases, plan.steps, strict=True)] == [(0, 300), (300, 200)]
+    later = solution.to_plan(begins=[40, 340], version=7)
+    assert (later.last, later.version, later.phases[1].precision_map.version) == (540, 7, 7)
+    assert later.achieved == pytest.approx(0.6)
+    assert later.objective == solution.objective == pytest.approx(sum(p.loss or 0.0 for p in solution.phases))
