@@ -12,7 +12,7 @@ def differences(shape: tuple[int, int, int], formats: tuple[str, str, str]) -> l
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
     from .emulated_scaled_mm import scaled_mm
-    from .test_hopper import operands, run
+    from .products import operands, run
 
     chosen = tuple(Format(name) for name in formats)
     x, w, g = operands(*shape)

@@ -16,16 +16,14 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
-from snip_megatron.quantization.operands import OperandSpec
 
 from .emulated_scaled_mm import scaled_mm
-from .test_hopper import assert_reference, keys, operands
-from .test_hopper import emulated as backend
+from .products import BACKENDS, EVEN, QUANTISED, assert_reference, operands, sides
 
 BF16, FP8, NVFP4, MXFP8 = Format.BF16, Format.FP8, Format.NVFP4, Format.MXFP8
-QUANTISED = [fmt for fmt in Format if fmt is not BF16]
+backend = BACKENDS["emulated"]
 MIXED = [(NVFP4, MXFP8, BF16), (BF16, Format.MXFP4, NVFP4), (FP8, NVFP4, Format.FP8_TENSOR)]
-EVEN, TAILS = (256, 384, 512), (130, 144, 200)  # T, N, K
+TAILS = (130, 144, 200)  # T, N, K
 
 
 @pytest.mark.parametrize("formats", [*((fmt,) * 3 for fmt in QUANTISED), *MIXED])
@@ -37,17 +35,13 @@ def test_numbers_are_the_reference_s(shape: tuple[int, int, int], formats: Any) 
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_error_of_the_gemm_alone(fmt: Format) -> None:
     """At most 1e-6 beside quantisation, against float64 products of the operands."""
-    x, w, g = operands(*EVEN)
     b = backend()
-    x_row, x_col = b.quantize(x, OperandSpec(fmt, fmt))
-    w_row, w_col = b.quantize(w, OperandSpec(fmt, fmt, weight=True))
-    g_row, g_col = b.quantize(g, OperandSpec(fmt, fmt, keys=keys(w.shape[0])))
-    exact = {name: side.dequantize().double() for name, side in
-             {"x": x_row, "xc": x_col, "w": w_row, "wc": w_col, "g": g_row, "gc": g_col}.items()}  # fmt: skip
+    made = sides(b, *operands(*EVEN), (fmt, fmt, fmt))
+    x, xc, w, wc, g, gc = (side.dequantize().double() for side in made)
     products = (
-        (b.multiply(Gemm.FPROP, x_row, w_row, torch.float32), exact["x"] @ exact["w"].t()),
-        (b.multiply(Gemm.DGRAD, g_row, w_col, torch.float32), exact["g"] @ exact["wc"]),
-        (b.multiply(Gemm.WGRAD, g_col, x_col, torch.float32), exact["gc"].t() @ exact["xc"]),
+        (b.multiply(Gemm.FPROP, made[0], made[2], torch.float32), x @ w.t()),
+        (b.multiply(Gemm.DGRAD, made[4], made[3], torch.float32), g @ wc),
+        (b.multiply(Gemm.WGRAD, made[5], made[1], torch.float32), gc.t() @ xc),
     )
     for found, expected in products:
         assert float((found.double() - expected).norm() / expected.norm()) < 1e-6

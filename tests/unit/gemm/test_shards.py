@@ -25,7 +25,7 @@ from snip_megatron.quantization.wire import bytes_per_element
 
 from .emulated_scaled_mm import scaled_mm
 from .interpreted import shard_differences
-from .test_hopper import keys, operands
+from .products import keys, operands
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 NVFP4, MXFP8 = Format.NVFP4, Format.MXFP8
