@@ -111,6 +111,11 @@ class SnipRun:
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
         if getattr(self._args, "use_torch_fsdp2", False) and torch.cuda.is_available():
             say("--use-torch-fsdp2: compared with Megatron bit by bit on CPUs, not yet on GPUs")
+        if validate.scales_experts_again(self._args):
+            say(
+                "--use-megatron-fsdp: Megatron scales down gradients of experts of a step's earlier microbatches again,"
+                " because one rank holds each expert: a smaller --expert-model-parallel-size, or one microbatch a step"
+            )
 
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.

@@ -228,6 +228,20 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
             )
 
 
+def scales_experts_again(args: argparse.Namespace) -> bool:
+    """Whether Megatron-FSDP (0.19) scales down the gradients of experts that earlier microbatches of a step left.
+
+    It scales a buffer of gradients before it reduces it, which it does in every microbatch. A buffer that only one rank
+    holds is the one in which they are summed.
+    """
+    if not getattr(args, "use_megatron_fsdp", False) or not args.num_experts or args.calculate_per_token_loss:
+        return False
+    ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
+    sharing = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return bool(ranks == sharing and args.data_parallel_size > 1 and microbatches > 1)
+
+
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
     """Check maps that are known before training: of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
     names = linears.names

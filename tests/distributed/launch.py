@@ -27,9 +27,10 @@ def tiny_llama_args(*extra: str, iters: int = 10, mock_data: bool = True) -> lis
 
     ``SNIP_TEST_SEED`` is added to the seed of weights and data: a test must not depend on its draws.
     """
+    llama = [word for word in _LLAMA if word != "--group-query-attention" or "--multi-latent-attention" not in extra]
     data = _MOCK_DATA if mock_data else []
     seed = str(1234 + int(os.environ.get("SNIP_TEST_SEED", "0")))
-    return [*_LLAMA, *data, "--seed", seed, "--train-iters", str(iters), *extra]
+    return [*llama, *data, "--seed", seed, "--train-iters", str(iters), *extra]
 
 
 def run_ranks(

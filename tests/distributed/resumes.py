@@ -29,6 +29,11 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --num-layers 2 --moe-layer-freq [0,1]"
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16"
+    " --v-head-dim 16 --rope-type rope --mtp-num-layers 1"
+)
+"""For traced_pretrain, which has torch's attention for it."""
 _TWO_LAYERS = "--num-layers 2"
 _NOISE = (
     "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-settings probe_tokens=32"

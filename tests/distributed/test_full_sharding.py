@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import tiny_llama_args
+from resumes import EXPERTS, LATENT
 from test_warm_up import assert_all_is_warmed_up
 from traced_pretrain import read_traces
 from warm_ranks import WarmRanks
@@ -27,6 +28,7 @@ SHARDED = {
     "torch": "--use-torch-fsdp2 --ckpt-format torch_dist",
 }
 by = pytest.mark.parametrize("by", SHARDED)
+MIXTURE = f"{LATENT} {EXPERTS} --expert-model-parallel-size 2"
 UPDATED = (
     "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 4 --snip-lag 1"
     " --snip-wait 120"
@@ -63,12 +65,17 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-@by
-def test_an_all_bf16_map_from_stock_s_checkpoint_and_back_is_stock_bit_by_bit(by: str, train: Train) -> None:
-    stock = train(f"{by}/stock", SHARDED[by])
+@pytest.mark.parametrize(
+    ("by", "model"), [("megatron", ""), ("torch", ""), ("megatron", MIXTURE)], ids=["megatron", "torch", "mixture"]
+)
+def test_an_all_bf16_map_from_stock_s_checkpoint_and_back_is_stock_bit_by_bit(
+    by: str, model: str, train: Train
+) -> None:
+    layout, of = f"{SHARDED[by]} {model}", f"{by}{'/mixture' if model else ''}"
+    stock = train(f"{of}/stock", layout)
     ways = (("there", "--snip --snip-policy bf16", "stock", 2 * SAVED), ("back", "", "there", 3 * SAVED))
     for name, snip, load, at in ways:
-        for whole, part in zip(stock, train(f"{by}/{name}", SHARDED[by], snip, f"{by}/{load}", at=at), strict=True):
+        for whole, part in zip(stock, train(f"{of}/{name}", layout, snip, f"{of}/{load}", at=at), strict=True):
             assert sorted(part["losses"]) == list(range(at + 1, STEPS + 1))
             assert part["losses"] == {step: whole["losses"][step] for step in part["losses"]}
             assert part["grad_norms"] == {step: whole["grad_norms"][step] for step in part["grad_norms"]}

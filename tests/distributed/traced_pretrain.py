@@ -3,8 +3,8 @@
 Each rank writes ``rank<k>.json``: ``losses`` and ``grad_norms`` (step from 1 -> float.hex(); losses only on the last
 pipeline stage) and ``weights`` (SHA-256 of all parameters at the end).
 
-``TORCH_ATTENTION=1``: torch's attention in local layers, which Megatron's cannot be in latent attention, and on packed
-documents. Conversations are read by a stand-in for the package datasets, where that is missing.
+Latent attention, and ``TORCH_ATTENTION=1``: torch's attention in local layers, since Megatron's needs heads of one size
+and documents that are not packed. Conversations are read by a stand-in for the package datasets, where that is missing.
 ``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
 
@@ -119,7 +119,7 @@ def main() -> None:
     from snip_megatron.megatron import compat
     from snip_megatron.megatron.entry import run
 
-    if "TORCH_ATTENTION" in os.environ:
+    if "TORCH_ATTENTION" in os.environ or "--multi-latent-attention" in sys.argv:
         from megatron.core.models import backends
         from megatron.core.models.gpt import gpt_layer_specs
         from torch_attention import TorchAttention

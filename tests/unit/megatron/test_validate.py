@@ -58,6 +58,19 @@ def test_full_sharding_is_accepted() -> None:
     assert found.startswith("--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch")
 
 
+def test_megatron_fsdp_scales_experts_again_where_one_rank_holds_each() -> None:
+    ranks = {"data_parallel_size": 4, "micro_batch_size": 1, "expert_model_parallel_size": 4}
+    whole = FULLY_SHARDED | EXPERTS | ranks
+    assert validate.scales_experts_again(arguments(**whole))
+    for otherwise in (
+        {"use_megatron_fsdp": False},
+        {"expert_model_parallel_size": 2},
+        {"global_batch_size": 4},
+        {"calculate_per_token_loss": True},
+    ):
+        assert not validate.scales_experts_again(arguments(**whole | otherwise)), otherwise
+
+
 @pytest.mark.parametrize(
     ("given", "snip", "message"),
     [
