@@ -5,8 +5,8 @@
 
 Rows are those of ``snip calibrate``: uneven over experts (.7 to 1.3 of the mean), each number padded to a multiple of
 128 as a dispatcher hands them over; ``--ragged`` leaves the padding to the MLP. All contenders accumulate weight
-gradients into FP32. Weights are quantised once for four microbatches. Milliseconds of a microbatch, medians of
-interleaved rounds:
+gradients into FP32, and run the backward in the launching thread, as a training under SNIP does. Weights are quantised
+once for four microbatches. Milliseconds of a microbatch, medians of interleaved rounds:
 
 - ``bf16_deepgemm``, ``bf16_torch`` (``torch._grouped_mm``): one launch for each product; ``bf16``: the faster of them.
 - ``te_bf16``, ``te_current``, ``te_block``: Transformer Engine's grouped linears.
@@ -225,7 +225,9 @@ def main() -> None:
     result: dict[str, Any] = header(args.commit) | {"ragged": args.ragged, "library": args.library}
     result |= {key: {} for key in ("mlp", "errors", "host", "saved", "map", "predicted", "bf16", "products")}
     for name, shape in shapes.items():
-        for key, found in measure(shape, args.rounds, device, ragged=args.ragged, library=args.library).items():
+        with torch.autograd.set_multithreading_enabled(False):  # as in a training under SNIP
+            found_of_shape = measure(shape, args.rounds, device, ragged=args.ragged, library=args.library)
+        for key, found in found_of_shape.items():
             result[key][name] = found
         times = result["mlp"][name]
         base = times.get("bf16", times["snip"])
