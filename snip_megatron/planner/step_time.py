@@ -20,9 +20,9 @@ ASSUMPTIONS = (
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
     " virtual; exchanges whose bytes formats decide count to the time of linears",
-    "tokens are spread evenly over experts, dispatch and combination are exposed, and bf16 is one launch for all of a"
-    " layer, where Megatron's own step launches each expert and may wait for the host; exchanges of context parallel"
-    " ranks, routers and scans take no time",
+    "tokens are spread evenly over experts, dispatch and combination are exposed; experts of three bf16 GEMMs are"
+    " launched one by one, by Transformer Engine, if the table has its times, else at once; exchanges of context"
+    " parallel ranks, routers and scans take no time",
     f"a kernel that adds gradients to main_grad has {ACCUMULATION:.0%} of a copy's bandwidth: it adds those of the"
     " embedding, and with --no-gradient-accumulation-fusion those of the layers that Megatron's own code runs",
     "on Hopper SwiGLU is computed with the quantisation of its result, which spares one read (--snip-fusions auto)",
@@ -53,8 +53,8 @@ _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data p
 class StageTime:
     """Seconds that one GPU of a stage works in a step: ``linears`` with their quantisation and with those exchanges
     that formats decide (:class:`Exchanges`); ``attention``; element-wise kernels of the layers (``elementwise``);
-    embedding, output layer and loss (``ends``); and exposed communication of ``tensor_parallel`` ranks, ``experts`` and
-    ``pipeline``.
+    embedding, output layer and loss (``ends``); exposed communication of ``tensor_parallel`` ranks, ``experts`` and
+    ``pipeline``; and what Megatron's own experts take longer than SNIP's in bf16 (``stock``).
     """
 
     seconds: dict[str, float]
@@ -192,7 +192,7 @@ class StepModel:
         """Return stage → seconds of a step that no format changes, with its share of what follows the pipeline."""
         bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
-        return {stage: time.other + after for stage, time in enumerate(bf16.stages)}
+        return {stage: time.other - time.seconds["stock"] + after for stage, time in enumerate(bf16.stages)}
 
     def linear(self, row: LinearRow, formats: Formats) -> float:
         """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
@@ -232,6 +232,7 @@ class StepModel:
                 layout.shapes[row.name].microbatches * self.exchanges.fixed(row) for row, _ in linears
             ),
             "experts": layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
+            "stock": math.fsum(self.model.stock(layout.shapes[row.name]) for row, each in linears if each == ALL_BF16),
             "pipeline": layout.microbatches * self._pipeline(stage),
         }
         return StageTime(seconds)

@@ -38,7 +38,7 @@ _GROUP_WORK: dict[str, Callable[[Point], float]] = {
     "gradient": lambda group: group[1] * group[2],
     "weights": lambda group: group[0] * group[2] * group[3],
 }
-_GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS}
+_GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS} | {STOCK: _GROUP_WORK["gemms"]}
 """Part of a grouped linear's times → the work of (experts, tokens, n, k)."""
 
 
@@ -64,7 +64,8 @@ class CostModel:
         self._activations = LogGrid(table.activations) if table.activations else None
         self._weights = LogGrid(table.weights) if table.weights else None
         grouped = table.grouped
-        self._grouped = {part: LogGrid(grouped, work) for part, work in _GROUP_WORK.items()} if grouped else {}
+        parts = set.intersection(*map(set, grouped.values())) if grouped else ()
+        self._grouped = {part: LogGrid(grouped, work) for part, work in _GROUP_WORK.items() if part in parts}
 
     # -- a step --------------------------------------------------------------------------------------------------
     def seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -102,14 +103,13 @@ class CostModel:
         return shape.microbatches * max(0.0, first + second - both)
 
     def stock(self, shape: LinearShape) -> float:
-        """Return the seconds by which a step is longer before a map quantises anything, as Megatron's own code launches
-        each expert: of a grouped linear of a measured size, else 0.
+        """Return the seconds by which a step is longer where no GEMM of a linear is quantised, as Megatron's own code
+        launches each expert: of a grouped linear, if Transformer Engine's were measured, else 0.
         """
-        row = self.table.grouped.get(shape.group, {}) if self.table is not None and shape.grouped else {}
-        if STOCK not in row:
+        if not shape.grouped or STOCK not in self._grouped:
             return 0.0
-        longer: float = row[STOCK][Format.BF16] - math.fsum(row["gemms"][Format.BF16])
-        return shape.microbatches / shape.matrices * max(0.0, longer)
+        own = math.fsum(self.gemm_seconds(shape, gemm, Format.BF16) for gemm in Gemm)
+        return shape.microbatches * max(0.0, self._share(shape, STOCK, lambda times: times[Format.BF16]) - own)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
@@ -197,6 +197,7 @@ class FlopsModel(CostModel):
     """Times that were not measured. The rate doubles when the bits halve; quantisation takes no time."""
 
     def __init__(self) -> None:
+        self._grouped = {}
         self.table, self.name, self.formats = None, "flops", tuple(fmt for fmt in Format if fmt.base is fmt)
         self.assumptions = (
             f"GEMMs run at {FLOPS_RATE:g} FLOP/s in bf16, twice that in 8 bits, four times that in 4 bits; quantisation"
