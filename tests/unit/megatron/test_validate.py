@@ -12,11 +12,7 @@ from refusals import check, refused
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
-from snip_megatron.precision import (
-    Format,
-    PrecisionMap,
-    dense_names,
-)
+from snip_megatron.precision import Format, PrecisionMap, dense_names
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 
@@ -31,31 +27,128 @@ def test_a_plain_run_is_accepted() -> None:
 
 
 # -- Megatron's arguments --------------------------------------------------------------------------------------
+GRAPHS = {name: {"cuda_graph_impl": name} for name in ("local", "transformer_engine", "full_iteration")}
+MODULES = {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]}
 FULLY_SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+SCATTERS = {"use_distributed_optimizer": True, "data_parallel_size": 2}
+GATHERS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 256, "micro_batch_size": 1}
+LOW = {"accumulate_allreduce_grads_in_fp32": False}
+TP, PP, CP = ({f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"))
+GATHER, ALL, FP8 = {"communication": "gather"}, {"communication": "all"}, {"gradient_reduction": "fp8"}
+DELAYED, OVERLAPPED, OWN_GEMMS = (
+    {"delay_wgrad_compute": True},
+    {"tp_comm_overlap": True},
+    {"gemm": "transformer_engine"},
+)
+FISHER, RULE, FIRST = {"estimator": "fisher"}, {"policy": "backward-first"}, {"first_update": 0}
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("given", "snip", "message"),
+    ("given", "snip"),
     [
-        ({"data_parallel_sharding_strategy": "optim"}, {}, "--data-parallel-sharding-strategy optim under --snip; use"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2 under --snip; use 1"),
-        ({"pipeline_model_parallel_size": 2}, {}, "--pipeline-model-parallel-size 2 under --snip; use 1"),
-        ({"delay_wgrad_compute": True}, {}, "--delay-wgrad-compute under --snip; leave it out"),
-        ({}, {"gemm": "transformer_engine"}, "--snip-gemm transformer_engine under --snip; use --snip-gemm auto"),
+        (FULLY_SHARDED, {}),
+        ({"use_torch_fsdp2": True}, {}),
+        *((graphs, {}) for graphs in GRAPHS.values()),
+        (EXPERTS | GRAPHS["transformer_engine"] | MODULES, {}),
+        (CP | CONTEXT, {}),
+        ({"defer_embedding_wgrad_compute": True} | CONTEXT, {}),
+        (OVERLAPPED | CONTEXT, {}),
+        (GATHERS, GATHER),
+        (GATHERS, ALL),
+        (SCATTERS, FP8),
+        (SCATTERS | {"data_parallel_size": 1} | CP | CONTEXT, FP8),
+        (SCATTERS | TP | {"sequence_parallel": True, "position_embedding_type": "rope"}, FP8),
+        (LOW | {"grad_reduce_in_bf16": True}, {}),
+        *(({"optimizer": name}, {}) for name in ("adam", "sgd", "lion", "muon", "dist_muon")),
+        *(({"optimizer": name}, snip) for name in ("soap", "adaptive_muon") for snip in (FISHER, RULE)),
+        ({"optimizer": "adam", "use_distributed_optimizer": True}, {}),
+        *(({"optimizer": name, "use_layer_wise_distributed_optimizer": True}, {}) for name in ("lion", "muon")),
+        ({"load": "checkpoints"}, FIRST),
+        ({}, FIRST | FISHER),
     ],
     ids=str,
 )
-def test_what_megatron_fsdp_does_not_go_with(given: dict[str, Any], snip: dict[str, Any], message: str) -> None:
-    found = refused(config(**snip), arguments(**FULLY_SHARDED | given))
-    assert found.startswith(f"--use-megatron-fsdp cannot be combined with {message}")
-    assert found.endswith(", or use --use-distributed-optimizer alone")
+def test_what_goes_together(given: dict[str, Any], snip: dict[str, Any]) -> None:
+    check(config(**snip), arguments(**given))
 
 
-def test_full_sharding_is_accepted() -> None:
-    check(config(), arguments(**FULLY_SHARDED))
-    check(config(), arguments(use_torch_fsdp2=True))
-    found = refused(config(), arguments(use_torch_fsdp2=True, ckpt_format="torch_dcp"))
-    assert found.startswith("--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch")
+FSDP = "--use-megatron-fsdp cannot be combined with "
+LOCAL, WHOLE = (
+    "--cuda-graph-impl local cannot be combined with ",
+    "--cuda-graph-impl full_iteration cannot be combined ",
+)
+OF_FP8 = "--snip-gradient-reduction fp8"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("given", "snip", "start", "words"),
+    [
+        (FULLY_SHARDED | {"data_parallel_sharding_strategy": "optim"}, {},
+         f"{FSDP}--data-parallel-sharding-strategy optim under --snip; use", "use --use-distributed-optimizer alone"),
+        (FULLY_SHARDED | {"num_distributed_optimizer_instances": 2}, {},
+         f"{FSDP}--num-distributed-optimizer-instances 2 under --snip; use 1", ""),
+        (FULLY_SHARDED | PP, {}, f"{FSDP}--pipeline-model-parallel-size 2 under --snip; use 1", ""),
+        (FULLY_SHARDED | DELAYED, {}, f"{FSDP}--delay-wgrad-compute under --snip; leave it out", ""),
+        (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm auto", ""),
+        ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},
+         "--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch", ""),
+        (EXPERTS | GRAPHS["full_iteration"], {}, WHOLE, "--num-experts 4 under --snip: the host counts"),
+        (GRAPHS["transformer_engine"] | DELAYED, {},
+         "--cuda-graph-impl transformer_engine cannot be combined with --delay-wgrad-compute under", ""),
+        (EXPERTS | GRAPHS["local"], {}, LOCAL, "--num-experts 4 under --snip: the host counts"),
+        (EXPERTS | GRAPHS["local"] | {"cuda_graph_modules": [CudaGraphModule.moe]}, {},
+         LOCAL, "--cuda-graph-modules attn moe_router"),
+        (EXPERTS | GRAPHS["local"] | MODULES, {}, LOCAL, "use --cuda-graph-impl transformer_engine"),
+        (GRAPHS["full_iteration"] | {"cuda_graph_warmup_steps": 0}, {}, WHOLE, "--cuda-graph-warmup-steps 0"),
+        (GRAPHS["full_iteration"] | {"rampup_batch_size": [8, 8, 64]}, {}, WHOLE, "--rampup-batch-size"),
+        (GRAPHS["full_iteration"] | {"step_batch_size_schedule": "0:8 1M:16"}, {},
+         WHOLE, "--step-batch-size-schedule: the graph holds"),
+        (GRAPHS["full_iteration"] | PP, {},
+         WHOLE, "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device"),
+        (GRAPHS["local"] | PP, {},
+         LOCAL, "--pipeline-model-parallel-size 2 under --snip: Megatron cannot free the output"),
+        (CP | {"transformer_impl": "local"}, {}, "--context-parallel-size 2 cannot be combined with --transformer-impl local: ", ""),
+        ({"defer_embedding_wgrad_compute": True, "transformer_impl": "local"}, {},
+         "--defer-embedding-wgrad-compute cannot be combined with --transformer-impl local: ", ""),
+        (OVERLAPPED | CONTEXT, OWN_GEMMS, "--tp-comm-overlap cannot be combined with", ""),
+        ({}, GATHER, "--snip-communication gather: linears gather nothing without", ""),
+        ({}, ALL, "--snip-communication all: ", ""),
+        (GATHERS | {"seq_length": 128}, GATHER, "", "no multiple of 128"),
+        (SCATTERS | {"use_distributed_optimizer": False}, FP8,
+         f"{OF_FP8}: only the distributed optimizer scatters gradients; add", ""),
+        (SCATTERS | {"use_layer_wise_distributed_optimizer": True}, FP8,
+         f"{OF_FP8}: only the distributed optimizer scatters gradients", ""),
+        (SCATTERS | {"ddp_average_in_collective": True}, FP8,
+         f"{OF_FP8} cannot be combined with --ddp-average-in-collective", ""),
+        (SCATTERS | {"data_parallel_size": 1}, FP8, f"{OF_FP8}: there is one data parallel rank", ""),
+        (SCATTERS | TP, FP8, f"{OF_FP8} with --tensor-model-parallel-size 2: add --sequence-parallel;", ""),
+        (SCATTERS | TP | {"sequence_parallel": True, "position_embedding_type": "learned_absolute"}, FP8,
+         f"{OF_FP8} with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned", ""),
+        (LOW | SCATTERS | {"grad_reduce_in_bf16": True}, FP8,
+         "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
+        (LOW | {"main_grads_dtype": "bf16"}, {"truth": True}, "gradients in 16 bits: the oracle", ""),
+        *(({"optimizer": name}, {}, f"--optimizer {name} cannot be combined with --snip-estimator noise",
+           "knows the updates of adam, sgd, lion, muon") for name in ("soap", "adaptive_muon")),
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
+         "--optimizer sgd cannot be combined with --use-distributed-optimizer", ""),
+        # Megatron's own validation turns the distributed optimizer into the layer-wise one.
+        *(({"optimizer": name, "use_layer_wise_distributed_optimizer": True, "bf16": False}, {},
+           f"--optimizer {name} with --use-distributed-optimizer needs --bf16", "") for name in ("lion", "muon")),
+        ({}, FIRST, "", "--snip-first-update 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not(given: dict[str, Any], snip: dict[str, Any], start: str, words: str) -> None:
+    found = refused(config(**snip), arguments(**given))
+    assert found.startswith(start)
+    assert words in found
 
 
 def test_megatron_fsdp_scales_experts_again_where_one_rank_holds_each() -> None:
@@ -71,137 +164,17 @@ def test_megatron_fsdp_scales_experts_again_where_one_rank_holds_each() -> None:
         assert not validate.scales_experts_again(arguments(**whole | otherwise)), otherwise
 
 
-@pytest.mark.parametrize(
-    ("given", "snip", "message"),
-    [
-        (EXPERTS | {"cuda_graph_impl": "full_iteration"}, {}, "--num-experts 4 under --snip: the host counts"),
-        ({"cuda_graph_impl": "transformer_engine", "delay_wgrad_compute": True}, {}, "--delay-wgrad-compute under"),
-        (EXPERTS, {}, "--num-experts 4 under --snip: the host counts"),
-        (EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe]}, {}, "--cuda-graph-modules attn moe_router"),
-        ({"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0}, {}, "--cuda-graph-warmup-steps 0"),
-        ({"cuda_graph_impl": "full_iteration", "rampup_batch_size": [8, 8, 64]}, {}, "--rampup-batch-size"),
-        (
-            {"cuda_graph_impl": "full_iteration", "step_batch_size_schedule": "0:8 1M:16"},
-            {},
-            "--step-batch-size-schedule: the graph holds",
-        ),
-        (
-            {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
-            {},
-            "--pipeline-model-parallel-size 2 under --snip: Megatron waits for the device",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2},
-            {},
-            "--pipeline-model-parallel-size 2 under --snip: Megatron cannot free the output",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cuda_graphs_do_not_work_with(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], snip: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
-    found = refused(config(**snip), arguments(**{"cuda_graph_impl": "local"} | given))
-    assert found.startswith(f"--cuda-graph-impl {given.get('cuda_graph_impl', 'local')} cannot be combined with ")
-    assert message in found
-    check(config(), arguments(cuda_graph_impl=given.get("cuda_graph_impl", "local")))
-
-
-def test_cuda_graphs_beside_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
-    modules = [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
-    check(config(), arguments(**EXPERTS, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules))
-    local = arguments(**EXPERTS, cuda_graph_impl="local", cuda_graph_modules=modules)
-    assert "use --cuda-graph-impl transformer_engine" in refused(config(), local)
-
-
 def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
-    graphs = arguments(cuda_graph_impl="transformer_engine")
-    assert refused(config(), graphs).startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
-    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: True)
-    check(config(), graphs)
+    found = refused(config(), arguments(**GRAPHS["transformer_engine"]))
+    assert found.startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-    ],
-)
-def test_what_needs_the_layers_of_transformer_engine(given: dict[str, Any], message: str) -> None:
-    check(config(), arguments(**given, transformer_impl="transformer_engine"))
-    found = refused(config(), arguments(**given, transformer_impl="local"))
-    assert found.startswith(f"{message} cannot be combined with --transformer-impl local: ")
-
-
-def test_overlapped_gathers_are_of_bf16() -> None:
-    overlap = arguments(tp_comm_overlap=True, transformer_impl="transformer_engine")
-    check(config(), overlap)
-    assert refused(config(gemm="transformer_engine"), overlap).startswith("--tp-comm-overlap cannot be combined with")
-
-
-def test_quantised_gathers_need_a_layout_that_gathers() -> None:
-    snip = config(communication="gather")
-    assert refused(snip, arguments()).startswith("--snip-communication gather: linears gather nothing without")
-    gathers = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 256, "micro_batch_size": 1}
-    check(snip, arguments(**gathers))
-    assert "no multiple of 128" in refused(snip, arguments(**gathers | {"seq_length": 128}))
-    assert refused(config(communication="all"), arguments()).startswith("--snip-communication all: ")
-    check(config(communication="all"), arguments(**gathers))
-
-
-def test_gradients_in_fp8_need_a_reduce_scatter_of_megatrons() -> None:
-    snip = config(gradient_reduction="fp8")
-    scatters = {"use_distributed_optimizer": True, "data_parallel_size": 2}
-    check(snip, arguments(**scatters))
-    check(snip, arguments(**scatters | {"data_parallel_size": 1, "context_parallel_size": 2} | CONTEXT))
-    here = "--snip-gradient-reduction fp8"
-    for given, message in (
-        ({"use_distributed_optimizer": False}, ": only the distributed optimizer scatters gradients; add"),
-        ({"use_layer_wise_distributed_optimizer": True}, ": only the distributed optimizer scatters gradients"),
-        ({"ddp_average_in_collective": True}, " cannot be combined with --ddp-average-in-collective"),
-        ({"data_parallel_size": 1}, ": there is one data parallel rank"),
-        ({"tensor_model_parallel_size": 2}, " with --tensor-model-parallel-size 2: add --sequence-parallel;"),
-        (
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "learned_absolute"},
-            " with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned_absolute:",
-        ),
-    ):
-        assert refused(snip, arguments(**scatters | given)).startswith(here + message)
-    replicated = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "position_embedding_type": "rope"}
-    check(snip, arguments(**scatters | replicated))
-    bridge = arguments(**scatters)
+def test_gradients_in_fp8_need_megatrons_own_loop() -> None:
+    bridge = arguments(**SCATTERS)
     del bridge.ddp_reduce_scatter_with_fp32_accumulation
-    assert refused(snip, bridge).startswith(f"{here}: needs Megatron's own training loop with its --ddp-reduce-scatter")
-
-
-def test_bf16_gradients() -> None:
-    low = {"accumulate_allreduce_grads_in_fp32": False}
-    check(config(), arguments(**low, grad_reduce_in_bf16=True))
-    snip = config(gradient_reduction="fp8")
-    scatters = {"use_distributed_optimizer": True, "data_parallel_size": 2}
-    assert refused(snip, arguments(**low, **scatters, grad_reduce_in_bf16=True)).startswith(
-        "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8"
-    )
-    message = refused(config(truth=True), arguments(**low, main_grads_dtype="bf16"))
-    assert message.startswith("gradients in 16 bits: the oracle")
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon", "dist_muon"])
-def test_optimizers_whose_update_is_known(optimizer: str) -> None:
-    check(config(), arguments(optimizer=optimizer))
-
-
-@pytest.mark.parametrize("optimizer", ["soap", "adaptive_muon"])
-def test_optimizers_whose_update_is_not_known(optimizer: str) -> None:
-    message = refused(config(), arguments(optimizer=optimizer))
-    assert message.startswith(f"--optimizer {optimizer} cannot be combined with --snip-estimator noise")
-    assert "knows the updates of adam, sgd, lion, muon" in message
-    check(config(estimator="fisher"), arguments(optimizer=optimizer))
-    check(config(policy="backward-first"), arguments(optimizer=optimizer))
+    needs = f"{OF_FP8}: needs Megatron's own training loop with its --ddp-reduce-scatter"
+    assert refused(config(**FP8), bridge).startswith(needs)
 
 
 def test_optimizers_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,25 +183,6 @@ def test_optimizers_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPat
         message = refused(config(estimator="fisher"), arguments(optimizer=optimizer))
         assert message == (f"--optimizer {optimizer} needs a package that is not here: pip install emerging-optimizers")
     check(config(), arguments(optimizer="sgd"))
-
-
-def test_optimizers_that_megatron_cannot_share_out() -> None:
-    sharded = refused(config(estimator="fisher"), arguments(optimizer="sgd", use_distributed_optimizer=True))
-    assert sharded.startswith("--optimizer sgd cannot be combined with --use-distributed-optimizer")
-    check(config(), arguments(optimizer="adam", use_distributed_optimizer=True))
-    # Megatron's own validation turns the one into the other.
-    for optimizer in ("lion", "muon"):
-        whole = {"optimizer": optimizer, "use_layer_wise_distributed_optimizer": True}
-        assert refused(config(), arguments(**whole, bf16=False)).startswith(
-            f"--optimizer {optimizer} with --use-distributed-optimizer needs --bf16"
-        )
-        check(config(), arguments(**whole))
-
-
-def test_a_probe_before_the_first_optimizer_step() -> None:
-    assert "--snip-first-update 0" in refused(config(first_update=0), arguments())
-    check(config(first_update=0), arguments(load="checkpoints"))
-    check(config(first_update=0, estimator="fisher"), arguments())
 
 
 # -- maps ------------------------------------------------------------------------------------------------------
