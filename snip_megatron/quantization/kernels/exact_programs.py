@@ -37,7 +37,7 @@ def nearest(y, ELEMENT: tl.constexpr):
 
     Subtracting y from 2^22 y (2^20 y for E4M3), and the result from that number, rounds: its last bit is the spacing of
     numbers near y. Where y is a tie, that bit is zero, so that the even number remains. Below 1.5 times the smallest
-    normal number all spacings are equal. (Tested for all y: ``test_exact_numbers.py``.)
+    normal number all spacings are equal.
     """
     maximum: tl.constexpr = 6.0 if ELEMENT == 4 else 448.0
     least: tl.constexpr = 1.5 if ELEMENT == 4 else 0.0234375

@@ -5,21 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.grouped_hopper import add_wgrad
-from snip_megatron.gemm.grouped_wgrad import grouped_wgrad_kernel
-from snip_megatron.gemm.tiled_kernel import tiled_kernel
 from snip_megatron.layers.padding import PaddedSplits
 from snip_megatron.quantization import derive_seeds, exact
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.kernels.exact import SHAPES
-from snip_megatron.quantization.kernels.exact_programs import amax_kernel, side_kernel
-from snip_megatron.quantization.kernels.rows import rows_kernel
 from snip_megatron.quantization.operands import CachedPair, OperandPair
 
 from ..specs import spec
@@ -201,46 +194,7 @@ def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int
     assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
 
 
-# -- compilation ---------------------------------------------------------------------------------------------------
-POINTERS = {
-    "x_ptr": "*bf16", "out_ptr": "*i16", "scale_ptr": "*fp32", "amax_ptr": "*i32", "cols_ptr": "*i64",
-    "key_ptr": "*i32", "current_ptr": "*i32", "signs_ptr": "*i32", "a_ptr": "*bf16", "b_ptr": "*bf16",
-    "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "c_ptr": "*fp32", "g_ptr": "*bf16",
-    "ends_ptr": "*i32", "grad_ptr": "*fp32", "from_ptr": "*bf16", "to_ptr": "*bf16", "table_ptr": "*i32",
-}  # fmt: skip
-FIXED = {"SIGNS_LOADED": True, "GUARDED": True, "K": 4096, "x_stride": 4096}
-
-
-def side(
-    bits: int, scaling: str, tile: tuple[int, int], *, random: bool = False, four: bool = False, turned: bool = False
-) -> tuple[Any, dict[str, object], int]:
-    shape = SHAPES["tiles of 128" if scaling == "fp32" else "columns" if tile[0] > 1 else "rows"]
-    values = {"ELEMENT": bits, "SCALING": scaling, "TILE_ROWS": tile[0], "TILE_COLS": tile[1], "RANDOM": random}
-    values |= {"KEY_LOADED": random, "FOUR": four, "TURNED": turned, "R": max(shape.rows, tile[0])}
-    return side_kernel, FIXED | values | {"C": shape.cols, "WIDE": shape.wide}, shape.warps
-
-
-PART = {"R": SHAPES["amax"].rows, "C": SHAPES["amax"].cols, "WIDE": SHAPES["amax"].wide}
-TILED = {"TILES": 32, "A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
-WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
-KERNELS = [
-    (*side(4, "e4m3_fp32", (1, 16)), 90),
-    (*side(4, "e4m3_fp32", (16, 1), random=True), 80),
-    (*side(4, "e4m3_fp32", (1, 16), four=True), 80),
-    (*side(4, "e4m3_fp32", (16, 1), turned=True, random=True), 90),
-    (*side(4, "e4m3_fp32", (16, 16)), 80),
-    (*side(4, "e8m0", (32, 1), turned=True, random=True), 90),
-    (*side(8, "e8m0", (1, 32)), 90),
-    (*side(8, "fp32", (128, 1)), 80),
-    (amax_kernel, FIXED | PART | {"FINITE": True, "TURNED": True}, SHAPES["amax"].warps, 90),
-    (tiled_kernel, TILED | {"GPU": True}, 8, 80),
-    (rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, 4, 90),
-    (rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, 4, 90),
-    (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, 4, 90),
-    (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, 8, 90),
-]
-
-
+# -- experts --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((1152, 0, 1024), 256)])
 def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...], k: int) -> None:
     """With few rows an expert, and with many; an expert without rows keeps its gradient."""
@@ -263,15 +217,3 @@ def test_rows_of_experts_are_padded_and_unpadded(kernels: Quantizers, cols: tupl
     found = kernels.call("move_rows", x, torch.full_like(padded, torch.nan), rows.table, 128, pad=True)
     assert torch.equal(found, padded)
     assert torch.equal(kernels.call("move_rows", padded, torch.empty_like(x), rows.table, 128, pad=False), x)
-
-
-@pytest.mark.parametrize(("kernel", "values", "warps", "capability"), KERNELS, ids=lambda v: getattr(v, "__name__", ""))
-def test_kernels_compile(kernel: Any, values: dict[str, object], warps: int, capability: int) -> None:
-    """For Ampere and Hopper, without a GPU."""
-    names = kernel.arg_names
-    signature = {a: "constexpr" if a in values else POINTERS.get(a, "i32") for a in names}
-    attributes = {(n,): [["tt.divisibility", 16]] for n, a in enumerate(names) if a not in values and "word" not in a}
-    source = ASTSource(kernel, signature, {(names.index(a),): v for a, v in values.items()}, attributes)
-    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    assert f".target sm_{capability}" in compiled.asm["ptx"]
-    assert ".ftz.f32" not in compiled.asm["ptx"]  # subnormal numbers must survive
