@@ -23,7 +23,7 @@ permutation, Transformer Engine's formats with the padding that they need (by th
 
 A training that fails is listed in ``failed`` with its last error line, one that this machine cannot run in ``skipped``.
 With ``--kernels``, torch's profiler records the step before the last on rank 0, and ``kernels`` in the result has its
-milliseconds by kind of kernel. That step is slower, which a median does not notice.
+milliseconds by kind of kernel, and those in which none ran. That step is slower, which a median does not notice.
 
 Where Apex is not installed, Megatron's own layers write weight gradients in bf16 and add them to ``main_grad`` in a
 kernel of their own, which SNIP's linears do not. With ``--fused-accumulation`` all contenders add them in the GEMM.

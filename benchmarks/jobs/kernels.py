@@ -13,6 +13,8 @@ import torch
 
 type Row = tuple[str, int, float]
 """Name of a kernel, launches, milliseconds."""
+type Gap = tuple[str, str, float]
+"""Kernels before and after milliseconds in which the GPU does nothing."""
 
 STEP = "SNIP_JOB_KERNELS_STEP"
 """Environment variable of a rank: the step, counted from 1, whose kernels it records."""
@@ -38,8 +40,8 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row]]:
-    """Return what a call returns and the kernels that it launches.
+def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap]]:
+    """Return what a call returns, the kernels that it launches, and when the GPU waited between them.
 
     On a machine without a GPU, torch's operators are recorded instead.
     """
@@ -53,7 +55,21 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row]]:
         (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
         for event in profile.key_averages()
     ]
-    return result, [row for row in rows if row[2] > 0]
+    on_gpu = [event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    times = [(event.time_range.start, event.time_range.end, event.name) for event in on_gpu]
+    return result, [row for row in rows if row[2] > 0], gaps_between(times)
+
+
+def gaps_between(times: Iterable[tuple[float, float, str]]) -> list[Gap]:
+    """Return the gaps between kernels of (start, end, name), in microseconds, which may overlap."""
+    found: list[Gap] = []
+    end, last = float("inf"), ""
+    for start, until, name in sorted(times):
+        if start > end:
+            found.append((last, name, (start - end) / 1e3))
+        if not last or until > end:
+            end, last = until, name
+    return found
 
 
 def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -63,8 +79,8 @@ def recorder(folder: Path, step: int) -> Callable[[Callable[..., Any]], Callable
         def step_with_record(*args: Any, **kwargs: Any) -> Any:
             if kwargs["iteration"] + 1 != step:
                 return train_step(*args, **kwargs)
-            result, rows = recorded(lambda: train_step(*args, **kwargs))
-            (folder / FILE).write_text(json.dumps(rows), encoding="utf-8")
+            result, *found = recorded(lambda: train_step(*args, **kwargs))
+            (folder / FILE).write_text(json.dumps(found), encoding="utf-8")
             return result
 
         return step_with_record
@@ -82,16 +98,24 @@ def record(folder: Path) -> None:
 
 
 def summary(folder: Path) -> dict[str, Any] | None:
-    """Return milliseconds by kind of kernel and the longest kernels; None if nothing was recorded in ``folder``."""
+    """Return what :func:`summarised` does of what was recorded in ``folder``; None if nothing was."""
     path = folder / FILE
-    return summarised(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return summarised(*json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def summarised(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return milliseconds by kind of kernel and the longest kernels."""
+def summarised(rows: Iterable[Row], gaps: Iterable[Gap]) -> dict[str, Any]:
+    """Return milliseconds by kind of kernel, the longest kernels, and the milliseconds between kernels."""
     rows = sorted(rows, key=lambda row: -row[2])
     kinds: dict[str, float] = {}
     for name, _, ms in rows:
         kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
     longest = [{"kernel": name[:120], "launches": count, "ms": round(ms, 3)} for name, count, ms in rows[:LONGEST]]
-    return {"ms": {kind: round(ms, 3) for kind, ms in kinds.items()}, "longest": longest}
+    idle: dict[tuple[str, str], list[float]] = {}
+    for before, after, ms in gaps:
+        idle.setdefault((before[:60], after[:60]), []).append(ms)
+    waits = [
+        {"after": before, "before": after, "times": len(each), "ms": round(sum(each), 3)}
+        for (before, after), each in sorted(idle.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]
+    ]
+    by_kind = {kind: round(ms, 3) for kind, ms in kinds.items()}
+    return {"ms": by_kind, "longest": longest, "idle": round(sum(map(sum, idle.values())), 3), "waits": waits}

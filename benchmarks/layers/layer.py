@@ -174,7 +174,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         rows[name] |= {"ms_a_step": ms, "tokens_a_second": MICROBATCHES * arguments.seq / ms * 1e3}
         rows[name]["host_ms_a_step"] = host_milliseconds(calls[name], 3)
         if arguments.kernels:
-            rows[name]["kernels"] = summarised(recorded(calls[name])[1])
+            rows[name]["kernels"] = summarised(*recorded(calls[name])[1:])
     formats = [fmt.value for fmt in FORMATS]
     saved = rows[STOCK]["linears_saved_bytes"]
     return {
