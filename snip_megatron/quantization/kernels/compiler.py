@@ -24,6 +24,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
@@ -67,6 +68,8 @@ class Compilation:
         patience: float = _PATIENCE,
     ) -> None:
         self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
+        # torch's compiler moves Triton's cache when it compiles its first kernel, unless this variable is set.
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
         of_triton = [each for each in variants if isinstance(each, Variant)]  # a source is listed until it is compiled
         self._patience, self._done = patience, _done_file(of_triton, target, replays=replays)
         self._started = self._heard = time.monotonic()
@@ -125,7 +128,7 @@ def _started(
 
 
 def compile_variant(variant: Variant | Source) -> None:
-    """Compile one kernel, Triton's for the target of its active driver."""
+    """Compile one kernel, Triton's with the C code that launches it for the target of its active driver."""
     if isinstance(variant, Source):
         variant.compile()
         return
@@ -134,7 +137,9 @@ def compile_variant(variant: Variant | Source) -> None:
     arguments = [MockTensor(a.dtype) if isinstance(a, Pointer) else a for a in variant.arguments]
     if any(isinstance(a, Pointer) and not a.aligned for a in variant.arguments):
         return  # A stand-in is always aligned, so that this rare variant is compiled at its launch.
-    kernel.warmup(grid=(1,), **dict(zip(names, arguments, strict=True)), **dict(variant.options))
+    made = kernel.warmup(grid=(1,), **dict(zip(names, arguments, strict=True)), **dict(variant.options))
+    with suppress(Exception):  # needs a C compiler and libcuda, without which a launch says so
+        CudaLauncher(made.src, made.metadata)
 
 
 def _kernel(variant: Variant) -> Any:

@@ -42,11 +42,11 @@ class Source:
 
     def compile(self) -> None:
         """Compile it into the folder of the script, unless another process did. Nothing is left where nvcc fails."""
-        digest = hashlib.sha256(self.code.encode()).hexdigest()
-        made = _folder() / f"{digest}.cubin"
+        folder = Path(os.environ[_OVERRIDE]).parent
+        made = folder / f"{hashlib.sha256(self.code.encode()).hexdigest()}.cubin"
         if made.exists():
             return
-        with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             source, cubin = Path(scratch, "kernel.cu"), Path(scratch, "kernel.cubin")
             source.write_text(self.code)
             command = [os.environ[_REAL], source.name, "-cubin", "-o", cubin.name, *self.flags]
@@ -60,7 +60,7 @@ def take_nvcc(nvcc: str) -> None:
 
     Nothing changes where the script cannot run, as in a folder without the right to execute files.
     """
-    script = _folder() / "nvcc"
+    script = Path(triton.knobs.cache.dir, "snip-nvcc", "nvcc")
     with suppress(OSError, subprocess.SubprocessError):
         script.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=script.parent, delete=False) as file:
@@ -87,7 +87,3 @@ def listed_source(call: Callable[[], object]) -> Source | None:
         with suppress(OSError):
             return Source(Path(folder, "source").read_text(), tuple(Path(folder, "flags").read_text().split()))
     return None
-
-
-def _folder() -> Path:
-    return Path(triton.knobs.cache.dir) / "snip-nvcc"
