@@ -1,4 +1,6 @@
-"""Mixtures of experts through the real entry, where the layouts' harness does not reach: of one expert, and starved."""
+"""Mixtures of experts through the real entry, where the layouts' harness does not reach: of one expert, starved, and
+with the dispatchers, routings and recomputation that people train them with.
+"""
 
 import math
 import shlex
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 from agreement import agree, worst_differences
 from launch import losses, tiny_llama_args
+from resumes import EXPERTS, LATENT
+from traced_pretrain import read_traces
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -92,3 +96,46 @@ def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: War
         (adopted,) = read_maps(run).values()
         runs.append((adopted.choices, [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]))
     assert runs[0] == runs[1]
+
+
+EP2, SHARED = "--expert-model-parallel-size 2", "--moe-shared-expert-intermediate-size 96"
+BESIDE = f"{SHARED} --moe-shared-expert-overlap"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules"
+SINKHORN = EXPERTS.replace("aux_loss --moe-aux-loss-coeff 0.01", "sinkhorn").replace("-topk 2", "-topk 1")
+GROUPS = "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-score-function sigmoid"
+KINDS = {
+    "shared-overlapped": f"{EXPERTS} {EP2} {BESIDE}",
+    "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {RECOMPUTED} mla_up_proj",
+    "shared-overlapped-tp": f"{EXPERTS} {TP2} {EP2} --expert-tensor-parallel-size 1 {BESIDE}",
+    "expert-tensor-parallel": f"{EXPERTS} {TP2}",
+    "allgather": f"{EXPERTS.replace('alltoall', 'allgather')} {EP2}",
+    "sinkhorn": f"{SINKHORN} {EP2}",
+    "groups": f"{EXPERTS.replace('aux_loss', 'seq_aux_loss')} {EP2} {GROUPS} --moe-router-enable-expert-bias",
+    "global-balance": f"{EXPERTS.replace('aux_loss', 'global_aux_loss')} {EP2}",
+    "recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} moe",
+    "shared-recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} shared_experts mlp",
+}
+FAST = ("shared-overlapped", "latent-recomputed")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS]
+)
+def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
+    warm: WarmRanks, tmp_path: Path, kind: str
+) -> None:
+    found = []
+    for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", SNIP)):
+        words = shlex.split(f"--bf16 --use-distributed-optimizer --num-layers 2 --global-batch-size 8 {KINDS[kind]}")
+        run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
+        env = {"TRACE": str(tmp_path / name / "trace")}
+        args = tiny_llama_args(*words, *snip, *run, iters=6)
+        done = warm.run(2, args, module="traced_pretrain", env=env, tmp=tmp_path / name)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(read_traces(tmp_path / name / "trace")[-1])
+    stock, bf16, updated = found
+    assert bf16 == stock
+    first, last = (float.fromhex(stock["losses"][step]) for step in (1, 6))
+    assert updated["losses"][6] != stock["losses"][6]
+    assert float.fromhex(updated["losses"][6]) == pytest.approx(last, abs=0.05 * (first - last))

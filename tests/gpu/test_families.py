@@ -56,9 +56,12 @@ FAMILIES = {
     "dense": f"{WHOLE} {DENSE}",
     "mla": f"{WHOLE} {MLA} --mtp-num-layers 2 --mtp-use-repeated-layer",
     "experts": f"{WHOLE} {DENSE} {EXPERTS}",
-    "mla_experts": f"{WHOLE} {MLA} --mtp-num-layers 1 {EXPERTS} {SHARED} --moe-layer-freq [0]*1+[1]*3",
+    "mla_experts": f"{WHOLE} {MLA} --mtp-num-layers 1 {EXPERTS} {SHARED} --moe-layer-freq [0]*1+[1]*3"
+    " --moe-shared-expert-overlap --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
     "latent_experts": f"{WHOLE} {DENSE} {EXPERTS} {SHARED} --moe-latent-size 128",
     "delta_experts": f"{WHOLE} {DENSE} {DELTA} {EXPERTS} {SHARED} --moe-shared-expert-gate",
+    "activations": f"{WHOLE} {DENSE} {EXPERTS} --fine-grained-activation-offloading --offload-modules qkv_linear"
+    " attn_proj expert_fc1 moe_act --min-offloaded-tensor-size 1",
     "offloaded": f"{WHOLE} {DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload"
     " --optimizer-offload-fraction 0.5",
 }
@@ -132,6 +135,7 @@ class Family:
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NCCL_ALGO": "Ring",
+            "NVTE_CPU_OFFLOAD_V1": "1",  # which Megatron's offloading of activations demands
             "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
         }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
