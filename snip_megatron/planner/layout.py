@@ -9,7 +9,7 @@ from functools import cached_property
 from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.models import Model
-from snip_megatron.precision import LinearRow, Role, Side
+from snip_megatron.precision import LinearRow, Side
 from snip_megatron.timing.shapes import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
@@ -18,7 +18,7 @@ GRAPHS_WITHOUT_PIPELINE = {
     "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
 }
 """Implementation of CUDA graphs → why it cannot run a pipeline."""
-_FUSED = {Role.READS: "gradient", Role.WRITES: "input"}
+_FUSED = {Side.OUTPUT: "gradient", Side.INPUT: "input"}
 _TILE = 128
 _MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
@@ -181,7 +181,7 @@ class Layout:
             fused_accumulation=self.gradient_accumulation_fusion,
             matrices=self.matrices(row),
             grouped=grouped,
-            fused=_FUSED[row.role] if grouped and self.fused_swiglu else None,
+            fused=_FUSED[row.sharded] if grouped and self.fused_swiglu else None,
         )
 
     # -- parameters ----------------------------------------------------------------------------------------------

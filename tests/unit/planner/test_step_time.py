@@ -1,6 +1,7 @@
 """Step times: the rules that the output states, on times that follow a formula."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.memory import packed_bytes
 from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Gemm, Role, Side
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
@@ -52,6 +53,19 @@ def test_fused_swiglu_spares_a_read_on_hopper() -> None:
         spared = width * hidden / (model.table.copy_rate * ELEMENTWISE)
         assert seconds[0].other - seconds[1].other == pytest.approx(spared)
         assert seconds[0].linears == seconds[1].linears
+
+
+def test_experts_behind_a_latent_projection_fuse_swiglu_by_side() -> None:
+    """Neither of their linears is an end of the sub-block."""
+    sides = {"mlp.linear_fc1": Side.OUTPUT, "mlp.linear_fc2": Side.INPUT}
+    rows = [
+        replace(row, role=Role.BETWEEN, experts=4, active=2, sharded=sides[row.id.path]) if row.id.path in sides else row
+        for row in SMALL.model(1).rows
+    ]
+    chosen = layout(SMALL, grouped_experts=True)
+    shapes = replace(chosen, model=replace(chosen.model, rows=tuple(rows))).shapes
+    first = {path: shapes[f"decoder.layers.0.{path}"].fused for path in sides}
+    assert first == {"mlp.linear_fc1": "gradient", "mlp.linear_fc2": "input"}
 
 
 LINKS = Links(node_size=8, within=1e11, between=1e10)
