@@ -59,7 +59,9 @@ def test_experts_behind_a_latent_projection_fuse_swiglu_by_side() -> None:
     """Neither of their linears is an end of the sub-block."""
     sides = {"mlp.linear_fc1": Side.OUTPUT, "mlp.linear_fc2": Side.INPUT}
     rows = [
-        replace(row, role=Role.BETWEEN, experts=4, active=2, sharded=sides[row.id.path]) if row.id.path in sides else row
+        replace(row, role=Role.BETWEEN, experts=4, active=2, sharded=sides[row.id.path])
+        if row.id.path in sides
+        else row
         for row in SMALL.model(1).rows
     ]
     chosen = layout(SMALL, grouped_experts=True)
