@@ -17,7 +17,7 @@ from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.records.own_table import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.timing.calibration.calibrate import calibrate, device_name
+from snip_megatron.timing.calibration.calibrate import calibrate, device_name, run_once
 from snip_megatron.timing.calibration.clock import Clock, clock_for
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import shapes_workload
@@ -66,6 +66,10 @@ class OwnTimes:
         table, path = found
         say(f"times of this model's GEMMs: {path}")
         return self._predicted(table)
+
+    def rehearse(self) -> None:
+        """Run what :meth:`measure` times, once, so that its kernels can be listed."""
+        run_once(self.backend, self._table.formats, self._table.workload, self.device)
 
     def measure(self) -> OptionTimes:
         """Measure the times, and store them with the run and in the cache.

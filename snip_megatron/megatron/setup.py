@@ -61,6 +61,7 @@ class SnipRun:
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
         self._oracle: Oracle | None = None
+        self._unmeasured: OwnTimes | None = None  # on rank 0, if the first update measures them
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
@@ -303,6 +304,7 @@ class SnipRun:
         self._oracle = Oracle(registry, host) if config.truth else None
         if is_rank_zero():
             self._coordinator = self._make_coordinator(args, registry, request, linears, step)
+        rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
         restored = self._restored_state()
         device = host.device
         self._controller = Controller(
@@ -319,7 +321,7 @@ class SnipRun:
             clip_grad=args.clip_grad,
             restored=restored,
             unquantised=sum(linears.left_flops.values()),
-            kernels=WarmUp(registry, config, request, host, drift=weighs_updates and args.optimizer == "adam"),
+            kernels=WarmUp(registry, config, request, host, weighs_updates and args.optimizer == "adam", rehearse),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
         return self._controller
@@ -345,11 +347,12 @@ class SnipRun:
                 check_reachable(linears.covered, request)
                 if run is not None:
                     run.set_fact("request", request.as_dict())
+        self._unmeasured = own if request.times is None else None
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None
         return RankZeroCoordinator(
             config, request, linears.covered, static_map, run, tokens, finish,
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
-            times=None if own is None or request.times is not None else own.measure,
+            times=None if self._unmeasured is None else self._unmeasured.measure,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,8 @@ _ROWS = 1024
 class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
-    ``drift`` says whether updates evaluate AdamW's drift.
+    ``drift`` says whether updates evaluate AdamW's drift. ``times`` runs once what the first update times; None if this
+    rank times nothing.
     """
 
     registry: LinearRegistry
@@ -56,6 +57,7 @@ class WarmUp:
     request: SolveRequest
     host: Host
     drift: bool
+    times: Callable[[], None] | None
     _compilation: Compilation | None = None
 
     @property
@@ -138,6 +140,8 @@ class WarmUp:
 
         with listed(run=False, rows=self.host.tokens or 0) as listing:
             self.run_once(in_force=in_force)
+            if self.times is not None and not in_force:
+                self.times()
             for fmt in self._checked if self._replays and not in_force else ():
                 wrong_numbers(self.registry.context.backend, "cuda", [fmt])  # when C++ launches kernels
         return list(listing.variants)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.precision import Format
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.measure import Measurer
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
 _KINDS = ("gemms", "activations", "weights", "grouped", "attention")
-_LISTED = 4  # sizes of each kind whose kernels are listed: the corners of a grid
 _MOST_PROCESSES = 16
 _COMPILING = 0.4  # of the time, at most, is spent waiting for kernels
 
@@ -143,15 +143,18 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
     from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import listed
 
-    once = Measurer(measurer.backend, _Once(device), measurer.formats)
     with listed(run=False) as listing:
-        for kind, size in replace(workload, attention=()).ordered():
-            # DeepGEMM's kernels depend on the sizes of GEMMs, those of Triton on what the corners of a grid show.
-            if kind in ("gemms", "grouped") or size in getattr(workload, kind)[:_LISTED]:
-                with suppress(RuntimeError):  # see calibrate
-                    getattr(once, kind)(size)
+        run_once(measurer.backend, measurer.formats, workload, device)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     return Compilation(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
+
+
+def run_once(backend: GemmBackend, formats: tuple[Format, ...], workload: Workload, device: torch.device) -> None:
+    """Run what :func:`calibrate` times, but attention, once, so that its kernels can be listed."""
+    once = Measurer(backend, _Once(device), formats)
+    for kind, size in replace(workload, attention=()).ordered():
+        with suppress(RuntimeError):  # as in calibrate
+            getattr(once, kind)(size)
 
 
 class _Once(Clock):

@@ -18,7 +18,7 @@ from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.timing.calibration.calibrate import calibrate
+from snip_megatron.timing.calibration.calibrate import calibrate, run_once
 from snip_megatron.timing.calibration.clock import Call, HostClock
 from snip_megatron.timing.calibration.grouped import GroupedLinear, uneven_splits
 from snip_megatron.timing.calibration.measure import _KEYS as KEYS
@@ -45,6 +45,28 @@ def test_a_whole_calibration_makes_a_table(backend: GemmBackend) -> None:
     assert table.about["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert (set(table.gemms), set(table.grouped)) == (set(WORKLOAD.gemms), set(WORKLOAD.grouped))
     assert TimingTable.from_json(table.to_json()) == table
+
+
+def test_what_is_run_once_is_what_is_timed() -> None:
+    """Kernels are listed by it, before anything is timed."""
+    seen: set[object] = set()
+
+    class Noting(HopperBackend):
+        def quantize(self, x: Any, spec: Any, cached: Any = None) -> Any:
+            seen.add((tuple(x.shape), spec.formats, spec.weight))
+            return super().quantize(x, spec, cached)
+
+        def multiply(self, gemm: Gemm, a: Any, b: Any, *more: Any) -> Any:
+            seen.add((gemm, type(a), a.values.shape if isinstance(a, Operand) else None))
+            return super().multiply(gemm, a, b, *more)
+
+    backend = Noting(packed, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped)
+    run_once(backend, FORMATS, WORKLOAD, torch.device("cpu"))
+    listed = set(seen)
+    seen.clear()
+    calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {}, 600.0)
+    assert len(listed) > 20
+    assert listed == seen
 
 
 def test_an_untimed_linear_of_transformer_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
