@@ -11,7 +11,7 @@ from snip_megatron.precision.linears import (
     option_id,
     split_option_id,
 )
-from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, fp4_fraction
+from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, format_shares, fp4_fraction
 
 __all__ = [
     "DENSE_LAYER",
@@ -29,6 +29,7 @@ __all__ = [
     "Variant",
     "candidates_fault",
     "dense_names",
+    "format_shares",
     "fp4_fraction",
     "misplaced",
     "option_id",

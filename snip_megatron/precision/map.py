@@ -157,15 +157,27 @@ class PrecisionMap:
         )
 
 
-def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:
-    """Return the share of FLOPs that run in four-bit formats.
+def format_shares(
+    precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0
+) -> dict[Format, float]:
+    """Return the share of FLOPs of each format that runs, those of the fewest bits first.
 
     ``flops`` is name of a linear → FLOPs of one of its three GEMMs, which are equal, ``unquantised`` the FLOPs of the
     decoder linears that are no candidates, all GEMMs together.
     """
+    found = dict.fromkeys(sorted(Format, key=lambda fmt: fmt.bits), 0.0)
+    for name, each in flops.items():
+        for gemm in Gemm:
+            found[precision_map.format_of(name, gemm)] += each
+    found[Format.BF16] += unquantised
     total = 3.0 * sum(flops.values()) + unquantised
-    low = sum(flops[name] for name in flops for gemm in Gemm if precision_map.format_of(name, gemm) in FOUR_BIT)
-    return low / total if total else 0.0
+    return {fmt: part / total for fmt, part in found.items() if part}
+
+
+def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:
+    """Return the share of FLOPs that run in four-bit formats. Arguments as of :func:`format_shares`."""
+    shares = format_shares(precision_map, flops, unquantised)
+    return sum((share for fmt, share in shares.items() if fmt in FOUR_BIT), 0.0)
 
 
 def _choice(key: str, value: Any) -> Format:

@@ -16,7 +16,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.report import machine_line, pairs, policy_line, shown_facts
+from snip_megatron.reporting.report import formats_now, machine_line, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
 from snip_megatron.runtime.account import TOLERANCE
@@ -207,7 +207,6 @@ def _row(
     """Return one run's row of the table, losses in nats per token. A figure that the run did not record is None."""
     losses, validations, last = _losses(run), run.validations(), _last_map(run)
     validation = list(validations.get("map", validations.get("bf16", {})).values())
-    shares = [value for value in run.series("fp4_fraction")[1] if value is not None]
     now = next((m for m in reversed(summary.maps) if m.step_s), None)
     return {
         "name": name,
@@ -218,7 +217,7 @@ def _row(
         "tail_loss": _mean([losses.get(s) for s in range(*tail)]) if tail else None,
         "validation": validation[-1] if validation else None,
         "adopted": len(run.adoptions),
-        "fp4_share": shares[-1] if shares else None,
+        "formats": formats_now(run),
         "agreement": None if base is None or last is None else _agreement(base, last),
         "tokens_s": summary.tokens_s,
         "median_s": None if now is None else now.step_s,

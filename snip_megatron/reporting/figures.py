@@ -2,13 +2,11 @@
 
 import html
 import itertools
-import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id, split_option_id
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
 from snip_megatron.records.run_data import Adoption, RunData, Update, number
 from snip_megatron.reporting.front import Front, Point
 
@@ -133,14 +131,14 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
 def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) -> dict[str, Any] | None:
     """Draw the share of each format over steps, four bits lowest. Returns None if no adopted map is known.
 
-    Arguments as of :func:`snip_megatron.precision.fp4_fraction`. Where no FLOPs are known, GEMMs are counted.
+    Arguments as of :func:`snip_megatron.precision.format_shares`. Where no FLOPs are known, GEMMs are counted.
     """
     maps = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
     if not maps:
         return None
     figure = Figure("share of FLOPs" if flops else "share of GEMMs", share=True)
     flops = flops or dict.fromkeys(map(str, maps[-1][1].linears()), 1.0)
-    points = [(step, _shares(chosen, flops, unquantised)) for step, chosen in maps]
+    points = [(step, format_shares(chosen, flops, unquantised)) for step, chosen in maps]
     if steps := run.series("loss")[0]:
         first, last = min(steps[0], maps[0][0]), max(steps[-1], maps[-1][0])
         points = [(first, {Format.BF16: 1.0}), *points, (last, points[-1][1])]
@@ -201,14 +199,6 @@ def front_figure(front: Front | None) -> dict[str, Any] | None:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-def _shares(chosen: PrecisionMap, flops: Mapping[str, float], unquantised: float) -> dict[Format, float]:
-    found: dict[Format, float] = defaultdict(float, {Format.BF16: unquantised})
-    for (name, each), gemm in itertools.product(flops.items(), Gemm):
-        found[chosen.format_of(name, gemm)] += each
-    whole = math.fsum(found.values())
-    return {fmt: each / whole for fmt, each in found.items()}
-
-
 def _point_text(point: Point, form: str) -> str:
     shares = ", ".join(f"{fmt} {share:.1%}" for fmt, share in point.shares.items())
     proven = "" if point.proven else "<br>not proven optimal"

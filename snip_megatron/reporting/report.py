@@ -18,7 +18,7 @@ from snip_megatron.reporting.phases import phase_figure, phase_view
 from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
-from snip_megatron.runtime.account import duration
+from snip_megatron.runtime.account import duration, share_text
 
 MAX_EVENT_ROWS = 1000
 """Number of rows in the table of events. Of a longer list, the last rows are shown."""
@@ -145,10 +145,6 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     """Return the (label, value) pairs at the top of the page."""
     steps, losses = run.series("loss")
     finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
-    share = next((value for value in reversed(run.series("fp4_fraction")[1]) if value is not None), None)
-    last = run.adoptions[-1] if run.adoptions else None
-    if share is None and last is not None:
-        share = last.achieved
     timed = next((adoption for adoption in reversed(run.adoptions) if adoption.asked is not None), None)
     total = summary.total_steps
     of = f" of {total:,}" if total is not None and total > summary.steps else ""
@@ -166,13 +162,20 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         (f"speedup{linears} over bf16, predicted", predicted),
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
         ("maps adopted", f"{len(run.adoptions):,}"),
-        ("fp4 share now", _figure(share, ".1%")),
+        ("formats now", formats_now(run)),
         ("asked", None if timed is None else str(timed.asked)),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
         ("cost of updates", cost if run.updates else None),
         ("faults", f"{len(run.faults):,}"),
     ]
     return [(label, value) for label, value in found if value is not None]
+
+
+def formats_now(run: RunData) -> str | None:
+    """Return the shares of the formats of the map in force, as text; None without a map."""
+    shares = run.adoptions[-1].fields.get("formats") if run.adoptions else None
+    known = shares.items() if isinstance(shares, Mapping) else ()
+    return share_text({name: share for name, value in known if (share := number(value)) is not None}) or None
 
 
 def _figure(value: float | None, form: str) -> str | None:

@@ -213,16 +213,16 @@ class Account:
             found |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
         return found
 
-    def line(self, fp4_share: float | None, *, unjudged: str | None) -> str | None:
+    def line(self, formats: Mapping[str, float] | None, *, unjudged: str | None) -> str | None:
         """Return the line that a run prints beside Megatron's own; None before the first step.
 
-        ``fp4_share`` is that of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
+        ``formats`` are the shares of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
         """
         now = self._now
         if now is None:
             return None
-        share = "" if fp4_share is None else f", {fp4_share:.0%} fp4"
-        parts = [f"map {now.version}{share}" if now.quantised else "bf16"]
+        shares = f", {share_text(formats)}" if formats else ""
+        parts = [f"map {now.version}{shares}" if now.quantised else "bf16"]
         if now.step_s is None:
             return f"snip: {parts[0]} | measuring steps"
         ratio = "? x" if now.speedup is None else f"{now.speedup:.2f} x"
@@ -239,6 +239,11 @@ def _median(seconds: Sequence[float] | deque[float]) -> float | None:
 
 def is_quantised(precision_map: PrecisionMap) -> bool:
     return any(fmt is not Format.BF16 for fmt in precision_map.choices.values())
+
+
+def share_text(formats: Mapping[str, float]) -> str:
+    """Return shares of formats as ``75% fp4, 25% fp8``, without those below half a percent."""
+    return ", ".join(f"{share:.0%} {name}" for name, share in formats.items() if share >= 0.005)
 
 
 def duration(seconds: float) -> str:

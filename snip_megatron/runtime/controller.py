@@ -13,7 +13,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import is_finite
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, PrecisionMap, fp4_fraction
+from snip_megatron.precision import Format, PrecisionMap, format_shares, fp4_fraction
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -330,6 +330,7 @@ class Controller:
             achieved=new.achieved,
             achieved_per_stage=dict(new.achieved_per_stage),
             fp4_fraction=fraction,
+            formats={fmt.value: round(share, 6) for fmt, share in self._formats(new).items()},
             **new.prediction(),
             changed=changed,
             wait_s=since(started),
@@ -342,6 +343,9 @@ class Controller:
 
     def _share(self, precision_map: PrecisionMap) -> float:
         return fp4_fraction(precision_map, self._flops, self._unquantised)
+
+    def _formats(self, precision_map: PrecisionMap) -> dict[Format, float]:
+        return format_shares(precision_map, self._flops, self._unquantised)
 
     def _metric(self, figures: StepFigures | None) -> None:
         if figures is None or figures.step not in self._fractions:  # the step was run by an earlier process

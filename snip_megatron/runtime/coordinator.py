@@ -70,7 +70,7 @@ class RankZeroCoordinator:
         self._run = run
         self._unjudged = unjudged
         self._account = _account_of(run)
-        self._fp4_share: float | None = None
+        self._formats: Mapping[str, float] | None = None
         self._figures: dict[int, dict[str, Any]] = {}  # of steps whose metrics are still to come
         self._news: dict[str, float] | None = None
         self._finished = finished
@@ -224,7 +224,7 @@ class RankZeroCoordinator:
         """Record an event; see :meth:`RunDirectory.event`."""
         self._account.event(kind, fields)
         if kind == "adopt":
-            self._fp4_share = fields.get("fp4_fraction")
+            self._formats = fields.get("formats")
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
@@ -255,7 +255,7 @@ class RankZeroCoordinator:
     def show(self, step: int) -> None:
         """Print the line of Megatron's log interval, and have its figures ready for :meth:`news`."""
         self._of(step)["peak_bytes"] = _peak_bytes()
-        line = self._account.line(self._fp4_share, unjudged=self._unjudged)
+        line = self._account.line(self._formats, unjudged=self._unjudged)
         if line is not None:
             print(line, flush=True)
         self._news = self._account.figures(judged=self._unjudged is None)

@@ -131,7 +131,7 @@ def assert_worth(outputs: dict[str, str]) -> None:
     (figures,) = [json.loads(output) for line, output in outputs.items() if line == "snip report runs/mine --json"]
     assert (figures["verdict"], figures["steps"], figures["total_steps"]) == ("not judged", int(STEPS), int(STEPS))
     assert "snip: Worth it: not judged. Formats are emulated on cpu" in training
-    assert re.search(r"^snip: map 1, 7\d% fp4 \| measuring steps$", training, re.MULTILINE)
+    assert re.search(r"^snip: map 1, 7\d% fp4, 2\d% fp8 \| measuring steps$", training, re.MULTILINE)
     assert "Worth it: not judged." in Path("runs/mine/report.html").read_text(encoding="utf-8")
     assert figures["updates"] == 1
     assert f"snip: 1 update cost {duration(figures['cost_s'])}" in training

@@ -22,7 +22,7 @@ def short_run(path, losses, choices, *, policy, first=0):
             run.metric(step, loss=loss, grad_norm=1.0, fp4_fraction=0.5)
         run.event(2, "probe", kind="statistics", seconds=2.0, wait_s=2.0)
         run.event(2, "submit", version=1, wait_s=0.5)
-        run.event(3, "adopt", version=1, wait_s=0.5)
+        run.event(3, "adopt", version=1, formats={"fp4": 0.5, "fp8": 0.496, "bf16": 0.004}, wait_s=0.5)
         run.write(
             "maps",
             3,
@@ -93,7 +93,7 @@ def test_table_is_over_the_steps_that_all_runs_have(pair):
     assert "loss (steps 13–14)" in page
     row_a, row_b = re.findall(r'<th scope="row">[ab]</th>.*?</tr>', page, re.DOTALL)
     cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td.*?</td>", row_b)]
-    assert cells[1:7] == ["15", "4.5000", "5.0000", "1", "50.00%", "66.67%"]
+    assert cells[1:7] == ["15", "4.5000", "5.0000", "1", "50% fp4, 50% fp8", "66.67%"]
     assert "<td>20</td><td>4.0000</td><td>4.5000</td>" in row_a
 
 

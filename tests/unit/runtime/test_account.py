@@ -78,11 +78,12 @@ def test_the_line_of_a_run() -> None:
     account.adopted(at, 3, quantised=True)
     account.event("adopt", {"wait_s": 1.0})
     steps(account, at, *[0.1] * 30)
-    line = account.line(0.75, unjudged=None)
-    assert line == "snip: map 3, 75% fp4 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
-    assert account.line(0.75, unjudged="emulated") == "snip: map 3, 75% fp4 | 100.0 ms a step, emulated"
+    line = account.line({"fp4": 0.75, "fp8": 0.25}, unjudged=None)
+    assert line == "snip: map 3, 75% fp4, 25% fp8 | 100.0 ms a step, 2.00 x bf16 | saved 2.0 s, updates included"
+    line = account.line({"fp8": 0.999, "bf16": 0.001}, unjudged="emulated")
+    assert line == "snip: map 3, 100% fp8 | 100.0 ms a step, emulated"
     account.event("probe", {"wait_s": 3.0})
-    lost = account.line(0.75, unjudged=None)
+    lost = account.line({"fp4": 0.75, "fp8": 0.25}, unjudged=None)
     assert lost is not None
     assert lost.endswith("lost 1.0 s, updates included")
 
@@ -106,7 +107,7 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     train(job, 0, 30, 0.5)
     precision_map = a_map(Format.FP4, 1)
     job.adopted(30, precision_map)
-    job.event(30, "adopt", version=1, fp4_fraction=1.0, wait_s=1.0)
+    job.event(30, "adopt", version=1, formats={"fp4": 1.0}, wait_s=1.0)
     train(job, 30, 60, 0.25)
     job.show(59)
     news = job.news()

@@ -140,5 +140,5 @@ def test_fp4_fraction_weighs_by_flops_and_counts_all_formats_of_four_bits() -> N
     fc1, fc2 = flops
     assert fp4_fraction(PrecisionMap(choices={f"{fc1}:fprop": Format.FP4}), flops) == 3 / 12
     mixed = {fc2: Format.NVFP4, f"{fc2}:dgrad": Format.FP8, f"{fc1}:wgrad": Format.MXFP4}
-    assert fp4_fraction(PrecisionMap(choices=mixed), flops) == (2 * 1 + 3) / 12
+    assert fp4_fraction(PrecisionMap(choices=mixed), flops) == pytest.approx((2 * 1 + 3) / 12)
     assert fp4_fraction(PrecisionMap(choices={}), {}) == 0.0
