@@ -248,7 +248,9 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
 
     kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
     probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
-    begin, end = number(last("submit", "time")), number(last("adopt", "time"))
+    # Later phases of a plan are adopted too.
+    adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
+    begin, end = number(last("submit", "time")), number(adopted.get("time"))
     solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
     share = "achieved" if last("solved", "budget") is None else "fp4_share"
     return Update(
@@ -262,8 +264,8 @@ def _update(events: Sequence[Mapping[str, Any]]) -> Update:
         wait_s=total("wait_s", COSTS),
         status=_status(events),
         achieved=number(last("solved", share)),
-        adopted_step=next((event["step"] for event in events if event["event"] == "adopt"), None),
-        changed=number(last("adopt", "changed")),
+        adopted_step=adopted.get("step"),
+        changed=number(adopted.get("changed")),
         postponed=sum(event["event"] == "postpone" for event in events),
         **solved,
     )

@@ -80,6 +80,16 @@ def test_scores_are_found_by_version(tmp_path):
     assert load_run(tmp_path).adoptions[0].scores == first
 
 
+def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
+    """The phases of a plan share its version, and are adopted one after another."""
+    with open_run(tmp_path) as run:
+        run.event(2, "submit", version=1)
+        run.event(4, "adopt", version=1, changed=12)
+        run.event(40, "adopt", version=1, changed=0)
+    (update,) = load_run(tmp_path).updates
+    assert (update.adopted_step, update.changed) == (4, 12)
+
+
 def test_outcomes_that_are_no_adoption(tmp_path):
     with open_run(tmp_path) as run:
         run.event(2, "collect", seconds=0.1)
