@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.deepgemm import grouped_library, why_not
-from snip_megatron.gemm.grouped_hopper import group_rows, grouped_mm
+from snip_megatron.gemm.group_rows import group_rows
+from snip_megatron.gemm.grouped_hopper import grouped_mm
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
-from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.precision import Format, LinearId
 from snip_megatron.timing.calibration.grouped import uneven_splits
@@ -138,16 +139,12 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
             linear.handles[0].state.weights.clear()
         for _ in range(problem.microbatches):
             problem.x.grad = None
-            rows: Sequence[int] = splits
-            hidden, probs = problem.x, problem.probs
-            if any(count % 128 for count in splits):
-                rows = PaddedSplits(splits, 128, backwards=False, device=hidden.device)
-                hidden, probs = rows.pad(hidden), rows.pad(probs)
+            rows = group_rows(tuple(splits), problem.x.device)
             if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
-                y = fused_experts(hidden, probs, fc1(None, rows), fc2(None, rows))
+                y = fused_experts(problem.x, problem.probs, fc1(None, rows), fc2(None, rows))
             else:
-                y = fc2(swiglu(fc1(hidden, rows), probs), rows)
-            y = rows.unpad(y) if isinstance(rows, PaddedSplits) else y
+                hidden, probs = pad(problem.x, rows), pad(problem.probs, rows)
+                y = unpad(fc2(swiglu(fc1(hidden, rows), probs), rows), rows)
             y.backward(problem.g)
         return y
 
@@ -161,13 +158,13 @@ class TorchLibrary:
         self.rows = group_rows(tuple(splits), torch.device(device))
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(x, w.transpose(1, 2), offs=self.rows.ends)
+        return grouped_mm(x, w.transpose(1, 2), offs=self.rows.map.table[3])
 
     def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
-        return grouped_mm(g, w, offs=self.rows.ends)
+        return grouped_mm(g, w, offs=self.rows.map.table[3])
 
     def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:
-        out.add_(grouped_mm(g.t(), x, offs=self.rows.ends))
+        out.add_(grouped_mm(g.t(), x, offs=self.rows.map.table[3]))
 
 
 class DeepGemmLibrary(TorchLibrary):
@@ -179,12 +176,12 @@ class DeepGemmLibrary(TorchLibrary):
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         out = x.new_empty(len(x), w.shape[1])
-        grouped_library().m_grouped_bf16_gemm_nt_contiguous(x, w, out, self.rows.experts)
+        grouped_library().m_grouped_bf16_gemm_nt_contiguous(x, w, out, self.rows.map.experts)
         return out
 
     def dgrad(self, g: Tensor, w: Tensor) -> Tensor:
         out = g.new_empty(len(g), w.shape[2])
-        grouped_library().m_grouped_bf16_gemm_nn_contiguous(g, w, out, self.rows.experts)
+        grouped_library().m_grouped_bf16_gemm_nn_contiguous(g, w, out, self.rows.map.experts)
         return out
 
     def wgrad(self, g: Tensor, x: Tensor, out: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snip_megatron.gemm.group_rows import GroupRows
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.rounding import derive_seed
@@ -42,6 +43,10 @@ class GroupLoop:
         """
         rows = torch.split(x, list(splits))
         return _by_side([self._quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
+
+    def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
+        """Do the same for the padded rows of x, which has no padding."""
+        return self.quantize_rows(rows.pad(x), rows, spec)
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""

@@ -12,9 +12,7 @@ overwrites the one tensor map of a multiprocessor at the next expert while loads
 (deepseek-ai/DeepGEMM, issue 365 and pull request 343).
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,36 +20,12 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.deepgemm import run
+from snip_megatron.gemm.group_rows import GroupRows, rows_of
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """Where the rows of each expert are, which are ordered by expert. Tensors are int32 on the device of the rows.
-
-    Attributes:
-        splits: number of rows of each expert, multiples of 128.
-        ends: the row after the last one of each expert, [experts].
-        experts: the expert of every row, [rows].
-    """
-
-    splits: tuple[int, ...]
-    ends: Tensor
-    experts: Tensor
-
-
-@functools.lru_cache(maxsize=16)  # fc1 and fc2 of a layer have the same rows, in forward and backward
-def group_rows(splits: tuple[int, ...], device: torch.device) -> GroupRows:
-    """Describe the rows of experts, with one copy to the device."""
-    counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
-    numbers = torch.arange(len(splits), dtype=torch.int32, device=device)
-    experts = torch.repeat_interleave(numbers, counts, output_size=sum(splits))
-    return GroupRows(splits, counts.cumsum(0, dtype=torch.int32), experts)
-
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
 
@@ -62,10 +36,12 @@ class RowsOperand(NamedTuple):
     Attributes:
         matrix: the quantised matrix; in bf16, and for wgrad, the matrix itself.
         rows: where the rows of each expert are.
+        unpadded: whether the matrix, an operand of wgrad, has no padding.
     """
 
     matrix: Operand | Tensor
     rows: GroupRows
+    unpadded: bool = False
 
 
 class HopperGroups(GroupLoop):
@@ -86,7 +62,7 @@ class HopperGroups(GroupLoop):
         quantize: Callable[..., OperandPair],
         multiply: Callable[..., Tensor],
         quantizers: Any,
-        add_wgrad: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+        add_wgrad: Callable[..., None],
         library: Any = None,
         swiglu: Callable[..., Any] | None = None,
     ) -> None:
@@ -109,6 +85,15 @@ class HopperGroups(GroupLoop):
         if apart == (None, None):
             return found
         return _either(found, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
+
+    def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
+        """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
+        first, second = spec.formats
+        if first not in self._tiled or second not in (Format.BF16, None):
+            return super().quantize_unpadded(x, rows, spec)
+        x = x.contiguous()
+        row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys), None, rows.map)
+        return RowsOperand(row, rows), None if second is None else RowsOperand(x, rows, unpadded=True)
 
     def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
@@ -148,11 +133,11 @@ class HopperGroups(GroupLoop):
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
             gemm_of_groups = partial(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, disable_ue8m0_cast=True)
-            run(gemm_of_groups, left[:2], right[:2], out, rows.experts)
+            run(gemm_of_groups, left[:2], right[:2], out, rows.map.experts)
             return out
         if not len(left):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
-        return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.ends)
+        return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.map.table[3])
 
     def _apart(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         """Compute fprop or dgrad expert by expert, each into its rows of one result."""
@@ -172,25 +157,25 @@ class HopperGroups(GroupLoop):
         (left, right), found = (_plain(each) for each in (g, x)), None if out is None else stacked(out)
         alone = found is None or found.dtype is not torch.float32
         if found is None or alone:
-            size = len(g.rows.splits), left.shape[1], right.shape[1]
+            size = len(g.rows), left.shape[1], right.shape[1]
             found = torch.zeros(size, dtype=torch.float32, device=left.device)
-        self._add_wgrad(left, right, g.rows.ends, found)
+        self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), found)
         if out is not None and alone:
             torch._foreach_add_(list(out), list(found.unbind(0)))
         return found.unbind(0) if out is None else out
 
 
-def add_wgrad(g: Tensor, x: Tensor, ends: Tensor, out: Tensor) -> None:
+def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], out: Tensor) -> None:
     """Add Gᵀ·X of every expert to ``out``, FP32 [experts, N, K]: the reference of the Triton kernel.
 
     Args:
-        g, x: bf16 [rows, N] and [rows, K], ordered by expert.
-        ends: int32 [experts], the row after the last one of each expert.
+        g, x: bf16 [rows, N] and [rows, K].
+        table: that of a :class:`RowMap`.
+        unpadded: which of the two has no padding.
     """
-    first = 0
-    for end, of in zip(ends.tolist(), out, strict=True):
-        of += g[first:end].float().t() @ x[first:end].float()
-        first = end
+    for *first, count, _, of in zip(*table.tolist(), out, strict=True):
+        left, right = (t[first[side] :][:count].float() for t, side in zip((g, x), unpadded, strict=True))
+        of += left.t() @ right
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -213,7 +198,7 @@ def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
 
 def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
     """Return the operands of a matrix with the rows of all experts as grouped products take them."""
-    rows = group_rows(tuple(splits), device)
+    rows = rows_of(splits, device)
     row, col = made
     return None if row is None else RowsOperand(row, rows), None if col is None else RowsOperand(col, rows)
 

@@ -19,20 +19,24 @@ _FEW = 1024
 
 
 @triton.jit
-def _product(g, x, row, n, k, total, GPU: tl.constexpr):
-    left, right = g.load([row, n]), x.load([row, k])
+def _product(g, x, g_row, x_row, n, k, total, GPU: tl.constexpr):
+    left, right = g.load([g_row, n]), x.load([x_row, k])
     if not GPU:  # the interpreter would multiply the bits of bf16 numbers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(tl.trans(left), right, total)
 
 
-@triton.jit(do_not_specialize=["ROWS"])
+@triton.jit(do_not_specialize=["experts", "g_unpadded", "x_unpadded"])
 def grouped_wgrad_kernel(
-    g_ptr, x_ptr, ends_ptr, grad_ptr, N, K, ROWS,
+    g_ptr, x_ptr, table_ptr, grad_ptr, N, K, experts, g_unpadded, x_unpadded,
     BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    """Add Gᵀ·X of one expert to its gradient [N, K], which is read before the products (``FIRST``) or after them."""
+    """Add Gᵀ·X of one expert to its gradient [N, K], which is read before the products (``FIRST``) or after them.
+
+    ``table`` has the first row, padded and not, and the number of rows of each expert. A matrix ends, for a program,
+    with the rows of its expert, so that loads of rows beyond give zeros.
+    """
     program = tl.program_id(0)
     down, across = N // BN, K // BK
     expert, tile = program // (down * across), program % (down * across)
@@ -40,33 +44,36 @@ def grouped_wgrad_kernel(
     height = tl.minimum(down - group * GROUP, GROUP)
     n = (group * GROUP + (tile % (GROUP * across)) % height) * BN
     k = ((tile % (GROUP * across)) // height) * BK
-    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    steps = (tl.load(ends_ptr + expert) - first) // DEPTH
+    g_first = tl.load(table_ptr + g_unpadded * experts + expert)
+    x_first = tl.load(table_ptr + x_unpadded * experts + expert)
+    count = tl.load(table_ptr + 2 * experts + expert)
+    steps = tl.cdiv(count, DEPTH)
     if steps > 0:
-        g = tl.make_tensor_descriptor(g_ptr, [ROWS, N], [N, 1], [DEPTH, BN])
-        x = tl.make_tensor_descriptor(x_ptr, [ROWS, K], [K, 1], [DEPTH, BK])
+        g = tl.make_tensor_descriptor(g_ptr, [g_first + count, N], [N, 1], [DEPTH, BN])
+        x = tl.make_tensor_descriptor(x_ptr, [x_first + count, K], [K, 1], [DEPTH, BK])
         rows, cols = n + tl.arange(0, BN), k + tl.arange(0, BK)
         out = grad_ptr + expert.to(tl.int64) * N * K + rows[:, None] * K + cols[None, :]
         total = tl.load(out) if FIRST else tl.zeros((BN, BK), tl.float32)
         if GPU:
             for step in range(steps):
-                total = _product(g, x, first + step * DEPTH, n, k, total, GPU)
+                total = _product(g, x, g_first + step * DEPTH, x_first + step * DEPTH, n, k, total, GPU)
         else:  # the interpreter counts to no number that it loaded
             while steps > 0:
                 steps -= 1
-                total = _product(g, x, first + steps * DEPTH, n, k, total, GPU)
+                total = _product(g, x, g_first + steps * DEPTH, x_first + steps * DEPTH, n, k, total, GPU)
         if FIRST:
             tl.store(out, total)
         else:  # one program adds to an element, so that the sum has one order; nothing waits for what was there
             tl.atomic_add(out, total, sem="relaxed")
 
 
-def add_wgrad(g, x, ends, out):
+def add_wgrad(g, x, table, unpadded, out):
     """Add Gᵀ·X of every expert to ``out``.
 
     Args:
-        g, x: bf16 [rows, N] and [rows, K], contiguous, rows ordered by expert; N is a multiple of 128, K of 128.
-        ends: int32 [experts], the row after the last one of each expert, multiples of 64.
+        g, x: bf16 [rows, N] and [rows, K], contiguous; N is a multiple of 128, K of 128.
+        table: that of a :class:`snip_megatron.quantization.row_map.RowMap`.
+        unpadded: which of the two has no padding.
         out: FP32 [experts, N, K], contiguous.
     """
     (rows, n), k, experts = g.shape, x.shape[1], len(out)
@@ -74,7 +81,8 @@ def add_wgrad(g, x, ends, out):
     tiles = (128, 128) if few else (128, 256)
     triton.set_allocator(_scratch)  # of this thread: autograd has its own
     launch(
-        grouped_wgrad_kernel, (experts * (n // tiles[0]) * (k // tiles[1]), 1), (g, x, ends, out), (n, k), (rows,),
+        grouped_wgrad_kernel, (experts * (n // tiles[0]) * (k // tiles[1]), 1), (g, x, table, out), (n, k),
+        (experts, *map(int, unpadded)),
         {
             "BN": tiles[0], "BK": tiles[1], "DEPTH": _DEPTH, "GROUP": _GROUP, "FIRST": few,
             "GPU": g.is_cuda and not triton.knobs.runtime.interpret,

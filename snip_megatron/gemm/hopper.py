@@ -22,6 +22,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
+from snip_megatron.quantization.row_map import RowMap
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
@@ -50,7 +51,7 @@ class HopperBackend(GemmBackend):
         others: GemmBackend = REFERENCE,
         activations: Any = None,
         groups: Any = None,
-        add_wgrad: Callable[[Tensor, Tensor, Tensor, Tensor], None] = add_wgrad,
+        add_wgrad: Callable[..., None] = add_wgrad,
     ) -> None:
         self._quantizers = quantizers
         self._products = self.plain_products = products
@@ -86,11 +87,16 @@ class HopperBackend(GemmBackend):
             made = kernels.quantize_swiglu_gradient(d, y, spec, probs)
         return made if probs is not None else made[:2]
 
-    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
-        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor."""
+    def quantize(
+        self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
+    ) -> OperandPair:
+        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor.
+
+        With ``rows``, the padded rows of x, which has no padding, are quantised in tiles.
+        """
         row, col = None, None
         if not _QUANTIZED.isdisjoint(spec.formats):
-            row, col = self._quantizers.quantize_operands(x, spec, cached)
+            row, col = self._quantizers.quantize_operands(x, spec, cached, rows)
         left = spec.only(_OTHERS)
         if left.formats != (None, None):
             rest = self._others.quantize(x, left, cached)

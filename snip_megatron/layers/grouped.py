@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.group_rows import GroupRows, group_rows, rows_of
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import (
@@ -27,7 +28,7 @@ from snip_megatron.layers.autograd import (
 )
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
-from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
@@ -65,12 +66,17 @@ class GroupedCall(NamedTuple):
         """What every change of a weight increases."""
         return [weight._version for weight in self.weights]
 
-    def quantize(self, x: Tensor) -> OperandPair:
-        """Return X [rows, K] as the operands of fprop and of wgrad."""
+    @property
+    def input_spec(self) -> OperandSpec:
+        """How X is quantised for fprop and wgrad."""
         fprop, _, wgrad = self.linear.formats
         kept = wgrad if self.linear.has_backward else None
-        rotation = _rotation(self.linear.handle, wgrad)
-        return self.products.quantize_rows(x, self.splits, OperandSpec(fprop, kept, rotation=rotation))
+        return OperandSpec(fprop, kept, rotation=_rotation(self.linear.handle, wgrad))
+
+    @property
+    def rows(self) -> GroupRows:
+        """The rows of the experts, if the products pad them."""
+        return rows_of(self.splits, self.weights[0].device)
 
     def check(self, versions: list[int]) -> None:
         """Raise SnipError if a backward cannot follow the forward that saw ``versions``."""
@@ -120,7 +126,7 @@ def grouped_call(
     linear = LinearCall(
         first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
     )
-    return GroupedCall(linear, handles, weights, tuple(splits), grouped_products(first), told)
+    return GroupedCall(linear, handles, weights, splits, grouped_products(first), told)
 
 
 def grouped_product(
@@ -132,12 +138,12 @@ def grouped_product(
 ) -> Tensor:
     """Return X_e·W_eᵀ of all experts, for X [rows, K]. The other arguments are those of :func:`grouped_call`."""
     multiple, rows = grouped_products(handles[0]).row_multiple, None
-    if not isinstance(splits, PaddedSplits) and any(count % multiple for count in splits):
-        rows = PaddedSplits(splits, multiple, backwards=False, device=x.device)
-        x, splits = rows.pad(x), rows
+    if not isinstance(splits, GroupRows) and any(count % multiple for count in splits):
+        splits = rows = group_rows(tuple(splits), x.device)
+        x = pad(x, rows)
     call = grouped_call(handles, weights, splits, told).seen_by(x)
     y: Tensor = GroupedLinear.apply(x, call, *call.passed)  # type: ignore[no-untyped-call]
-    return y if rows is None else rows.unpad(y)
+    return y if rows is None else unpad(y, rows)
 
 
 def grouped_products(handle: LinearHandle) -> GroupLoop:
@@ -164,7 +170,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.call, ctx.versions = call, call.versions
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
-        rowwise, columnwise = call.quantize(x)
+        rowwise, columnwise = call.products.quantize_rows(x, call.splits, call.input_spec)
         w, ctx.w = weight_operands_of(call, fprop, dgrad)
         y = call.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         override = call.linear.override

@@ -131,7 +131,7 @@ def fused_experts(x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall) 
     """Return the MLP of all experts: fc2 of SwiGLU of fc1, times the probability of each row.
 
     Args:
-        x: [rows, hidden], with the rows that grouped products need.
+        x: [rows, hidden], without padding.
         probs: [rows], or [rows, 1], the probabilities of the router.
         fc1, fc2: the two linears. :func:`may_fuse_experts` holds.
     """
@@ -146,18 +146,20 @@ class _FusedExperts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall, *passed: Tensor) -> Tensor:
         """Compute the result, and save Y of fc1 and the operands of both wgrads."""
         ctx.calls, ctx.versions = (fc1, fc2), (fc1.versions, fc2.versions)
+        ctx.like_probs, rows = (probs.shape, probs.dtype), fc1.rows
         first, second = ctx.formats = fc1.linear.formats, fc2.linear.formats
-        rowwise, of_x = fc1.quantize(x)
+        rowwise, of_x = fc1.products.quantize_unpadded(x, rows, fc1.input_spec)
         w, w1 = weight_operands_of(fc1, *first[:2])
         y = fc1.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
         spec = OperandSpec(second[0], second[2] if fc2.linear.has_backward else None)
-        rowwise, of_hidden = fc2.products.swiglu(y, probs.float(), fc2.splits, spec)
+        probs = rows.pad(probs.float().view(-1))
+        rowwise, of_hidden = fc2.products.swiglu(y, probs, rows, spec)
         w, w2 = weight_operands_of(fc2, *second[:2])
         ctx.weights = w1, w2
         if fc1.linear.has_backward:
             tensors, ctx.rest = flatten((of_x, of_hidden))
             ctx.save_for_backward(y, probs, *tensors)
-        return fc2.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        return rows.unpad(fc2.products.multiply(Gemm.FPROP, rowwise, w, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,19 +169,20 @@ class _FusedExperts(torch.autograd.Function):
             call.check(versions)
         y, probs, *tensors = ctx.saved_tensors
         of_x, of_hidden = assemble((tuple(tensors), ctx.rest))
-        g = grad_outputs[0].contiguous()
+        g, rows = grad_outputs[0].contiguous(), fc1.rows
         first, second = (formats[1:] for formats in ctx.formats)
-        rowwise, columnwise = fc2.products.quantize_rows(g, fc2.splits, gradient_spec(fc2, g, *second))
+        rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g, *second))
         d = fc2.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[1], g.dtype)
         passed = fc2.wgrad(columnwise, of_hidden)
         spec, fuses = gradient_spec(fc1, y, *first), fc1.products.fuses_swiglu(first)
         (rowwise, columnwise), of_probs = fc1.products.swiglu_gradient(
-            d, y, probs.float(), fc1.splits, spec if fuses else _UNQUANTIZED
+            d, y, probs, rows, spec if fuses else _UNQUANTIZED
         )
         if not fuses:
-            rowwise, columnwise = fc1.products.quantize_rows(rowwise.matrix, fc1.splits, spec)
-        d = fc1.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[0], g.dtype)
-        of_probs = of_probs.view(probs.shape).to(probs.dtype)
+            rowwise, columnwise = fc1.products.quantize_rows(rowwise.matrix, rows, spec)
+        d = rows.unpad(fc1.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[0], g.dtype))
+        shape, dtype = ctx.like_probs
+        of_probs = rows.unpad(of_probs).view(shape).to(dtype)
         return d, of_probs, None, None, *fc1.wgrad(columnwise, of_x), *passed
 
 

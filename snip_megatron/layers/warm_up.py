@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from snip_megatron.gemm.group_rows import group_rows
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
@@ -110,19 +111,25 @@ def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
 
 
 def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
-    """Do the same between two linears of experts, with all rows for one of them."""
+    """Do the same between two linears of experts, with all rows for one of them, and at their padding's two ends."""
     handle, products, (fprop, dgrad, wgrad) = linear.handle, grouped_products(linear.handle), linear.handle.formats
-    rows = -(-len(linear.x) // products.row_multiple) * products.row_multiple
-    splits, probs = [rows, *[0] * (linear.experts - 1)], torch.zeros(rows, device=linear.x.device)
+    if products.row_multiple == 1:
+        return
+    rows = group_rows((len(linear.x), *[0] * (linear.experts - 1)), linear.x.device, backwards=True)  # which moves rows
+    probs = linear.x.new_zeros(len(linear.x), dtype=torch.float32)
+    probs, x, g = (rows.pad(each) for each in (probs, linear.x, linear.g))
+    for each in (probs, x, g):
+        rows.unpad(each)
+    spec = OperandSpec(dgrad, wgrad, keys=gradient_keys(call, linear.g, dgrad, wgrad))
     if handle.parallel == "row":
-        y = linear.x.new_zeros(rows, 2 * linear.x.shape[1])
+        products.quantize_unpadded(linear.g, rows, spec)
         for kept in (wgrad, None):
             if products.fuses_swiglu((fprop, kept)):
-                products.swiglu(y, probs, splits, OperandSpec(fprop, kept))
-    elif products.fuses_swiglu((dgrad, wgrad)):
-        y = linear.g.new_zeros(rows, linear.g.shape[1])
-        spec = OperandSpec(dgrad, wgrad, keys=gradient_keys(call, y, dgrad, wgrad))
-        products.swiglu_gradient(y.new_zeros(rows, y.shape[1] // 2), y, probs, splits, spec)
+                products.swiglu(torch.cat([x, x], 1), probs, rows, OperandSpec(fprop, kept))
+    else:
+        products.quantize_unpadded(linear.x, rows, OperandSpec(fprop, wgrad))
+        if products.fuses_swiglu((dgrad, wgrad)):
+            products.swiglu_gradient(g[:, : g.shape[1] // 2].contiguous(), g, probs, rows, spec)
 
 
 def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]], *, alike: bool) -> list[Formats]:

@@ -14,15 +14,14 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedL
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
+from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
-from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
-
-_RECIPE_ROWS = 128  # the alignment that every quantizer of Transformer Engine takes
 
 
 class _GroupedForward(StockState):
@@ -46,7 +45,7 @@ class _GroupedForward(StockState):
             weights = [handle.weight for handle in self.snip_experts]
             return forward_under(self, self.snip_experts[0], weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
-        order = slice(None, None, -1 if isinstance(m_splits, PaddedSplits) and m_splits.backwards else 1)
+        order = slice(None, None, -1 if isinstance(m_splits, GroupRows) and m_splits.backwards else 1)
         handles = self.snip_experts[order]
         weights = [self._parameters[handle.parameter] for handle in handles]
         if x is None:
@@ -84,21 +83,18 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
         fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
-        multiple = max(_row_multiple(fc1), _row_multiple(fc2))
-        if multiple == 1:
+        if not (_pads(fc1) or _pads(fc2)):
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
         backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
-        rows = PaddedSplits(tokens_per_expert.tolist(), multiple, backwards=backwards, device=hidden.device)
-        hidden, probs = rows.pad(hidden), rows.pad(probs)
+        rows = group_rows(tuple(tokens_per_expert.tolist()), hidden.device, backwards=backwards)
         if self.snip_fuses and may_fuse_experts(fc1, fc2):
             # The modules are called, because DDP's hooks on them wait for their weights.
             calls = (linear(None, rows)[0] for linear in (self.linear_fc1, self.linear_fc2))
-            output, bias = fused_experts(hidden, probs, *calls), None
-        else:
-            output, bias = super().forward(hidden, rows, probs, *buffers, **named)
-        return rows.unpad(output), bias
+            return fused_experts(hidden, probs, *calls), None
+        output, bias = super().forward(pad(hidden, rows), rows, pad(probs, rows), *buffers, **named)
+        return unpad(output, rows), bias
 
 
 def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
@@ -119,11 +115,9 @@ def _is_weighted_swiglu(mlp: Any) -> bool:
     return not (hindered or offloads or config.moe_mlp_glu_interleave_size is not None)
 
 
-def _row_multiple(handle: LinearHandle) -> int:
-    """Return the number of which the rows of every expert must be a multiple in the next forward."""
-    if handle.is_stock:
-        return 1
-    return _RECIPE_ROWS if handle.runs_recipe else grouped_products(handle).row_multiple
+def _pads(handle: LinearHandle) -> bool:
+    """Return whether the products of the next forward need padding. Every quantiser of Transformer Engine does."""
+    return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).row_multiple > 1)
 
 
 CLASSES: dict[type, tuple[type, str]] = {

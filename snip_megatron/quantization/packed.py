@@ -15,6 +15,7 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.quantization.reference import Quantized, quantize
+from snip_megatron.quantization.row_map import RowMap
 from snip_megatron.quantization.wire import pack_fp4 as pack_fp4
 from snip_megatron.quantization.wire import unpack_fp4 as unpack_fp4
 
@@ -56,17 +57,21 @@ class Operand(NamedTuple):
         return Quantized(self.values.to(torch.float32), scale, tile).dequantize()[:, : self.depth]
 
 
-def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+def quantize_operands(
+    x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
+) -> OperandPair:
     """Quantise a matrix [M, K] for the GEMM that reduces over K and for the one that reduces over M.
 
     fp8 and fp4 have 1×128 tiles along the reduction, or 128×128 blocks if the matrix is a weight. fp8 always rounds to
     nearest (docs/how-it-works.md, Formats). Raises SnipError if the dtype or the number of dimensions is not supported.
-    Operands in formats without E4M3 storage are left out; ``cached`` ones are written to and returned.
+    Operands in formats without E4M3 storage are left out; ``cached`` ones are written to and returned. With ``rows`` x
+    has no padding, and its padded rows are quantised.
 
     Returns:
         The rowwise :class:`Operand` with M rows, and the columnwise one of the transposed matrix with K rows; None for
         what is left out.
     """
+    x = x if rows is None else rows.pad(x)
     made = _operand(x, spec, 1), _operand(x, spec, 0)
     return made if cached is None else cached.renew(made)
 

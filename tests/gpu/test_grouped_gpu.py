@@ -3,6 +3,7 @@
 python -m pytest tests/gpu/test_grouped_gpu.py      # about 90 s, most of it compilation
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.layers.experts_steps import Problem, snip_step
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.deepgemm import find_nvcc, why_not
+from snip_megatron.gemm.group_rows import group_rows
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import HopperGroups
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.layers.padding import PaddedSplits
+from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.kernels import quantize as kernels
@@ -157,16 +160,70 @@ def test_swiglu_times_probabilities_is_that_of_torch() -> None:
         assert (actual.float() - exact.float()).norm() <= 5e-3 * exact.float().norm()
 
 
+RAGGED = {
+    "few": (3, 0, 128, 130, 1, 77, 0),
+    "one row": (0, 1, 0),
+    "many": tuple(13 * (e * e % 11) for e in range(128)),
+    "long": (1100, 0, 2050, 1),
+}
+
+
 @pytest.mark.parametrize("backwards", [False, True])
-def test_padding_on_the_device(backwards: bool) -> None:
-    splits = [3, 0, 128, 130]
-    rows = PaddedSplits(splits, 128, backwards=backwards, device=torch.device("cuda"))
+@pytest.mark.parametrize("splits", RAGGED.values(), ids=RAGGED)
+def test_padding_on_the_device(splits: tuple[int, ...], backwards: bool) -> None:
+    rows = group_rows(splits, torch.device("cuda"), backwards=backwards)
     x = draws(sum(splits), 64, seed=6).requires_grad_()
-    y = rows.unpad(rows.pad(x) * 3)
+    padded = pad(x, rows)
+    assert torch.equal(padded, rows.map.pad(x))
+    y = unpad(padded * 3, rows)
     assert torch.equal(y, x * 3)
     y.sum().backward()
     assert x.grad is not None
     assert (x.grad == 3).all()
+    probs = draws(sum(splits), seed=7).float()
+    assert torch.equal(rows.pad(probs), rows.map.pad(probs))
+    assert torch.equal(rows.unpad(rows.pad(probs)), probs)
+
+
+@needs_deepgemm
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("splits", RAGGED.values(), ids=RAGGED)
+def test_rows_without_padding_give_what_padded_copies_give(splits: tuple[int, ...], backwards: bool) -> None:
+    """The operand of fprop or dgrad bit for bit, and wgrad to its rounding. The last calls are replayed."""
+    (n, k), rows = (384, 256), group_rows(splits, torch.device("cuda"), backwards=backwards)
+    made, keys = products(n, k), GradientKeys(17, 18, torch.arange(n, device="cuda"), paired=True)
+    for seed, fmt in itertools.product(range(3), (FP8, FP4)):
+        x, g = draws(rows.unpadded, k, seed=seed), draws(rows.unpadded, n, seed=seed + 9)
+        wgrads = []
+        for alone, spec in ((x, OperandSpec(fmt, BF16)), (g, OperandSpec(fmt, BF16, keys=keys))):
+            sides = made.quantize_unpadded(alone, rows, spec), made.quantize_rows(rows.pad(alone), rows, spec)
+            found, expected = (row.matrix for row, _ in sides)
+            assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+            assert torch.equal(found.scale, expected.scale)
+            wgrads.append([col for _, col in sides])
+        start = draws(len(splits), n, k, seed=3).float()
+        exact = start.double()
+        for out, of_g, of_x in zip(exact, *(rows.pad(t).split(rows) for t in (g, x)), strict=True):
+            out += of_g.double().t() @ of_x.double()
+        for of_g, of_x in ((0, 1), (1, 0)):
+            out = start.clone()
+            made.accumulate(wgrads[1][of_g], wgrads[0][of_x], list(out.unbind(0)))
+            assert (out - exact).norm() <= 1e-5 * exact.norm()
+
+
+@needs_deepgemm
+def test_an_mlp_of_experts_without_padding() -> None:
+    """Fused in fp8 with wgrad in bf16, against the unfused one in bf16 by torch."""
+    problem = Problem((512, 256, 8, 1200), "cuda", ragged=True)
+    problem.splits = [3, 0, 300, 513, 128, 1, 0, 255]
+    formats = (FP8, FP8, BF16)
+    found = []
+    for chosen in ((formats, formats), ((BF16, BF16, BF16), (BF16, BF16, FP8))):
+        problem.clear()
+        y = snip_step(problem, chosen)()
+        found.append([y.detach(), *(t.clone() for t in problem.results.values())])
+    for actual, exact in zip(*found, strict=True):
+        assert (actual.double() - exact.double()).norm() <= 0.12 * exact.double().norm()
 
 
 @needs_deepgemm

@@ -27,7 +27,7 @@ POINTERS = {
     "elements_ptr": "*u8", "cols_ptr": "*i64", "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64",
     **dict.fromkeys(
         ("amax_ptr", "maxima_ptr", "key_ptr", "row_key_ptr", "col_key_ptr", "current_ptr", "signs_ptr", "words_ptr",
-         "row_words_ptr", "col_words_ptr", "ends_ptr", "table_ptr"), "*i32"
+         "row_words_ptr", "col_words_ptr", "experts_ptr", "table_ptr"), "*i32"
     ),
 }  # fmt: skip
 """Others are FP32."""
@@ -39,6 +39,7 @@ BF16 = {"DTYPE": "bf16", "HARDWARE": True}
 STRIDES = {"x_stride": 2048, "row_stride": 2048}
 DRAWN = {"ROW": 4, "COL": 4, "ROW_RANDOM": True, "COL_RANDOM": True, "LOADED": True}
 TILES = STRIDES | BF16 | {"ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "PAIRED": True}
+ROWS = {name: value for name, value in TILES.items() if name != "DTYPE"} | {"COL": 0, "COL_RANDOM": False}
 SIDES = STRIDES | BF16 | {"ROW": 8, "COL": 4, "GUARDED": False}
 SWIGLU = {"y_stride": 4096, "row_stride": 2048, "HARDWARE": True, "PROBS": False, "KEPT": False}
 WEIGHTED = {"PROBS": True, "KEPT": True, "ROW": 8, "COL": 0}
@@ -52,6 +53,8 @@ QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
     (programs.block_kernel, SIDES | {"GROUP": 12}, LAUNCH["blocks"]),
     (programs.amax_kernel, BF16 | {"x_stride": 2048, "GUARDED": True}, LAUNCH["amax"]),
     (programs.tensor_kernel, SIDES | {"ROW": True, "COL": True, "GUARDED": True}, LAUNCH["tensor"]),
+    (rows.quantised_rows_kernel, ROWS, rows.LAUNCH["quantised rows"]),
+    (rows.quantised_rows_kernel, ROWS | {"ROW": 4, "ROW_RANDOM": True, "LOADED": True}, rows.LAUNCH["quantised rows"]),
     (keys.key_kernel, {"FIRST_MIXED": splitmix64(1), "SECOND_MIXED": splitmix64(2)}, {"num_warps": 1}),
     (wire.pack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
     (wire.unpack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
@@ -97,8 +100,8 @@ OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [
     (*side(8, "fp32", (128, 1)), 80),
     (exact_programs.amax_kernel, PART, {"num_warps": AMAX.warps}, 90),
     (tiled_kernel, TILED | {"GPU": True}, {"num_warps": 8}, 80),
-    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, {"num_warps": 4}, 90),
-    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, {"num_warps": 4}, 90),
+    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, rows.LAUNCH["moved rows"], 90),
+    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, rows.LAUNCH["moved rows"], 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, {"num_warps": 4}, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, {"num_warps": 8}, 90),
     (wire.add_kernel, {"RANKS": 4, "PIECE": 16}, wire.LAUNCH["sums"], 90),

@@ -30,11 +30,13 @@ from snip_megatron.quantization.kernels.programs import (
     tensor_kernel,
     tile_kernel,
 )
+from snip_megatron.quantization.kernels.rows import quantize_rows
 from snip_megatron.quantization.kernels.wire import add_partials as add_partials
 from snip_megatron.quantization.kernels.wire import pack_fp4 as pack_fp4
 from snip_megatron.quantization.kernels.wire import unpack_fp4 as unpack_fp4
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization.row_map import RowMap
 
 LAUNCH: dict[str, dict[str, int]] = {
     "tiles": {"num_warps": 8, "maxnreg": 64},
@@ -48,13 +50,17 @@ LAUNCH: dict[str, dict[str, int]] = {
 that many warps with few registers each hide each other's latency."""
 
 
-def quantize_operands(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+def quantize_operands(
+    x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
+) -> OperandPair:
     """See :func:`snip_megatron.quantization.packed.quantize_operands`.
 
     One kernel reads the matrix for all operands with tiles or blocks, and one for those with a scale for the whole
     tensor, after its amax.
     """
     x = checked(x)
+    if rows is not None:
+        return quantize_rows(x, spec, rows)
     if not reads_words(x):  # torch quantises others
         return packed.quantize_operands(x, spec, cached)
     row: Operand | None = None

@@ -1,5 +1,6 @@
 """The linear of all experts against float64 products of independently quantised operands, expert by expert."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
+from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, Override, StepContext
@@ -23,6 +25,7 @@ from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.formats import STOCHASTIC
+from snip_megatron.quantization.kernels.listing import Variant, listed
 from snip_megatron.quantization.operands import OperandSpec
 from tests.unit.gemm import emulated_grouped
 from tests.unit.gemm.emulated_scaled_mm import scaled_mm
@@ -63,8 +66,9 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
         return grouped_product(self.handles, list(self.parameters()), x, splits)
 
-    def call(self, splits: Sequence[int], told: Callable[[], None]) -> GroupedCall:
-        return grouped_call(self.handles, list(self.parameters()), splits, told)
+    def call(self, rows: GroupRows, told: Callable[[], None] | None = None) -> GroupedCall:
+        order = slice(None, None, -1 if rows.backwards else 1)
+        return grouped_call(self.handles[order], list(self.parameters())[order], rows, told)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -236,23 +240,29 @@ BF16_ALL = (BF16, BF16, BF16)
         ((FP8, FP8, BF16), (TENSOR, FP8, BF16), None),
     ],
 )
-def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2: Formats, asked: Any) -> None:
-    """Against float64, with empty experts: the result, and the gradients of X, of the probabilities and of weights."""
-    splits, hidden, width, noting = (256, 0, 128), 128, 256, Noting()
+@pytest.mark.parametrize("backwards", [False, True])
+def test_swiglu_times_probabilities_between_two_linears(
+    of_fc1: Formats, of_fc2: Formats, asked: Any, backwards: bool
+) -> None:
+    """Against float64, with rows that no expert pads and empty experts: the result, and the gradients of X, of the
+    probabilities and of weights.
+    """
+    splits, hidden, width, noting = (130, 0, 7), 128, 256, Noting()
+    rows = group_rows(splits, torch.device("cpu"), backwards=backwards)
     backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
     fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
     fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
     fc1.context.quantizes = fc2.context.quantizes = True
     draws = torch.Generator().manual_seed(5)
-    x, g = (torch.randn(384, hidden, generator=draws).bfloat16() for _ in range(2))
+    x, g = (torch.randn(137, hidden, generator=draws).bfloat16() for _ in range(2))
     x.requires_grad_()
-    probs = torch.rand(384, generator=draws).requires_grad_()
+    probs = torch.rand(137, generator=draws).requires_grad_()
     first, second = fc1.handles[0], fc2.handles[0]
     assert may_fuse_experts(first, second) is (asked is not None)
     if asked is None:
         return
     complete: list[str] = []
-    calls = fc1.call(splits, lambda: complete.append("fc1")), fc2.call(splits, lambda: complete.append("fc2"))
+    calls = fc1.call(rows, lambda: complete.append("fc1")), fc2.call(rows, lambda: complete.append("fc2"))
     y = fused_experts(x, probs, *calls)
     y.backward(g)
     assert complete == ["fc2", "fc1"]
@@ -281,6 +291,40 @@ def test_its_kernels_run_before_training(parallel: str, asked: Any) -> None:
     handle.state.beside_swiglu = True
     warm_up_gemms(warm_up_linear(handle, 130, whole_x=False), [(FP8, FP4, BF16), (FP8, FP4, FP8)])
     assert noting.formats == asked
+
+
+@pytest.mark.parametrize("tokens", [130, 256])
+def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, which runs no kernel, as if it had Triton's."""
+    pytest.importorskip("triton")
+    from snip_megatron.gemm import grouped_wgrad
+    from snip_megatron.quantization.kernels import quantize
+    from snip_megatron.quantization.kernels import swiglu as activations
+
+    monkeypatch.setattr("snip_megatron.gemm.group_rows.has_kernels", lambda x: True)
+    backend = HopperBackend(
+        quantize, ScaledProducts(scaled_mm), activations=activations, groups=emulated_grouped,
+        add_wgrad=grouped_wgrad.add_wgrad,
+    )  # fmt: skip
+    chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]
+    fc1, fc2 = (Experts(3, chosen[0], backend, n=n, k=k) for n, k in ((256, 128), (128, 128)))
+    with listed(run=False) as before:
+        for experts, parallel in ((fc1, "column"), (fc2, "row")):
+            experts.snip_experts = experts.handles  # type: ignore[assignment]
+            handle = replace(experts.handles[0], parallel=parallel)
+            handle.state.beside_swiglu = True
+            warm_up_gemms(warm_up_linear(handle, tokens, whole_x=False), chosen)
+    x, probs = torch.zeros(tokens, 128).bfloat16().requires_grad_(), torch.rand(tokens).requires_grad_()
+    for formats, backwards in itertools.product(chosen, (False, True)):
+        fc1.handles[0].state.formats = fc2.handles[0].state.formats = formats
+        rows = group_rows((tokens - 7, 0, 7), torch.device("cpu"), backwards=backwards)
+        with listed(run=False) as listing:
+            fused_experts(x, probs, fc1.call(rows), fc2.call(rows)).sum().backward()
+        names = {each.name for each in listing.variants if isinstance(each, Variant)}
+        assert {"quantised_rows_kernel", "rows_kernel", "grouped_wgrad_kernel"} <= names
+        assert listing.variants.keys() <= before.variants.keys()
 
 
 def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:

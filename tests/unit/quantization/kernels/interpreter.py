@@ -48,9 +48,8 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
     if name == "add_wgrad":  # writes to its last argument
         grouped_wgrad.add_wgrad(*arguments)
         return arguments[-1]
-    if name == "move_rows":  # writes to its second argument
-        rows.move_rows(*arguments, **options)
-        return arguments[1]
+    if name in ("pad", "unpad"):
+        return getattr(rows, name)(*arguments)
     if name == "quantize_exact":
         return exact.quantize_exact(*arguments, **options)
     if "swiglu" in name:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.gemm.grouped_hopper import add_wgrad
-from snip_megatron.layers.padding import PaddedSplits
-from snip_megatron.quantization import derive_seeds, exact
+from snip_megatron.quantization import derive_seeds, exact, packed
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.hadamard import Rotation
@@ -195,25 +195,55 @@ def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int
 
 
 # -- experts --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((1152, 0, 1024), 256)])
+def rows_of(splits: tuple[int, ...], *, backwards: bool = False) -> GroupRows:
+    return group_rows(splits, torch.device("cpu"), backwards=backwards)
+
+
+@pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
 def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...], k: int) -> None:
     """With few rows an expert, and with many; an expert without rows keeps its gradient."""
+    rows, out = rows_of(splits), torch.randn(len(splits), 128, k)
     g, x = (torch.randn(sum(splits), width).bfloat16() for width in (128, k))
-    ends, out = torch.tensor(splits).cumsum(0, dtype=torch.int32), torch.randn(len(splits), 128, k)
-    found = kernels.call("add_wgrad", g, x, ends, out.clone())
     expected = out.clone()
-    add_wgrad(g, x, ends, expected)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
-    assert torch.equal(found[1], out[1])
+    add_wgrad(g, x, rows.map.table, (True, True), expected)
+    assert torch.equal(expected[1], out[1])
+    for unpadded in ((True, False), (False, True), (False, False)):
+        given = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
+        found = kernels.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+        assert torch.equal(found[1], out[1])
+
+
+def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(kernels: Quantizers) -> None:
+    rows = rows_of((3, 70))
+    g, x = (torch.randn(73, 128).bfloat16() for _ in range(2))
+    x[3:] = torch.inf
+    found = kernels.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
+    torch.testing.assert_close(found[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("cols", [(640,), (24,), ()])
 def test_rows_of_experts_are_padded_and_unpadded(kernels: Quantizers, cols: tuple[int, ...], backwards: bool) -> None:
     splits = (3, 0, 128, 130, 32)
-    rows = PaddedSplits(splits, 128, backwards=backwards, device=torch.device("cpu"))
+    rows = rows_of(splits, backwards=backwards)
     x = torch.randn(sum(splits), *cols).bfloat16()
     padded = rows.pad(x)
-    found = kernels.call("move_rows", x, torch.full_like(padded, torch.nan), rows.table, 128, pad=True)
-    assert torch.equal(found, padded)
-    assert torch.equal(kernels.call("move_rows", padded, torch.empty_like(x), rows.table, 128, pad=False), x)
+    assert torch.equal(kernels.call("pad", rows.map, x), padded)
+    assert torch.equal(kernels.call("unpad", rows.map, padded, len(x)), x)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("fmt", "seed"), [("fp8", None), ("fp4", None), ("fp4", 2**63 + 5)])
+def test_padded_rows_are_quantised_without_a_copy(
+    kernels: Quantizers, fmt: str, seed: int | None, backwards: bool
+) -> None:
+    """Bit for bit what the quantiser makes of a padded copy, zero rows included."""
+    rows, how = rows_of((3, 0, 128, 130, 1), backwards=backwards), spec(fmt, row_seed=seed)
+    x = matrix(262, 256)
+    found, _ = kernels.call("quantize_operands", x, how, None, rows.map)
+    expected, _ = kernels.call("quantize_operands", rows.pad(x), how)
+    reference, _ = packed.quantize_operands(x, how, None, rows.map)
+    for other in (expected, reference) if seed is None else (expected,):
+        assert torch.equal(found.values.view(torch.uint8), other.values.view(torch.uint8))
+        assert torch.equal(found.scale, other.scale)
