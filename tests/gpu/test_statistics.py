@@ -4,12 +4,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from drift_oracle import drift_differs
 
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
-from snip_megatron.optimizers.signs import error_signs
-from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
 from snip_megatron.precision import LinearId
 from snip_megatron.statistics import errors
 from snip_megatron.statistics.recorder import LinearRecorder
@@ -71,33 +70,7 @@ def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2048 * 3000), (12345, 5_000_001)])
 def test_drift(start: int, end: int) -> None:
-    from snip_megatron.optimizers.kernels.update_error import ErrorSizes, error_sums
-
-    rows, cols = torch.arange(2048, device="cuda") + 7, torch.randperm(3000, device="cuda")
-    count = end - start
-    size = torch.randn(count, device="cuda").exp() * 1e-6
-    m, v = torch.randn(count, device="cuda") * size, (size * torch.rand(count, device="cuda")).square()
-    m[:100], v[:100] = 0.0, 0.0
-    g = torch.randn(count, device="cuda") * 1e-6
-
-    def norms(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, device="cuda", dtype=torch.float64)
-
-    sizes = ErrorSizes(9, rows, cols, norms(2048) * 1e-6, norms(3000), norms(3, 2048) * 1e-13, norms(3, 3000))
-    kept = AdamWState(start, end, 7, m, v, 0.9, 0.95, 1e-8)
-    exact = AdamWState(start, end, 7, m.double(), v.double(), 0.9, 0.95, 1e-8)
-    by_rho, by_format = error_sums(g, kept, sizes, RHO_GRID.tolist(), factor=0.7, noise=0.5)
-    z = error_signs(9, rows, cols).view(-1)[start:end].double()
-    of_step = gradient_of_a_step(g.double() * 0.7, exact, 0.5)
-    unit = torch.outer(sizes.unit_rows, sizes.unit_cols).view(-1)[start:end] * z
-    assert_close(by_rho, exact.squared_error(of_step, unit, RHO_GRID.tolist()), rtol=1e-3)
-    assert sizes.var_rows is not None
-    assert sizes.var_cols is not None
-    for f in (1, 2):
-        variance = torch.outer(sizes.var_rows[f], sizes.var_cols[0])
-        variance = (variance + torch.outer(sizes.var_rows[0], sizes.var_cols[f])).view(-1)[start:end]
-        expected = exact.squared_error(of_step, variance.sqrt() * z, [1.0])[0]
-        assert_close(by_format[f - 1], expected, rtol=1e-3)
+    assert drift_differs((2048, 3000), start, end, 7, 0.5, RHO_GRID.tolist(), "cuda") < 1e-3
 
 
 def recorded(device: str) -> LinearRecorder:
