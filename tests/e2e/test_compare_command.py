@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +12,15 @@ from typing import Any
 import psutil
 import pytest
 from signals import heeding
+from snip_command import ROOT, SNIP, snip_alone
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-NANO = REPOSITORY / "benchmarks/quality/experiments" / "nano.json"
-TEXT = REPOSITORY / "snip_megatron"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "snip_megatron.cli", *map(str, arguments)]
+NANO = ROOT / "benchmarks/quality/experiments" / "nano.json"
+TEXT = ROOT / "snip_megatron"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
 
 
-def snip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=REPOSITORY
-    )
+def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return snip_alone(*arguments, SNIP_COMMIT="c0ffee")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
     arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", work)
     first = tmp_path / "first"
     process = subprocess.Popen(
-        command(*arguments, "--out", first), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
+        [*SNIP, *arguments, "--out", first], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
     )
     for _ in until_one_run_is_done(first, process):
         time.sleep(0.1)
@@ -161,10 +154,8 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
 
 def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: Path) -> None:
     number = signal.SIGQUIT
-    arguments = command("validate-proxy", NANO, "--data", data, "--out", tmp_path, "--gpus", "0")
-    process = subprocess.Popen(
-        heeding(number, arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=REPOSITORY
-    )
+    arguments = [*SNIP, "validate-proxy", *map(str, (NANO, "--data", data, "--out", tmp_path, "--gpus", "0"))]
+    process = subprocess.Popen(heeding(number, arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
     while not [*tmp_path.glob("work/logs/*")]:
         assert process.poll() is None
         time.sleep(0.1)

@@ -3,18 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from snip_command import ROOT, refused, snip_alone
 
 
 def doctor(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "snip_megatron.cli", "doctor", *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    return snip_alone("doctor", *arguments, PYTHONPATH=f"{path}{os.pathsep}{ROOT}")
 
 
 def test_a_working_machine_is_ready(tmp_path):
@@ -54,6 +50,4 @@ def test_a_package_that_cannot_be_imported_fails_and_the_other_checks_are_made(t
 
 
 def test_a_port_that_does_not_exist_is_one_line():
-    done = doctor("--port", "70000")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "snip doctor: --port 70000: must lie between 1 and 65535\n"
+    assert refused("doctor", "--port", "70000") == "--port 70000: must lie between 1 and 65535"

@@ -1,15 +1,13 @@
 """``snip launch`` as a user runs it: the exact command, the hardware, one line for every mistake."""
 
-import os
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
-from snip_megatron.cli import main
 from snip_megatron.launch.job import make_job
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
@@ -17,21 +15,10 @@ from snip_megatron.planner.request import parse_request
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.loading import load_cost_model
 
-ROOT = Path(__file__).resolve().parents[2]
-SNIP = f"{sys.executable} -m snip_megatron.cli"
 
-
-def exit_code(*arguments: object) -> object:
-    try:
-        return main(["launch", *map(str, arguments)])
-    except SystemExit as end:  # argparse
-        return end.code
-
-
-def test_a_dry_run_prints_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_a_script(tmp_path: Path) -> None:
     asked = ("70b", "--data", "mock", "--save", tmp_path / "a folder", "--dry-run", "--megatron", "--train-iters", "5")
-    assert exit_code(*asked) == 0
-    out = capsys.readouterr().out
+    out = snip("launch", *asked).stdout
     assert out.startswith("# Llama 3 70B: llama-70b\n")
     # The shell reads what would be run.
     words = shlex.split(out, comments=True)
@@ -47,10 +34,7 @@ def test_a_dry_run_prints_a_script(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_what_is_printed_runs(tmp_path: Path) -> None:
     """The command of a dry run, with Megatron's help in place of training."""
     wishes = ["1b", "--smoke", "--cpu", "--nodes", "1", "--gpus-per-node", "1", "--dry-run", "--save"]
-    printed = subprocess.run(
-        [*shlex.split(SNIP), "launch", *wishes, str(tmp_path)],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ).stdout  # fmt: skip
+    printed = snip_alone("launch", *wishes, tmp_path).stdout
     script = printed.replace("-m torch.distributed.run", "-c 'import sys; print(sys.argv[1:])'")
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert "'--standalone', '-m', 'snip_megatron.pretrain_gpt', '--num-layers', '2'" in done.stdout
@@ -60,11 +44,10 @@ def without_clock(plan: str) -> list[str]:
     return [line.partition(": optimal in")[0] for line in plan.splitlines()]
 
 
-def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds() -> None:
     """Its linears are those of the table of known models."""
     wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
-    assert exit_code(*wanted) == 0
-    expected = capfd.readouterr().out
+    expected = snip("launch", *wanted).stdout
     assert expected.startswith(
         "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"
     )
@@ -73,16 +56,15 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(capfd: py
     table = load_cost_model("h200")
     known = render(make_plan(StepModel(layout, table), parse_request({}, table)))
     assert without_clock(expected.partition("\n")[2]) == without_clock(known)
-    assert exit_code(*wanted, "--megatron", "--nonsense") == 2
-    assert capfd.readouterr().err == "snip launch: unrecognized arguments: --nonsense\n"
+    assert refused("launch", *wanted, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"), [(("1b",), "1 8"), (("70b",), "8 8"), (("70b-pp8", "--gpus-per-node", 4), "16 4")]
 )
-def test_hardware(arguments: tuple[object, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*arguments, "--data", "mock", "--save", "/nowhere/c", "--hardware") == 0
-    assert capsys.readouterr().out == f"{line}\n"
+def test_hardware(arguments: tuple[object, ...], line: str) -> None:
+    done = snip("launch", *arguments, "--data", "mock", "--save", "/nowhere/c", "--hardware")
+    assert (done.returncode, done.stdout) == (0, f"{line}\n")
 
 
 @pytest.mark.parametrize(
@@ -95,17 +77,12 @@ def test_hardware(arguments: tuple[object, ...], line: str, capsys: pytest.Captu
         ("7b --data mock --save x --recompute most", "argument --recompute: invalid choice: 'most'"),
     ],
 )
-def test_refusals(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"snip launch: {message}")
-    assert err.count("\n") == 1
+def test_refusals(arguments: str, message: str) -> None:
+    assert refused("launch", *arguments.split()).startswith(message)
 
 
 def test_the_script_is_the_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "torchrun.sh"), "3b", "--data", "mock", "--save", str(tmp_path), "--hardware"],
-        capture_output=True, text=True, env=os.environ | {"SNIP": SNIP, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    script = ("bash", str(ROOT / "launch" / "torchrun.sh"))
+    wishes = ("3b", "--data", "mock", "--save", tmp_path, "--hardware")
+    done = snip_alone(*wishes, command=script, SNIP=shlex.join(SNIP))
     assert (done.returncode, done.stdout) == (0, "1 8\n"), done.stderr

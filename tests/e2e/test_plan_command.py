@@ -1,28 +1,20 @@
 """``snip plan`` as a user runs it: tables, JSON, and one line for every mistake."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from snip_command import refused, snip, snip_alone
 
-from snip_megatron.cli import main
 from snip_megatron.planner.plan import PLAN_SCHEMA
 
 SEVENTY = ("--model", "llama-70b", "--tp", 8, "--pp", 8)
 
 
-def snip(*arguments: object, run: tuple[str, str] = ("-m", "snip_megatron.cli")) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *run, "plan", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
 def test_70b(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    done = snip(*SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
+    done = snip_alone("plan", *SEVENTY, "--sequence-parallel", "--budget", "fp4=0.75", "--json", out)
     assert done.returncode == 0, done.stderr
     plan = json.loads(out.read_text())
     assert plan["schema"] == PLAN_SCHEMA
@@ -37,26 +29,26 @@ def test_70b(tmp_path: Path) -> None:
     assert "NVIDIA H200" in done.stdout
 
 
-def test_a_model_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", "--model", "llama-8b", "--timings", "flops", "--budget", "speedup=1.2"]) == 0
-    assert "budget speedup=1.2 over bf16,fp8,fp4" in capsys.readouterr().out
+def test_a_model_on_one_gpu() -> None:
+    done = snip("plan", "--model", "llama-8b", "--timings", "flops", "--budget", "speedup=1.2")
+    assert "budget speedup=1.2 over bf16,fp8,fp4" in done.stdout
 
 
-def test_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases(tmp_path: Path) -> None:
     """A schedule adds a table of phases, and its arguments mean nothing without one."""
-    sizes = ["plan", "--model", "1b", "--timings", "flops", "--budget", "fp4=0.9"]
+    sizes = ("plan", "--model", "1b", "--timings", "flops", "--budget", "fp4=0.9")
     out = tmp_path / "plan.json"
-    assert exit_code([*sizes, "--schedule", "auto", "--train-iters", "200", "--json", str(out)]) == 0
-    assert "phases of --schedule auto over 200 steps" in capsys.readouterr().out
+    done = snip(*sizes, "--schedule", "auto", "--train-iters", 200, "--json", out)
+    assert "phases of --schedule auto over 200 steps" in done.stdout
     assert [phase["steps"] for phase in json.loads(out.read_text())["phases"]["phases"]] == [100, 50, 30, 20]
-    assert exit_code(sizes) == 0
-    assert "phases" not in capsys.readouterr().out
-    assert exit_code([*sizes, "--schedule", "auto"]) == 2
-    assert "--schedule auto: needs the length of the run: give --train-iters" in capsys.readouterr().err
-    assert exit_code([*sizes, "--train-iters", "200"]) == 2
-    assert "--train-iters 200 has no effect with --schedule static" in capsys.readouterr().err
-    assert exit_code([*sizes, "--schedule", str(tmp_path / "none.json"), "--train-iters", "9"]) == 2
-    assert "give static, auto or a snip.schedule/1 file" in capsys.readouterr().err
+    done = snip(*sizes)
+    assert (done.returncode, "phases" in done.stdout) == (0, False)
+    for arguments, message in (
+        (("--schedule", "auto"), "--schedule auto: needs the length of the run: give --train-iters"),
+        (("--train-iters", 200), "--train-iters 200 has no effect with --schedule static"),
+        (("--schedule", "none.json", "--train-iters", 9), "give static, auto or a snip.schedule/1 file"),
+    ):
+        assert message in refused(*sizes, *arguments)
 
 
 EXPERTS = (
@@ -71,7 +63,7 @@ EXPERTS = (
 def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> None:
     """On 4 GPUs in two stages: a layer of experts has 4 of them on each rank, to which 2 ranks send tokens twice."""
     out = tmp_path / "plan.json"
-    done = snip("--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *EXPERTS.split())
+    done = snip_alone("plan", "--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *EXPERTS.split())
     assert done.returncode == 0, done.stderr
     plan = json.loads(out.read_text())
     linears = {row["kind"]: row for row in plan["linears"]}
@@ -93,44 +85,33 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     plans = []
     for arguments in (given, f"{given} --no-gradient-accumulation-fusion"):
         out = tmp_path / "plan.json"
-        done = snip("--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *arguments.split())
+        done = snip_alone("plan", "--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *arguments.split())
         assert done.returncode == 0, done.stderr
         plans.append(json.loads(out.read_text()))
     assert [plan["layout"]["gradient_accumulation_fusion"] for plan in plans] == [True, False]
     assert plans[0]["linears"][0]["kind"]
 
 
-def test_what_an_update_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_update_measures(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    args = ["plan", "--model", "1b", "--timings", "flops", "--dp", "2", "--json", str(out)]
-    passes = {}
-    for name, given in {
-        "noise": [],
-        "fixed": ["--policy", "uniform-fp8"],
-    }.items():
-        assert exit_code([*args, *given]) == 0
-        plan = json.loads(out.read_text())
-        passes[name] = plan["overhead"]["microbatches"]
-        assert sum(plan["overhead"]["by_kind"].values()) == passes[name]
-    assert passes["noise"] == 2
-    assert passes["fixed"] == 0
-    said = capsys.readouterr().out
-    assert "policy uniform-fp8: its map is fixed, nothing is measured" in said
+    for given, microbatches in (((), 2), (("--policy", "uniform-fp8"), 0)):
+        done = snip("plan", "--model", "1b", "--timings", "flops", "--dp", 2, "--json", out, *given)
+        assert done.returncode == 0
+        overhead = json.loads(out.read_text())["overhead"]
+        assert sum(overhead["by_kind"].values()) == overhead["microbatches"] == microbatches
+    assert "policy uniform-fp8: its map is fixed, nothing is measured" in done.stdout
 
 
-def test_a_budget_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=5"]) == 3
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.startswith("snip plan: --budget speedup=5: infeasible: ")
-    assert "the highest reachable speedup is 4" in error
-    assert error.count("\n") == 1
+def test_a_budget_out_of_reach() -> None:
+    line = refused("plan", "--model", "8b", "--timings", "flops", "--budget", "speedup=5", code=3)
+    assert line.startswith("--budget speedup=5: infeasible: ")
+    assert "the highest reachable speedup is 4" in line
 
 
 def test_a_plan_is_made_without_torch() -> None:
     """Importing torch takes about ten times as long as everything else that a plan imports."""
     code = "import sys; from snip_megatron.cli import main; main(); sys.exit('torch' in sys.modules)"
-    done = snip("--model", "1b", "--dp", 2, run=("-c", code))
+    done = snip_alone("plan", "--model", "1b", "--dp", 2, command=(sys.executable, "-c", code))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -150,17 +131,5 @@ def test_a_plan_is_made_without_torch() -> None:
         ),
     ],
 )
-def test_refusals(arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(["plan", *map(str, arguments)]) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.startswith(f"snip plan: {message}")
-    assert error.count("\n") == 1
-
-
-def exit_code(arguments: list[str]) -> object:
-    """Of the command, run in this process."""
-    try:
-        return main(arguments)
-    except SystemExit as end:  # argparse
-        return end.code
+def test_refusals(arguments: tuple[object, ...], message: str) -> None:
+    assert refused("plan", *arguments).startswith(message)

@@ -5,24 +5,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
+from snip_command import ROOT, SNIP, refused, snip_alone
 
-from snip_megatron.cli import main
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_directory import RunDirectory
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def snip(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "snip_megatron.cli", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -37,14 +28,14 @@ def recorded(tmp_path) -> Path:
 
 
 def test_writes_the_page_and_says_where(recorded, tmp_path):
-    done = snip("report", "run", cwd=tmp_path)
+    done = snip_alone("report", "run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == "run/report.html"
     assert "</html>" in (recorded / "report.html").read_text(encoding="utf-8")
 
 
 def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
-    done = snip("report", "run", "--json", cwd=tmp_path)
+    done = snip_alone("report", "run", "--json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     body = json.loads(done.stdout)
     assert (body["schema"], body["verdict"], body["steps"]) == ("snip.worth/1", "not judged", 5)
@@ -52,7 +43,7 @@ def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
 
 
 def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
-    command = [sys.executable, "-m", "snip_megatron.cli", "report", "run", "--live", "--port", "0"]
+    command = [*SNIP, "report", "run", "--live", "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -78,9 +69,6 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
         ("run", "run", "--live"),
     ],
 )
-def test_bad_input_is_one_line(recorded, tmp_path, arguments, monkeypatch, capsys):
+def test_bad_input_is_one_line(recorded, tmp_path, arguments, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("snip report: ")
+    refused("report", *arguments)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_solve_command import one_line, snip
+from snip_command import refused, snip
 
 from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
 from snip_megatron.precision.budget import Budget
@@ -76,7 +76,7 @@ def test_another_policy_over_the_statistics(recorded: Path) -> None:
 
 
 def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path) -> None:
-    line = one_line(snip("solve", recorded, "--budget", "speedup=1.2"), 2)
+    line = refused("solve", recorded, "--budget", "speedup=1.2")
     assert "--cost" in line
     fast = solved(snip("solve", recorded, "--budget", "speedup=1.2", "--cost", "h200", "--formats", "bf16,fp8"))
     assert fast["speedup"] >= 1.2 * (1 - 1e-8)
@@ -90,16 +90,16 @@ def test_mistakes(recorded: Path, tmp_path: Path) -> None:
         ([recorded, "--step", "11"], "has an update at 10"),
         ([recorded, "--policy", "bf16"], "nothing to solve"),
         ([recorded, "--formats", "fp8,nvfp4"], "hold no nvfp4"),
-        ([recorded, "--pin", "*.linear_fc9=fp8"], "solve: --pin *.linear_fc9=fp8: matches no option"),
-        ([recorded, "--pin", "fc1"], "solve: --pin fc1: expected GLOB=FORMAT"),
-        ([recorded, "--q", "best"], "solve: --q best: unknown"),
-        ([recorded, "--policy", "snip", "--estimator", "best"], "solve: --estimator best: unknown"),
-        ([recorded, "--policy", "best"], "solve: --policy best: unknown"),
-        ([recorded, "--stage-tolerance", "2"], "solve: --stage-tolerance 2: "),
-        ([recorded, "--policy", "snip", "--estimator", "measured"], "solve: --estimator measured: unknown"),
+        ([recorded, "--pin", "*.linear_fc9=fp8"], "--pin *.linear_fc9=fp8: matches no option"),
+        ([recorded, "--pin", "fc1"], "--pin fc1: expected GLOB=FORMAT"),
+        ([recorded, "--q", "best"], "--q best: unknown"),
+        ([recorded, "--policy", "snip", "--estimator", "best"], "--estimator best: unknown"),
+        ([recorded, "--policy", "best"], "--policy best: unknown"),
+        ([recorded, "--stage-tolerance", "2"], "--stage-tolerance 2: "),
+        ([recorded, "--policy", "snip", "--estimator", "measured"], "--estimator measured: unknown"),
         ([tmp_path], "not a run directory"),
     ]:
-        assert words in one_line(snip("solve", *arguments), 2)
+        assert words in refused("solve", *arguments)
     alone = tmp_path / "step_10.npz"
     alone.write_bytes((recorded / "stats" / "step_10.npz").read_bytes())
-    assert "lies in no run directory" in one_line(snip("solve", alone), 2)
+    assert "lies in no run directory" in refused("solve", alone)

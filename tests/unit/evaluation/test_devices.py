@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from snip_command import refused
 
-from snip_megatron.cli import main
 from snip_megatron.commands.compare import devices
 from snip_megatron.errors import SnipError
 
@@ -36,10 +36,7 @@ def test_too_few_gpus_and_no_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp9", "bf16", "nvfp4_hadamard"])
-def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(
-    fmt: str, prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["validate-proxy", str(NANO), "--data", str(prepared), "--out", str(prepared / "out"), "--gpus", "0"]
-    assert main([*arguments, "--format", fmt]) == 2
-    assert fmt in capsys.readouterr().err
+def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(fmt: str, prepared: Path) -> None:
+    arguments = ("validate-proxy", NANO, "--data", prepared, "--out", prepared / "out", "--gpus", "0")
+    assert fmt in refused(*arguments, "--format", fmt)
     assert not (prepared / "out").exists()

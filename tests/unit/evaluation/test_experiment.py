@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from snip_command import refused
 
-from snip_megatron.cli import main
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
@@ -160,11 +160,11 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
-    path: str, value: Any, message: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: str, value: Any, message: str, prepared: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "e.json").write_text(json.dumps(changed(path, value)))
-    assert main(["compare", str(tmp_path / "e.json"), "--data", str(prepared), "--dry-run"]) == 2
-    assert capsys.readouterr().err.startswith(f"snip compare: nano: {message}")
+    line = refused("compare", tmp_path / "e.json", "--data", prepared, "--dry-run")
+    assert line.startswith(f"nano: {message}")
 
 
 def test_the_name_is_that_of_the_file_and_text_that_is_no_json_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from snip_command import refused
 
 from snip_megatron.cli import main
 from snip_megatron.commands import compare, validate_proxy
@@ -58,9 +59,7 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     ],
     ids=str,
 )
-def test_a_damaged_result_is_one_line(
-    place: tuple[Any, ...], value: Any, prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_result_is_one_line(place: tuple[Any, ...], value: Any, prepared: Path) -> None:
     """``None`` stands for a field that is missing."""
     body = json.loads((NANO.parents[2] / "results/quality/compare_26m-cost_h200_2026-11-21.json").read_text())
     owner = functools.reduce(operator.getitem, place[:-1], body)
@@ -70,12 +69,9 @@ def test_a_damaged_result_is_one_line(
         owner[place[-1]] = value
     path = prepared / "nano.json"
     path.write_text(json.dumps(body))
-    again = [str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(prepared), "--resume"]
-    for arguments in (["--report", str(path)], again):
-        assert main(["compare", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"snip compare: {path}: is no result file of snip compare (")
-        assert error.count("\n") == 1
+    again = (NANO, "--data", prepared, "--gpus", "0", "--out", prepared, "--resume")
+    for arguments in (("--report", path), again):
+        assert refused("compare", *arguments).startswith(f"{path}: is no result file of snip compare (")
 
 
 @pytest.fixture(autouse=True)
@@ -105,13 +101,11 @@ def test_two_comparisons_do_not_write_one_result(
     )
 
 
-def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path) -> None:
     (prepared / "file").write_text("")
     out = prepared / "file" / "out"
-    assert main(["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"snip compare: {out / 'work'}: cannot be written (")
-    assert error.count("\n") == 1
+    line = refused("compare", NANO, "--data", prepared, "--gpus", "0", "--out", out)
+    assert line.startswith(f"{out / 'work'}: cannot be written (")
 
 
 def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path: Path) -> None:

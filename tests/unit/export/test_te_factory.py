@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from snip_command import refused
 
-from snip_megatron.cli import main
 from snip_megatron.export.te_factory import factory_source
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, dense_names, option_id
 
@@ -20,15 +20,10 @@ FC1 = "decoder.layers.1.mlp.linear_fc1"
         ({}, "names no linear"),
     ],
 )
-def test_maps_that_are_refused(
-    choices: dict[str, Format], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_maps_that_are_refused(choices: dict[str, Format], words: str, tmp_path: Path) -> None:
     source = tmp_path / "map.json"
     source.write_text(PrecisionMap(choices).to_json())
-    assert main(["export", "--format", "te", str(source), "--out", str(tmp_path / "recipe")]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    assert words in refused("export", "--format", "te", source, "--out", tmp_path / "recipe")
     assert not (tmp_path / "recipe").exists()
 
 

@@ -10,8 +10,8 @@ from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.utils import get_quant_config_or_none, load_quantization_recipe
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from snip_command import refused, snip
 
-from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
 from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
 from snip_megatron.precision import (
@@ -45,7 +45,7 @@ def layer_map(layers: int) -> PrecisionMap:
 def export(tmp_path: Path, precision_map: PrecisionMap, *arguments: str) -> Path:
     source, out = tmp_path / "map.json", tmp_path / "recipes"
     source.write_text(precision_map.to_json())
-    assert main(["export", "--format", "megatron", str(source), "--out", str(out), *arguments]) == 0
+    assert snip("export", "--format", "megatron", source, "--out", out, *arguments).returncode == 0
     return out
 
 
@@ -144,22 +144,19 @@ def test_collapse_takes_a_variant_for_its_base() -> None:
     assert collapse((Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)) is Format.NVFP4
 
 
-def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path) -> None:
     choices = {option_id(n, g): Format.FP8 for n in dense_names(2) for g in Gemm}
     choices["decoder.layers.1.mlp.linear_fc1:wgrad"] = Format.FP4
     for gemm in Gemm:
         choices[f"decoder.layers.0.mlp.linear_fc2:{gemm.value}"] = Format.FP4
     source = tmp_path / "map.json"
     source.write_text(PrecisionMap(choices).to_json())
-    arguments = ["export", "--format", "megatron", str(source), "--out", str(tmp_path / "recipes")]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    arguments = ("export", "--format", "megatron", source, "--out", tmp_path / "recipes")
+    error = refused(*arguments)
     assert "decoder.layers.1.mlp.linear_fc1 runs its GEMMs in fp8, fp8, fp4" in error
     assert "--collapse" in error
     assert not (tmp_path / "recipes").exists()
-    assert main([*arguments, "--collapse"]) == 0
-    out = capsys.readouterr().out.splitlines()
+    out = snip(*arguments, "--collapse").stdout.splitlines()
     assert out[0] == "decoder.layers.1.mlp.linear_fc1: fp8, fp8, fp4 → fp8"
     assert out[1] == "1 of 8 linears collapsed to the widest of their formats"
     assert out[2].startswith("fp4 → nvfp4: ")
@@ -185,32 +182,19 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path,
         (["--format", "onnx"], "onnx"),
     ],
 )
-def test_what_cannot_be_exported_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], words: str
-) -> None:
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
     source = tmp_path / "map.json"
     source.write_text(layer_map(4).to_json())
-    command_line = ["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out"), *arguments]
-    try:
-        code = main(command_line)
-    except SystemExit as leaving:  # argparse's own refusals
-        code = leaving.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert words in error
-    assert error.count("\n") == 1
+    command_line = ("export", "--format", "megatron", source, "--out", tmp_path / "out", *arguments)
+    assert words in refused(*command_line)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": "snip.map/1", "choices": {}}'])
-def test_sources_that_are_no_map(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
-    source = tmp_path / "map.json"
+def test_sources_that_are_no_map(tmp_path: Path, text: str) -> None:
+    source, command = tmp_path / "map.json", ("export", "--format", "megatron", "--out", tmp_path / "out")
     source.write_text(text)
-    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
-    assert str(source) in capsys.readouterr().err
-    holes = PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8})
-    source.write_text(holes.to_json())
-    assert main(["export", "--format", "megatron", str(source), "--out", str(tmp_path / "out")]) == 2
-    assert "says nothing about decoder layer 0" in capsys.readouterr().err
-    assert main(["export", "--format", "megatron", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert str(source) in refused(*command, source)
+    source.write_text(PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8}).to_json())
+    assert "says nothing about decoder layer 0" in refused(*command, source)
+    assert "cannot be read" in refused(*command, tmp_path)

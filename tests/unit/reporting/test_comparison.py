@@ -5,8 +5,8 @@ import re
 
 import pytest
 import synthetic_run
+from snip_command import refused, snip
 
-from snip_megatron.cli import main
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_data import load_run
@@ -115,16 +115,11 @@ def test_hostile_names_and_empty_runs(tmp_path):
     assert all(figure is None for figure in figures_of(render_comparison([load_run(empty)] * 2)).values())
 
 
-def test_command(pair, tmp_path, capsys):
-    assert main(["report", *map(str, pair)]) == 0
-    assert capsys.readouterr().out.strip() == str(pair[0] / "comparison.html")
-    assert main(["report", *map(str, pair), "--out", str(tmp_path / "page.html")]) == 0
+def test_command(pair, tmp_path):
+    assert snip("report", *pair).stdout.strip() == str(pair[0] / "comparison.html")
+    assert snip("report", *pair, "--out", tmp_path / "page.html").returncode == 0
     assert (tmp_path / "page.html").exists()
-    capsys.readouterr()
     for arguments in ([pair[0], pair[0]], [pair[0], tmp_path], [*pair, "--cost", "h200"], [pair[0], "--cost", "x"]):
-        assert main(["report", *map(str, arguments)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("snip report: ")
-        assert error.count("\n") == 1
+        refused("report", *arguments)
     with pytest.raises(SnipError, match="too many"):
         write_comparison([tmp_path] * (MAX_RUNS + 1))
