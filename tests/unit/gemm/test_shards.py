@@ -25,7 +25,7 @@ from snip_megatron.quantization.wire import bytes_per_element
 
 from .emulated_scaled_mm import scaled_mm
 from .interpreted import shard_differences
-from .products import keys, operands
+from .products import BACKENDS, keys, operands, run
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 NVFP4, MXFP8 = Format.NVFP4, Format.MXFP8
@@ -34,10 +34,6 @@ TRIPLES = [
     *((fmt, fmt, fmt) for fmt in Format if fmt not in ROTATED),
     (FP8, FP4, BF16), (BF16, FP8, FP4), (FP4, FP8, FP8), (TENSOR, NVFP4, FP4), (MXFP8, FP4, TENSOR),
 ]  # fmt: skip
-
-
-def hopper() -> HopperBackend:
-    return HopperBackend(packed, ScaledProducts(scaled_mm))
 
 
 def joined(
@@ -55,15 +51,10 @@ def by_shards(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: An
     fprop, dgrad, wgrad = formats
     shards = list(zip(x.chunk(RANKS), g.chunk(RANKS), strict=True))
     of_x = [backend.quantize(part, OperandSpec(fprop, wgrad, amax=x.abs().max().float())) for part, _ in shards]
-    of_g = [
-        backend.quantize(
-            part,
-            OperandSpec(
-                dgrad, wgrad, keys=keys(w.shape[0])._replace(first_row=i * len(part)), amax=g.abs().max().float()
-            ),
-        )
-        for i, (_, part) in enumerate(shards)
-    ]
+    of_g = []
+    for i, (_, part) in enumerate(shards):
+        own_keys = keys(w.shape[0])._replace(first_row=i * len(part))
+        of_g.append(backend.quantize(part, OperandSpec(dgrad, wgrad, keys=own_keys, amax=g.abs().max().float())))
     w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
     (x_row, _), (x_col, _) = (joined(backend, [pair[i] for pair in of_x], (fprop, wgrad)[i], 1 - i) for i in (0, 1))
     (g_row, _), (g_col, _) = (joined(backend, [pair[i] for pair in of_g], (dgrad, wgrad)[i], 1 - i) for i in (0, 1))
@@ -74,36 +65,24 @@ def by_shards(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: An
     ]
 
 
-def by_the_whole(backend: GemmBackend, x: Tensor, w: Tensor, g: Tensor, formats: Any) -> list[Tensor]:
-    fprop, dgrad, wgrad = formats
-    x_row, x_col = backend.quantize(x, OperandSpec(fprop, wgrad))
-    w_row, w_col = backend.quantize(w, OperandSpec(fprop, dgrad, weight=True))
-    g_row, g_col = backend.quantize(g, OperandSpec(dgrad, wgrad, keys=keys(w.shape[0])))
-    return [
-        backend.multiply(Gemm.FPROP, x_row, w_row, x.dtype),
-        backend.multiply(Gemm.DGRAD, g_row, w_col, g.dtype),
-        backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
-    ]
-
-
 def differing(backend: GemmBackend, formats: Any, shape: tuple[int, int, int] = SHAPE) -> list[str]:
     """Which of Y, ∂L/∂X, ∇W differ by a bit from those of the whole matrices."""
     x, w, g = operands(*shape)
-    pairs = zip(by_shards(backend, x, w, g, formats), by_the_whole(backend, x, w, g, formats), strict=True)
+    pairs = zip(by_shards(backend, x, w, g, formats), run(backend, x, w, g, formats), strict=True)
     return [name for name, (found, expected) in zip(("Y", "dX", "dW"), pairs, strict=True) if not found.equal(expected)]
 
 
-@pytest.mark.parametrize("make", [lambda: REFERENCE, hopper], ids=["reference", "hopper"])
+@pytest.mark.parametrize("name", ["reference", "hopper"])
 @pytest.mark.parametrize("formats", TRIPLES, ids=lambda triple: "-".join(f.value for f in triple))
-def test_bits_are_those_of_the_whole(make: Any, formats: Any) -> None:
-    assert not differing(make(), formats)
+def test_bits_are_those_of_the_whole(name: str, formats: Any) -> None:
+    assert not differing(BACKENDS[name](), formats)
 
 
-@pytest.mark.parametrize("make", [lambda: REFERENCE, hopper], ids=["reference", "hopper"])
+@pytest.mark.parametrize("name", ["reference", "hopper"])
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_shards_have_the_bytes_of_the_format(make: Any, fmt: Format, axis: int) -> None:
-    backend, x = make(), operands(256, 128, 512)[0]
+def test_shards_have_the_bytes_of_the_format(name: str, fmt: Format, axis: int) -> None:
+    backend, x = BACKENDS[name](), operands(256, 128, 512)[0]
     side = backend.quantize(x, OperandSpec(fmt, fmt))[1 - axis]
     sent = sum(tensor.nbytes for tensor in backend.pack(side, fmt, axis).tensors)
     assert sent == bytes_per_element(fmt) * x.numel()
@@ -114,7 +93,7 @@ def test_a_nan_stays_in_its_tile_as_without_shards(fmt: Format) -> None:
     x, w, g = operands(*SHAPE)
     x[200, 3] = torch.nan
     x[10, 7] = torch.inf
-    expected = by_the_whole(REFERENCE, x, w, g, (fmt, BF16, fmt))
+    expected = run(REFERENCE, x, w, g, (fmt, BF16, fmt))
     shards = x.chunk(RANKS)
     amaxes = [gathered_amaxes(part, (fmt, fmt), None) for part in shards]
     both = []
@@ -137,7 +116,7 @@ def test_a_nan_stays_in_its_tile_as_without_shards(fmt: Format) -> None:
 def test_backends_without_gathers_say_so() -> None:
     emulated = EmulatedBackend(quantize_exact, ExactProducts(None))
     emulated.check_gathers([BF16])
-    hopper, plain = HopperBackend(packed, ScaledProducts(scaled_mm)), [fmt for fmt in Format if fmt not in ROTATED]
+    hopper, plain = BACKENDS["hopper"](), [fmt for fmt in Format if fmt not in ROTATED]
     for backend in (REFERENCE, hopper):
         backend.check_gathers(plain)
         with pytest.raises(SnipError, match="combined with nvfp4_hadamard: shards are not transformed before"):
