@@ -42,12 +42,12 @@ def warm() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[Any]:
     """A process group of this process alone."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    yield dist.group.WORLD
     dist.destroy_process_group()
 
 

@@ -1,8 +1,6 @@
 """Real Megatron linears on one gloo rank, and what their quantised GEMMs must give, composed independently."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,16 +18,6 @@ from snip_megatron.quantization.hadamard import ROTATED, rotate
 FC1 = LinearId("decoder", 2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears
 Formats = tuple[Format, Format, Format]
-
-
-@contextmanager
-def one_rank() -> Iterator[dist.ProcessGroup]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.new_group([0])
-    finally:
-        dist.destroy_process_group()
 
 
 def stock_linear(

@@ -1,13 +1,12 @@
 """The quantised linear on one rank: every GEMM in every format, gradients, main_grad, recomputation."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from linears import FC1, Formats, convert, decibel, one_rank, operands, reference, stock_linear
+from linears import FC1, Formats, convert, decibel, operands, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
@@ -26,12 +25,6 @@ ODD = (37, 3, 200, 136)  # T = 111, N, K: no multiple of any tile
 
 def name(value: Any) -> str | None:
     return "-".join(f.value for f in value) if isinstance(value, tuple) else None
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with one_rank() as alone:
-        yield alone
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """Linears that read the step from the device train as those that Python tells; their memory stays."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from linears import Formats, convert, decibel, one_rank, operands, stock_linear
+from linears import Formats, convert, decibel, operands, stock_linear
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.emulated import EmulatedBackend
@@ -37,12 +36,6 @@ class Products(ScaledProducts):
 
 def hopper() -> HopperBackend:
     return HopperBackend(packed, Products())
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with one_rank() as alone:
-        yield alone
 
 
 def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:

@@ -1,24 +1,17 @@
 """What a measuring pass forces on a linear: a format for one microbatch, the keys of another, a nudge, ⟨G, E⟩."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from linears import convert, one_rank, operands, reference, stock_linear
+from linears import convert, operands, reference, stock_linear
 
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, Override, StepContext
 from snip_megatron.precision import Format, Gemm
 
 N, K, S, B = 192, 160, 40, 2
 FP4 = (Format.FP4, Format.FP4, Format.FP4)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with one_rank() as group:
-        yield group
 
 
 def linear(group: dist.ProcessGroup, dtype: torch.dtype, context: StepContext) -> LinearHandle:

@@ -1,12 +1,11 @@
 """When a linear's weight is quantised, and when it must be again."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from linears import convert, one_rank, operands, stock_linear
+from linears import convert, operands, stock_linear
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import StepContext
@@ -30,12 +29,6 @@ class Counting(GemmBackend):
     def quantize(self, x: torch.Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         self.weights += spec.weight
         return super().quantize(x.detach().clone() if spec.weight else x, spec, cached)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    with one_rank() as alone:
-        yield alone
 
 
 @pytest.fixture

@@ -1,19 +1,11 @@
 """Figures of a step, one step later."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_figures_arrive_one_step_later() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import (
@@ -18,6 +17,8 @@ from snip_megatron.statistics.errors import squared_errors
 from snip_megatron.statistics.recorder import Dots, LinearRecorder, Pass
 from snip_megatron.statistics.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
 from snip_megatron.statistics.squares import sample_rows
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 FORMATS = ("fp8", "fp4")
 T, N, K = 256, 256, 384
@@ -128,13 +129,6 @@ def definitions(batches: list[Microbatch], samples: int) -> dict[str, Any]:
 
 def alone() -> ProbeGroups:
     return ProbeGroups(tp=None, dp=None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # -- one rank --------------------------------------------------------------------------------------------------
