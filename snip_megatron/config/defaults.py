@@ -71,10 +71,11 @@ def _fixed(given: Mapping[str, Any]) -> bool:
     )
 
 
-def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None) -> str | None:
+def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:
     """Return a line if a uniform format beats every map of this budget: as fast, with no larger error. None if not.
 
-    A share of FP4 asks for exactly that on a card that multiplies no four-bit format.
+    A share of FP4 asks for exactly that on a card that multiplies no four-bit format. ``times`` says whether the host
+    knows them, so that another budget can be asked for.
     """
     multiplied = MULTIPLIED.get(backend)
     slow = [fmt for fmt in formats if Format(fmt) in FOUR_BIT and fmt not in (multiplied or ())]
@@ -82,6 +83,6 @@ def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None) -> 
         return None
     return (
         f"--snip-budget {budget}: no faster than {multiplied[1]} on this card and less exact: {' and '.join(slow)}; so"
-        f" {multiplied[1]} everywhere beats these maps; for speed use --snip-budget {LOSS} --snip-formats"
-        f" {','.join(multiplied)}, the default"
+        f" {multiplied[1]} everywhere beats these maps"
+        + (f"; for speed use --snip-budget {LOSS} --snip-formats {','.join(multiplied)}, the default" if times else "")
     )

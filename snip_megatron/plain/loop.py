@@ -225,6 +225,6 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
     if config.late or config.phases is not None:
         named = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
         raise SnipError(f"{named} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
-    if config.updates and (line := dominated(config.wanted, config.formats, native)):
-        print(f"snip: {line}", flush=True)
+    if config.updates and (line := dominated(config.wanted, config.formats, native, times=False)):
+        print(f"snip: {line.removeprefix('--snip-')}", flush=True)
     return config

@@ -113,6 +113,7 @@ def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
     assert line is not None
     assert "fp8 everywhere" in line
     assert "--snip-budget loss=0.002 --snip-formats bf16,fp8,fp8_tensor" in line
+    assert "for speed" not in (dominated(Budget("fp4", 0.75), ("fp8", "fp4"), "hopper", times=False) or "")
     assert dominated(Budget("fp4", 0.75), ("mxfp8", "nvfp4"), "blackwell") is None
     assert dominated(Budget("loss", 0.01), ("bf16", "fp8"), "hopper") is None
 
