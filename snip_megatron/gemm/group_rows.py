@@ -8,6 +8,7 @@ are quantised into padded rows, and wgrad reads them as they are: only results a
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,11 +42,12 @@ class GroupRows(list[int]):
     @functools.cached_property
     def map(self) -> RowMap:
         """Where the rows are, on the device: one copy to it and one launch."""
-        counts, padded = torch.tensor(self._counts), torch.tensor(self)
-        firsts, ends = counts.cumsum(0) - counts, padded.cumsum(0)
+        counts, padded = np.array(self._counts, dtype=np.int32), np.array(self, dtype=np.int32)  # faster than torch
+        firsts, ends = counts.cumsum() - counts, padded.cumsum()
         if self.backwards:
-            counts, firsts = counts.flip(0), firsts.flip(0)
-        table = torch.stack([ends - padded, firsts, counts, ends]).int().to(self._device, non_blocking=True)
+            counts, firsts = counts[::-1], firsts[::-1]
+        described = np.stack([ends - padded, firsts, counts, ends]).astype(np.int32)
+        table = torch.from_numpy(described).to(self._device, non_blocking=True)
         rows = sum(self)
         numbers = _numbers(1 << rows.bit_length(), self._device)[:rows]
         return RowMap(torch.searchsorted(table[3], numbers, right=True, out_int32=True), table)

@@ -28,7 +28,7 @@ from snip_megatron.quantization.kernels.swiglu_programs import store_both
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.row_map import RowMap
 
-LAUNCH = {"quantised rows": {"num_warps": 8, "maxnreg": 72}, "moved rows": {"num_warps": 4}}
+LAUNCH = {"quantised rows": {"num_warps": 8, "maxnreg": 64}, "moved rows": {"num_warps": 4}}
 _ROWS, _COLS = 16, 512  # of a program that moves rows
 _WORDS = ["row_word_0", "row_word_1", "col_word_0", "col_word_1"]
 
