@@ -1,6 +1,7 @@
-"""The exception for errors of the user: commands print it as a single line."""
+"""The exception for errors of the user, which commands print as a single line, and what such lines are made of."""
 
 import contextlib
+import importlib.metadata
 import math
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -30,6 +31,14 @@ class SnipError(Exception):
         super().__init__(" ".join(message.split()))
         if exit_code is not None:
             self.exit_code = exit_code
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @contextlib.contextmanager

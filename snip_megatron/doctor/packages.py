@@ -1,6 +1,5 @@
 """Checks the versions of required and optional packages. The packages are not imported."""
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from snip_megatron.doctor.check import Check, fail, note, ok
+from snip_megatron.errors import installed_version
 from snip_megatron.megatron.startup import SUPPORTED
 
 ROOM = "packages"
@@ -71,9 +71,8 @@ def admits(requirement: Requirement, version: str) -> bool:
 def _package(requirement: Requirement, purpose: str | None) -> Check:
     """Check a package. ``purpose`` says what needs an optional one; None for one that training needs."""
     name, pip = requirement.name, f"pip install '{requirement}'"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(name)
+    if version is None:
         return fail(ROOM, name, "not installed", pip) if purpose is None else note(ROOM, name, "not installed", purpose)
     if admits(requirement, version):
         return ok(ROOM, name, version)

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
+
+from snip_megatron.errors import installed_version
 
 PACKAGES = ("torch", "megatron-core", "triton", "ortools")
 POLL_S = 0.2
@@ -183,7 +184,7 @@ def describe(gpus: list[str]) -> dict[str, str]:
     if gpus:  # asking CUDA for the name would create a context in this process
         names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "GPU"
         hardware = f"{len(gpus)} × {names.splitlines()[0].strip()}, {hardware}"
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: installed_version(name) or "not installed" for name in PACKAGES}
     return {"hardware": hardware, "python": platform.python_version(), **versions, "commit": _commit()}
 
 
@@ -202,10 +203,3 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

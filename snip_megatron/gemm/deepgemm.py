@@ -6,7 +6,6 @@ fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change 
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snip_megatron.errors import installed_version
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.precision import Format
 from snip_megatron.quantization.formats import TILE
@@ -115,9 +115,8 @@ def grouped_library() -> Any:
 @functools.cache
 def why_not() -> str | None:
     """Return why DeepGEMM cannot be used on this machine, as the end of a sentence, or None if it may be loaded."""
-    try:
-        version = importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(DISTRIBUTION)
+    if version is None:
         return "is not installed (pip install snip_megatron[deepgemm])"
     if version != VERSION:
         return f"is {DISTRIBUTION} {version}, supported is {VERSION}"

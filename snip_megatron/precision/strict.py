@@ -13,10 +13,16 @@ from snip_megatron.errors import SnipError, is_finite, quoted
 MOST = 2**53  # above, JSON readers of other languages lose digits
 
 
+def opened_now(name: str, flags: int) -> int:
+    """Open a file as the ``opener`` of :func:`open`, without waiting for the other end of a pipe."""
+    number = os.open(name, flags | os.O_NONBLOCK)
+    os.set_blocking(number, True)
+    return number
+
+
 def read_bytes(path: Path | str) -> bytes:
     """Return the content of a file. Raises OSError, also for a pipe without a writer, for which a read would wait."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        os.set_blocking(file.fileno(), True)
+    with open(path, "rb", opener=opened_now) as file:
         content = file.read()
         if not content and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EPIPE, "a pipe into which no process writes")

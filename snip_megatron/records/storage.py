@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError
+from snip_megatron.precision.strict import opened_now
 
 MAX_KEPT_BYTES = 64 * 2**20
 """Size limit of the failed writes that are kept. Beyond it, the oldest ones are dropped and counted."""
@@ -280,9 +281,8 @@ def write_output(path: Path, data: bytes) -> None:
     if not is_special(path):
         write_atomically(path, data)
         return
-    try:  # without the flag, a pipe that nothing reads would hold the command for ever
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            os.set_blocking(file.fileno(), True)
+    try:
+        with open(path, "wb", opener=opened_now) as file:
             file.write(data)
     except OSError as error:
         reason = "a pipe from which no process reads" if error.errno == errno.ENXIO else error.strerror

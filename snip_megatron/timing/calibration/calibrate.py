@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import math
 import os
 import platform
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snip_megatron.errors import SnipError
+from snip_megatron.errors import SnipError, installed_version
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.precision import Format
 from snip_megatron.timing.calibration.clock import Call, Clock
@@ -124,13 +123,8 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of what multiplies and quantises, by package."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: each for name, each in found.items() if each is not None}}
 
 
 def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | None:

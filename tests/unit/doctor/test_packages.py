@@ -45,7 +45,7 @@ def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(packages.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     found = {check.name: check for check in check_packages()}
     assert found["megatron-core"].status is Status.FAIL
     assert "pip install 'megatron-core<0.20,>=0.19'" in found["megatron-core"].advice
