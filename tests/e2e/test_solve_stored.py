@@ -1,20 +1,19 @@
 """``snip solve`` over a run directory as a user runs it: no new statistics, one line for every mistake."""
 
-import dataclasses
 import json
 import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from snip_command import refused, snip
 
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
+from snip_megatron.precision import DENSE_LAYER
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 from snip_megatron.timing.shapes import LinearShape
+from tests.unit.sensitivity.synthetic import make_table
 
 LAYERS = 4
 SHAPES = {
@@ -26,24 +25,12 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One update at step 10 of a run that asked for half of the FLOPs in fp4."""
-    rng = np.random.default_rng(3)
-    rows = tuple(
-        LinearRow(str(LinearId("decoder", i, kind)), i // 2, SHAPES[kind].n, SHAPES[kind].k)
-        for i in range(LAYERS)
-        for kind in DENSE_LAYER
-    )
-    n = len(rows)
-    table = StatisticsTable(
-        step=10, tokens=512, tokens_per_step=8192, formats=("fp8", "fp4"), linears=rows, sinks=(),
-        linear={c: rng.uniform(0.5, 2, n) for c in LINEAR_COLUMNS},
-        by_format={c: rng.uniform(1, 2, (n, 1)) * [[1e-4, 1e-2]] for c in FORMAT_COLUMNS},
-        boundary={c: rng.uniform(0.5, 2, 2 * LAYERS + 1) for c in BOUNDARY_COLUMNS},
-        drift2=rng.uniform(0.5, 2, (n, 1)) * np.minimum(RHO_GRID, 1)[None, :] ** 2,
-        sink_drift2=np.zeros((0, len(RHO_GRID))), sink_w2=np.zeros(0),
-    )  # fmt: skip
+    table = make_table(LAYERS, 2, seed=3)
+    rows = (replace(row, n=SHAPES[row.id.path].n, k=SHAPES[row.id.path].k) for row in table.linears)
+    table = replace(table, step=10, tokens_per_step=8192, linears=tuple(rows))
     request = SolveRequest(budget=Budget("fp4", 0.5))
     path = tmp_path_factory.mktemp("runs") / "run"
-    facts = {"request": request.as_dict(), "linear_shapes": {k: dataclasses.asdict(s) for k, s in SHAPES.items()}}
+    facts = {"request": request.as_dict(), "linear_shapes": {k: asdict(s) for k, s in SHAPES.items()}}
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=facts) as run:
         run.write("stats", 10, table.to_bytes())
         run.write("problems", 10, build_problem(table, request)[0].to_json())

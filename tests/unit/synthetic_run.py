@@ -3,17 +3,18 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sensitivity.synthetic import make_table
 
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, LinearRow, PrecisionMap, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.solver import Choice, Item, Problem
-from snip_megatron.statistics.table import BOUNDARY_COLUMNS, FORMAT_COLUMNS, LINEAR_COLUMNS, RHO_GRID, StatisticsTable
 
 LAYERS, STEPS, FIRST, INTERVAL, LAG, UPDATES, TARGET = 6, 120, 10, 20, 5, 5, 0.75
 PER_STAGE = {"0": TARGET, "1": TARGET}
@@ -75,17 +76,6 @@ def map_of(version: int, scores: dict[str, dict[str, dict[str, float]]]) -> Prec
     )  # fmt: skip
 
 
-def table_of(step: int, rng: np.random.Generator) -> StatisticsTable:
-    n, boundaries = len(LINEARS), 2 * LAYERS + 1
-    return StatisticsTable(
-        step=step, tokens=512, tokens_per_step=4096, formats=("fp8", "fp4"),
-        linears=tuple(LinearRow(name, stage_of(name), 128, 128) for name in LINEARS), sinks=(),
-        linear={c: rng.random(n) for c in LINEAR_COLUMNS}, by_format={c: rng.random((n, 2)) for c in FORMAT_COLUMNS},
-        boundary={c: rng.random(boundaries) for c in BOUNDARY_COLUMNS}, drift2=rng.random((n, len(RHO_GRID))),
-        sink_drift2=np.zeros((0, len(RHO_GRID))), sink_w2=np.zeros(0),
-    )  # fmt: skip
-
-
 def write_run(
     path: Path,
     *,
@@ -135,7 +125,9 @@ def submit(run: RunDirectory, step: int, version: int, rng: np.random.Generator)
     for kind, seconds in (("statistics", 0.9), ("forward_noise", 0.7)):
         run.event(step, "probe", kind=kind, seconds=seconds + 0.1 * float(rng.random()), tokens=512, wait_s=seconds)
     run.event(step, "collect", seconds=0.12, wait_s=0.12)
-    run.write("stats", step, table_of(step, rng).to_bytes())
+    table = make_table(LAYERS, 2, seed=step)
+    alike = tuple(replace(row, n=128, k=128) for row in table.linears)
+    run.write("stats", step, replace(table, step=step, linears=alike).to_bytes())
     run.event(step, "submit", version=version, table_bytes=40_000, wait_s=0.002)
     run.write_scores(step, scores, version=version)
     run.write("problems", step, problem_of(scores).to_json())
