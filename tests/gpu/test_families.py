@@ -61,7 +61,7 @@ FAMILIES = {
     "latent_experts": f"{WHOLE} {DENSE} {EXPERTS} {SHARED} --moe-latent-size 128",
     "delta_experts": f"{WHOLE} {DENSE} {DELTA} {EXPERTS} {SHARED} --moe-shared-expert-gate",
     "activations": f"{WHOLE} {DENSE} {EXPERTS} --fine-grained-activation-offloading --offload-modules qkv_linear"
-    " attn_proj expert_fc1 moe_act --min-offloaded-tensor-size 1",
+    " core_attn attn_proj expert_fc1 moe_act --min-offloaded-tensor-size 1",
     "offloaded": f"{WHOLE} {DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload"
     " --optimizer-offload-fraction 0.5",
 }
