@@ -7,6 +7,7 @@ are quantised into padded rows, and wgrad reads them as they are: only results a
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,23 +55,20 @@ class GroupRows(list[int]):
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x [rows, ...] with zero rows after those of each expert. Autograd does not see it."""
-        if not self.moves:
-            return x
-        if not has_kernels(x):
-            return self.map.pad(x)
-        from snip_megatron.quantization.kernels import rows
-
-        return rows.pad(self.map, x)
+        return _functions(x).pad(self.map, x) if self.moves else x
 
     def unpad(self, x: Tensor) -> Tensor:
         """Return the rows that :meth:`pad` was given, in their order. Autograd does not see it."""
-        if not self.moves:
-            return x
-        if not has_kernels(x):
-            return self.map.unpad(x, self.unpadded)
-        from snip_megatron.quantization.kernels import rows
+        return _functions(x).unpad(self.map, x, self.unpadded) if self.moves else x
 
-        return rows.unpad(self.map, x, self.unpadded)
+
+def _functions(x: Tensor) -> Any:
+    """Return what moves rows on the device of x."""
+    if not has_kernels(x):
+        return RowMap
+    from snip_megatron.quantization.kernels import rows
+
+    return rows
 
 
 @functools.lru_cache(maxsize=16)  # a forward that is computed again has the same rows
