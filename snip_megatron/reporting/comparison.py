@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
-from snip_megatron.reporting.figures import FORMAT_COLOURS, STAGE_COLOURS, Figure, thin
+from snip_megatron.reporting.figures import STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.report import formats_now, machine_line, pairs, policy_line, shown_facts
+from snip_megatron.reporting.report import formats_now, machine_line, maps_adopted, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
 from snip_megatron.runtime.account import TOLERANCE
@@ -89,7 +88,6 @@ def render_comparison(runs: Sequence[RunData]) -> str:
         "loss": _lines(runs, names, "loss", Figure("loss")),
         "distance": _distance(runs, names),
         "share": _lines(runs, names, "fp4_fraction", Figure("fp4 share of FLOPs", share=True, zero=True)),
-        "formats": _formats(runs, names),
     }
     bases = [None, *[_last_map(runs[0])] * (len(runs) - 1)]
     others = _against(runs, names, summaries)
@@ -151,17 +149,6 @@ def _distance(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] |
     return figure.as_dict() if figure.data else None
 
 
-def _formats(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, Any] | None:
-    """Draw the GEMMs of each run's last map by format, stacked: an fp4 share says nothing about a map without fp4."""
-    counts = [Counter(_formats_of(last).values()) if (last := _last_map(run)) else Counter() for run in runs]
-    figure = Figure("share of the last map's GEMMs", share=True)
-    for fmt in Format:
-        if any(count[fmt] for count in counts):
-            shares = [count[fmt] / count.total() if count else None for count in counts]
-            figure.bars(fmt.value, names, shares, FORMAT_COLOURS[fmt], f"{fmt.value} %{{y:.1%}}<extra></extra>")
-    return figure.as_dict() if figure.data else None
-
-
 # -- verdict and table ---------------------------------------------------------------------------------------------
 def verdict(first: str, others: Sequence[Against]) -> str:
     """Return which run to take, in one sentence."""
@@ -216,7 +203,7 @@ def _row(
         "steps": summary.steps,
         "tail_loss": _mean([losses.get(s) for s in range(*tail)]) if tail else None,
         "validation": validation[-1] if validation else None,
-        "adopted": len(run.adoptions),
+        "adopted": maps_adopted(run),
         "formats": formats_now(run),
         "agreement": None if base is None or last is None else _agreement(base, last),
         "tokens_s": summary.tokens_s,

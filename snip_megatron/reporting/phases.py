@@ -8,7 +8,6 @@ from typing import Any
 from snip_megatron.precision import Gemm, PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.records.run_data import RunData, number, version_of
-from snip_megatron.reporting.figures import DASHED, FAULT, LINE, Figure
 
 MAX_ROWS = 200
 """Number of phases in the table. Of a longer run, the last ones are shown."""
@@ -117,20 +116,6 @@ def phase_view(run: RunData) -> PhaseView | None:
     )
 
 
-def phase_figure(view: PhaseView) -> dict[str, Any]:
-    """Draw what each phase contributes, and the budget."""
-    title = "predicted speedup of the linears" if view.timed else "fp4 share of FLOPs"
-    figure, form = Figure(title, share=not view.timed, zero=True), "%{y:.3f}" if view.timed else "%{y:.2%}"
-    for name, ran, dash in (("phases that ran", True, "solid"), ("phases to come", False, "dot")):
-        rows = [phase for phase, when, _ in view.rows if (when != "to come") == ran]
-        if rows:
-            figure.line(name, *_outline(rows, view.timed), LINE, form, width=2, dash=dash)
-    if view.target is not None:
-        ends = [view.rows[0][0].begin, view.rows[-1][0].end]
-        figure.line("budget of the run", ends, [view.target] * 2, FAULT, form, **DASHED)
-    return figure.as_dict()
-
-
 # -- parts ---------------------------------------------------------------------------------------------------------
 def _next_step(run: RunData) -> int:
     """Return the step that follows the last one on record."""
@@ -169,16 +154,3 @@ def _expected(run: RunData, timed: bool) -> str | None:
     if achieved is None or not _segments(run)[-1][1]:
         return None
     return f"{achieved:.3f} ×" if timed else f"{achieved:.2%}"
-
-
-def _outline(phases: Sequence[RunPhase], timed: bool) -> tuple[list[int | None], list[float | None]]:
-    """Return the line of horizontal pieces; it breaks where no plan was in force."""
-    x: list[int | None] = []
-    y: list[float | None] = []
-    for phase in phases:
-        if x and x[-1] != phase.begin:
-            x.append(None)
-            y.append(None)
-        x += [phase.begin, phase.end]
-        y += [phase.precision_map.speedup if timed else phase.share] * 2
-    return x, y

@@ -14,7 +14,7 @@ from snip_megatron.records.storage import flatten
 from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload, timing_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.phases import phase_figure, phase_view
+from snip_megatron.reporting.phases import phase_view
 from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
@@ -54,8 +54,6 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         "front": front_figure(front),
         "timing": timing_figure(run.updates),
     }
-    if phases is not None:
-        figures["phases"] = phase_figure(phases)
     return render_page(
         "report.html",
         title=run.path.resolve().name,
@@ -161,7 +159,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         ("speedup over bf16, measured", _figure(measured, ".3f")),
         (f"speedup{linears} over bf16, predicted", predicted),
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
-        ("maps adopted", f"{len(run.adoptions):,}"),
+        ("maps adopted", f"{maps_adopted(run):,}"),
         ("formats now", formats_now(run)),
         ("asked", None if timed is None else str(timed.asked)),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
@@ -169,6 +167,11 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         ("faults", f"{len(run.faults):,}"),
     ]
     return [(label, value) for label, value in found if value is not None]
+
+
+def maps_adopted(run: RunData) -> int:
+    """Return the number of adoptions, without those of phases whose map is the one before."""
+    return sum(adoption.fields.get("changed") != 0 for adoption in run.adoptions)
 
 
 def formats_now(run: RunData) -> str | None:

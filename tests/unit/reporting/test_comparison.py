@@ -22,7 +22,9 @@ def short_run(path, losses, choices, *, policy, first=0):
             run.metric(step, loss=loss, grad_norm=1.0, fp4_fraction=0.5)
         run.event(2, "probe", kind="statistics", seconds=2.0, wait_s=2.0)
         run.event(2, "submit", version=1, wait_s=0.5)
-        run.event(3, "adopt", version=1, formats={"fp4": 0.5, "fp8": 0.496, "bf16": 0.004}, wait_s=0.5)
+        shares = {"fp4": 0.5, "fp8": 0.496, "bf16": 0.004}
+        run.event(3, "adopt", version=1, changed=3, formats=shares, wait_s=0.5)
+        run.event(5, "adopt", version=1, changed=0, formats=shares)  # a phase with the same map
         run.write(
             "maps",
             3,
