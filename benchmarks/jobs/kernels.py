@@ -28,7 +28,7 @@ _KINDS = (
     ("optimizer", r"multi_tensor|adam|l2norm"),
     (
         "quantisation",
-        r"(tile|block|tensor|tiled|amax|exact|exact_amax|range|swiglu|swiglu_gradient|add)_kernel|quantize",
+        r"(tile|block|tensor|tiled|amax|exact|exact_amax|range|swiglu|swiglu_gradient|add)_kernel|quanti[sz]e",
     ),
     ("norm", r"rmsnorm|layernorm|layer_norm|rms_norm"),
 )
