@@ -4,7 +4,7 @@ Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_n
 ``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
 card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
 theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step, and
-no weights are written.
+no weights are written. Linears get the names of ``snip_te_map`` where arguments have its factory.
 """
 
 import ctypes
@@ -78,12 +78,30 @@ class Recorder:
         (path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
 
 
+def _named(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    import snip_te_map  # type: ignore[import-not-found]
+
+    for chunk in chunks:
+        snip_te_map.name_linears(chunk)
+    return chunks
+
+
 def main() -> None:
     config = parse_snip_arguments(sys.argv[1:])
     startup = prepare(sys.argv[1:], config.no_compat)
     from snip_megatron.megatron import compat
+    from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.entry import run
 
+    if "snip_te_map.quantizer_factory" in sys.argv:
+        configure = pretraining.model_config
+
+        def configure_named(*given: Any, **named: Any) -> Any:
+            model = configure(*given, **named)
+            model.pre_wrap_hooks.append(_named)
+            return model
+
+        pretraining.model_config = configure_named
     recorder = Recorder()
     compat.wrap_train_step(recorder.wrap)
     try:

@@ -2,7 +2,8 @@
 
 Each family trains 30 steps: stock in bf16; under an all-bf16 map, and from the checkpoint of each on in the other, bit
 for bit as without interruption; and under updated maps, with losses near those of bf16, resumed bit for bit.
-Transformer Engine's own linears run a map too (``--snip-gemm transformer_engine``). On two GPUs, experts also exchange
+Transformer Engine's own linears run a map too (``--snip-gemm transformer_engine``), and once it is exported without
+SNIP. On two GPUs, experts also exchange
 tokens behind computation, with delayed wgrads and with CUDA graphs. Only the trainings of the chosen tests run.
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from snip_megatron.cli import main as command
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
@@ -92,11 +95,20 @@ TRAININGS = {
     "recipe": (RECIPE, None),
     "overlapped": (f"{UPDATED} --overlap-moe-expert-parallel-comm --delay-wgrad-compute", None),
     "graphs": (f"{UPDATED} --overlap-moe-expert-parallel-comm {GRAPHS}", None),
+    "factory": (
+        "--fp8-format e4m3 --fp8-recipe custom --fp8-quantizer-factory snip_te_map.quantizer_factory",
+        "recipe",
+    ),
+    "file": ("--te-precision-config-file exported/stage_0.yaml", "recipe"),
     "there": (BF16, "stock"),
     "back": ("", "bf16"),
     "resumed": (UPDATED, "updated"),
 }
-"""Name → its further arguments, and the training, named before it, from whose first checkpoint it goes on."""
+"""Name → its further arguments, and the training, named before it, from whose first checkpoint it goes on, or whose map
+is exported (:data:`EXPORTED`).
+"""
+EXPORTED = {"factory": "te", "file": "megatron"}
+"""Training → ``--format`` of ``snip export``."""
 PINS = {
     ("recipe", "--num-experts"): " --snip-pin *.experts.linear_fc2:dgrad=bf16",
     ("updated", "--tp-comm-overlap"): " --snip-pin *.linear_qkv=bf16",
@@ -104,6 +116,8 @@ PINS = {
 """A training's further pins in families with an argument."""
 ALIKE = [("stock", "bf16"), ("stock", "there"), ("bf16", "back"), ("updated", "resumed")]
 NEAR = {name: ["updated", "recipe"] for name in FAMILIES} | {name: ["updated"] for name in ON_TWO}
+NEAR["dense"] += ["factory", "file"]
+NEAR["experts"] += ["factory"]
 NEAR["experts_ep2"] += ["overlapped", "graphs"]
 
 
@@ -125,10 +139,15 @@ class Family:
         arguments += ["--save", str(run / "saved"), "--save-interval", str(SAVED)]
         if source is not None:
             source.result()  # it began before, so that it never waits for this
+        if name in EXPORTED:
+            made = self._folder / str(load) / "snip" / "maps" / "step_0.json"
+            words = ["export", "--format", EXPORTED[name], str(made), "--out", str(run / "exported")]
+            assert command([*words, "--collapse"] if name == "file" else words) == 0
+        elif source is not None:
             arguments += ["--load", str(self._folder / str(load) / "saved"), "--ckpt-step", str(SAVED)]
-        if snip:
+        if "--snip " in snip:
             arguments += ["--snip-dir", str(run / "snip")]
-        folders = [str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        folders = [str(REPOSITORY), str(Path(__file__).parent), str(run / "exported"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRACE": str(run)}
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the entry sets it as the arguments need it
         environment |= {
@@ -173,6 +192,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The trainings that the chosen tests look at. One that fails, fails these tests."""
     chosen = [each.callspec.params for each in request.session.items if each.path == Path(__file__)]  # type: ignore[attr-defined]
     wanted = {(each["family"], name) for each in chosen for name in (each["whole"], each["name"])}
+    wanted |= {(family, load) for family, name in wanted if (load := TRAININGS[name][1]) is not None}
     families, runs = {}, {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for family in [*FAMILIES, *ON_TWO]:
@@ -211,7 +231,7 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
     assert stock[-1] < stock[0]
     assert mapped != stock
     assert sum(mapped[-5:]) / sum(stock[-5:]) == pytest.approx(1.0, abs=0.05)
-    if name != "recipe":
+    if UPDATED in TRAININGS[name][0]:
         assert found.adoptions(name) == 2
         assert "stays bf16" not in found.stdout(name)
         assert (found.found[name]["replays"][str(STEPS)] > 0) == (name == "graphs")
