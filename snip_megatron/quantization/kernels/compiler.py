@@ -24,6 +24,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
@@ -68,7 +69,7 @@ class Compilation:
         patience: float = _PATIENCE,
     ) -> None:
         self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
-        # torch's compiler moves Triton's cache when it compiles its first kernel, unless this variable is set.
+        # torch's compiler moves Triton's cache before its first kernel, unless this variable is set.
         os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
         of_triton = [each for each in variants if isinstance(each, Variant)]  # a source is listed until it is compiled
         self._patience, self._done = patience, _done_file(of_triton, target, replays=replays)
@@ -116,8 +117,14 @@ def _started(
     target: GPUTarget, variants: Sequence[Variant | Source], processes: int, *, replays: bool
 ) -> subprocess.Popen[bytes]:
     """Start the first process. It reads its task from a file: a pipe to a dead one breaks."""
-    # The processes must not use the GPU, where a context takes half a gigabyte.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # The processes must not use the GPU, where a context takes half a gigabyte. The version of the assembler is in the
+    # names of files in the cache: torch's compiler takes another assembler, while Triton remembers the first one's.
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TRITON_MOCK_PTX_VERSION": get_ptxas_version(target.arch),
+    }
     with tempfile.TemporaryFile() as file:
         pickle.dump((target, list(variants), processes, replays), file)
         file.seek(0)
