@@ -1,6 +1,7 @@
 """``snip plan`` as a user runs it: tables, JSON, and one line for every mistake."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def test_70b(tmp_path: Path) -> None:
     assert plan["steps"]["bf16"]["seconds"] > plan["steps"]["map"]["seconds"]
     assert "70.55 B parameters" in done.stdout
     assert "NVIDIA H200" in done.stdout
+    assert re.search(r"planned 0\.75\d* of 0\.75 asked", done.stdout)
+    assert "fp8 everywhere beats these maps" in done.stdout
 
 
 def test_a_model_on_one_gpu() -> None:

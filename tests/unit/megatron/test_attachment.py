@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from megatron.training import global_vars
 
+from snip_megatron.config import add_arguments
 from snip_megatron.errors import SnipError
+from snip_megatron.megatron import attachment
 from snip_megatron.megatron.attachment import run_attached
 from snip_megatron.megatron.compat.pretraining import bound_call, hooked_model
 from snip_megatron.megatron.startup import Startup
@@ -41,3 +43,14 @@ def test_wrong_arguments_of_pretrain_are_one_line() -> None:
         hooked_model(nothing, on_cpu=False),
     ):
         pass
+
+
+@pytest.mark.parametrize(("budget", "beaten"), [("fp4=0.75", True), ("loss=0.002", False)])
+def test_a_run_says_in_one_line_if_a_uniform_format_beats_its_maps(
+    monkeypatch: pytest.MonkeyPatch, budget: str, beaten: bool
+) -> None:
+    monkeypatch.setattr(attachment, "native_backend", lambda *a, **k: "hopper")
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(tensor_model_parallel_size=1)
+    _, said = attachment.configuration(add_arguments(parser).parse_args(["--snip", "--snip-budget", budget]))
+    assert ["fp8 everywhere beats these maps" in line for line in said] == ([True] if beaten else [])
