@@ -16,7 +16,7 @@ from snip_megatron.optimizers.signs import Words, error_signs
 from snip_megatron.optimizers.signs import words as sign_words
 from snip_megatron.optimizers.updates import AdamWState, Update, gradient_of_a_step
 from snip_megatron.quantization.device_keys import has_kernels
-from snip_megatron.statistics.errors import squares
+from snip_megatron.statistics.errors import sum_squares
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.table import RHO_GRID
 
@@ -141,7 +141,7 @@ def sink_update_error(
     :func:`linear_update_error`.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
-    rms = (squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
+    rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
     if isinstance(state, AdamWState) and _has_kernel(gradient):

@@ -74,12 +74,12 @@ def tensor_sums(
             error = fake_quantize(x, fmt, tensor_amax=amax) - x.float() if first in resolve(fmt).gemms else none
             dots.append((d * error).sum(1, dtype=torch.float64))
     products = None if d is None else torch.stack(dots)
-    return TensorSums(squares(x, 1), squares(x, 0), torch.stack(rows), torch.stack(cols), products)
+    return TensorSums(sum_squares(x, 1), sum_squares(x, 0), torch.stack(rows), torch.stack(cols), products)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    found = [squares(w)]
+    found = [sum_squares(w)]
     for fmt in formats:
         if Gemm.FPROP in resolve(fmt).gemms:
             found.append(squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64))
@@ -88,7 +88,7 @@ def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None
     return torch.stack(found)
 
 
-def squares(x: Tensor, dim: int | None = None) -> Tensor:
+def sum_squares(x: Tensor, dim: int | None = None) -> Tensor:
     """Return Σ x², accumulated in float64, over everything or over ``dim``; float64, on the device of ``x``."""
     return x.float().square().sum(dim, dtype=torch.float64)
 
@@ -96,7 +96,7 @@ def squares(x: Tensor, dim: int | None = None) -> Tensor:
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return G_t·E_t of every row [R] and ‖E‖² (0-dim), float64, where E = ``quantised`` − ``exact``, FP32 [R, N]."""
     error = quantised - exact
-    return (error * g).sum(1, dtype=torch.float64), squares(error)
+    return (error * g).sum(1, dtype=torch.float64), sum_squares(error)
 
 
 def squared_errors(

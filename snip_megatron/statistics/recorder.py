@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from torch.nn import functional
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import Gemm
-from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
 from snip_megatron.quantization.operands import OperandSpec
-from snip_megatron.statistics import errors
-from snip_megatron.statistics.squares import sample_rows, sum_squares
+from snip_megatron.statistics.squares import implementation, sample_rows, sum_squares
 
 OUTPUT_TOKENS = 512
 """Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).
@@ -166,7 +163,7 @@ class LinearRecorder:
         if self._weighed:
             return
         self._weighed = True
-        w2, *dw2 = _implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
+        w2, *dw2 = implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
         self._add("w2", _owned(w2, self._own("w")))
         self._add_formats("dw2", _owned(torch.stack(dw2), self._own("w")))
 
@@ -177,7 +174,7 @@ class LinearRecorder:
         # D of a replicated input is replicated after an all-reduce, and a shard after a reduce-scatter.
         d_own = x_own if d_reduced.shape[0] == x.shape[0] else 1.0
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
-        summed = _implementation(x)
+        summed = implementation(x)
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
         of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
         of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
@@ -234,7 +231,7 @@ class LinearRecorder:
             x_rowwise, _ = backend.quantize(xs, OperandSpec(fmt, None, amax=amax["x"]))
             w_rowwise, _ = backend.quantize(w, OperandSpec(fmt, None, weight=True, amax=amax["w"]))
             quantised = backend.multiply(Gemm.FPROP, x_rowwise, w_rowwise, torch.float32)
-            found.append(_implementation(x).output_sums(quantised, y, gs))
+            found.append(implementation(x).output_sums(quantised, y, gs))
         dots, squares = zip(*found, strict=True)
         if not partial:
             self._add_formats("e2", _owned(torch.stack(squares), weight * self._own("y")))
@@ -270,15 +267,6 @@ class LinearRecorder:
 
     def _add_formats(self, name: str, values: torch.Tensor) -> None:
         self.by_format[name] = _plus(self.by_format.get(name), values)
-
-
-def _implementation(x: torch.Tensor) -> ModuleType:
-    """Return the module that sums on the device of x: the kernels, imported only where they run, or the reference."""
-    if not has_kernels(x):
-        return errors
-    from snip_megatron.statistics.kernels import sums as triton_sums
-
-    return triton_sums
 
 
 def _owned(value: torch.Tensor, share: float) -> torch.Tensor:

@@ -4,20 +4,27 @@ The Triton kernels sum where these run, otherwise plain torch, which is their re
 """
 
 import functools
+from types import ModuleType
 
 import torch
 
 from snip_megatron.quantization.device_keys import has_kernels
-from snip_megatron.statistics.errors import squares
+from snip_megatron.statistics import errors
 
 
 def sum_squares(x: torch.Tensor) -> torch.Tensor:
     """Return Σ x², accumulated in float64, 0-dim float64 on the device of ``x``."""
-    if has_kernels(x):
-        from snip_megatron.statistics.kernels import sums
+    total: torch.Tensor = implementation(x).sum_squares(x)
+    return total
 
-        return sums.sum_squares(x)
-    return squares(x)
+
+def implementation(x: torch.Tensor) -> ModuleType:
+    """Return the module that sums on the device of x: the kernels, imported only where they run, or the reference."""
+    if not has_kernels(x):
+        return errors
+    from snip_megatron.statistics.kernels import sums
+
+    return sums
 
 
 @functools.lru_cache(maxsize=64)

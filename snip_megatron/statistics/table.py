@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,8 @@ class StatisticsTable:
             "tokens": self.tokens,
             "tokens_per_step": self.tokens_per_step,
             "formats": list(self.formats),
-            "linears": [_row(r) for r in self.linears],
-            "sinks": [[r.name, r.boundary, r.numel] for r in self.sinks],
+            "linears": [astuple(row) for row in self.linears],
+            "sinks": [astuple(row) for row in self.sinks],
             "meta": dict(self.meta),
         }
         buffer = io.BytesIO()
@@ -205,24 +205,15 @@ def array_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return dotted name of each measured array → its shape."""
     n, s = len(linears), len(sinks)
+    boundaries = 2 + max((row.sub_block for row in linears), default=-2)  # one above the last sub-block
     return {
         **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
         **{f"by_format.{c}": (n, len(formats)) for c in FORMAT_COLUMNS},
-        **{f"boundary.{c}": (count_boundaries(linears),) for c in BOUNDARY_COLUMNS},
+        **{f"boundary.{c}": (boundaries,) for c in BOUNDARY_COLUMNS},
         "drift2": (n, len(RHO_GRID)),
         "sink_drift2": (s, len(RHO_GRID)),
         "sink_w2": (s,),
     }
-
-
-def count_boundaries(linears: Iterable[LinearRow]) -> int:
-    """Return the number of residual boundaries of a model: one above its last sub-block."""
-    return 2 + max((row.sub_block for row in linears), default=-2)
-
-
-def _row(row: LinearRow) -> list[Any]:
-    place = (row.sub_block, row.role.value, row.trained, row.sharded.value)
-    return [row.name, row.stage, row.n, row.k, row.experts, row.active, *place]
 
 
 def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:

@@ -84,10 +84,8 @@ class ProbeRunner:
         config, microbatches = self._config, self._microbatches(step)
         seconds: dict[str, float] = {}
         recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
-        stream = ResidualStream(
-            self._host.chunks, self._registry.context, self._host.shard, config.probe_tokens,
-            derive_seed(config.seed, _NOISE), self._host.recomputing,
-        )  # fmt: skip
+        seed = derive_seed(config.seed, _NOISE)
+        stream = ResidualStream(self._host, self._registry.context, config.probe_tokens, seed)
         with ExitStack() as stack:
             stack.enter_context(step.undisturbed())
             stack.enter_context(attached(recorders))

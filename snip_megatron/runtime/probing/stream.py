@@ -1,7 +1,7 @@
 """Hooks on the residual stream that record statistics at its boundaries and add the noise of probes."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import StepContext
 from snip_megatron.quantization import derive_seed, random_normal
-from snip_megatron.runtime.host import Chunk, Place, Strand
-from snip_megatron.statistics.boundaries import Boundary, TokenShard
+from snip_megatron.runtime.host import Host, Place, Strand
+from snip_megatron.statistics.boundaries import Boundary
 from snip_megatron.statistics.recorder import Pass
 
 _EMBEDDING = (0, 0)  # of the seeds of the noise
@@ -20,33 +20,23 @@ _EMBEDDING = (0, 0)  # of the seeds of the noise
 class ResidualStream:
     """The boundaries of this rank's model chunks: residual streams before each sub-block, and after the last one.
 
-    ``chunks``, ``shard`` and ``recomputing`` are those of the :class:`snip_megatron.runtime.host.Host`, ``context`` the
-    state that the converted linears share, ``sample_tokens`` the setting ``probe_tokens``, ``seed`` that of the noise.
-    The sums of the boundaries ``reported`` go to the table. Each boundary is reported by one pipeline stage.
+    ``context`` is the state that the converted linears share, ``sample_tokens`` the setting ``probe_tokens``, ``seed``
+    that of the noise. The sums of the boundaries ``reported`` go to the table. Each is reported by one pipeline stage.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        context: StepContext,
-        shard: TokenShard,
-        sample_tokens: int,
-        seed: int,
-        recomputing: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._recomputing = recomputing
+    def __init__(self, host: Host, context: StepContext, sample_tokens: int, seed: int) -> None:
+        self._host = host
         self._context = context
-        self._shard = shard
         self._seed = seed
         self.reported: list[Boundary] = []
         self._pairs: list[tuple[Boundary, Boundary]] = []
         self._strands: list[tuple[Strand, list[Boundary]]] = []
-        self._enter = [chunk.enter for chunk in chunks if chunk.enter is not None]
+        self._enter = [chunk.enter for chunk in host.chunks if chunk.enter is not None]
         self._noise = 0.0
         self._draws = 0
-        for strand in (strand for chunk in chunks for strand in chunk.strands):
+        for strand in (strand for chunk in host.chunks for strand in chunk.strands):
             indices = [place.boundary for place in strand.places]
-            found = [Boundary(index, shard, sample_tokens) for index in (*indices, indices[-1] + 1)]
+            found = [Boundary(index, host.shard, sample_tokens) for index in (*indices, indices[-1] + 1)]
             self._pairs += itertools.pairwise(found)
             self.reported += found if strand.ends else found[:-1]  # else another stage reports the output
             self._strands.append((strand, found))
@@ -92,7 +82,7 @@ class ResidualStream:
             yield
 
     def _enters(self, stream: torch.Tensor) -> torch.Tensor:
-        if self._recomputing():  # the first block runs once more, on the same microbatch
+        if self._host.recomputing():  # the first block runs once more, on the same microbatch
             self._draws -= 1
         return stream + self._draw(stream) if self._noise else stream
 
@@ -120,7 +110,7 @@ class ResidualStream:
 
     def _repeats(self, boundary: Boundary) -> bool:
         """Whether this forward repeats one that was recorded."""
-        return boundary.seen and self._recomputing()
+        return boundary.seen and self._host.recomputing()
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:
         """Draw Gaussian noise [s(/tp), b, hidden] that depends on global microbatch, token and feature."""
@@ -129,7 +119,7 @@ class ResidualStream:
         self._draws += 1
         seed = derive_seed(self._seed, context.step, microbatch, *_EMBEDDING)
         rows, hidden = like.numel() // like.shape[-1], like.shape[-1]
-        first = self._shard.first_row(rows)
+        first = self._host.shard.first_row(rows)
         tokens = torch.arange(first, first + rows, device=like.device)
         noise = random_normal(seed, tokens, torch.arange(hidden, device=like.device))
         return (noise * self._noise).view(like.shape).to(like.dtype)

@@ -13,9 +13,11 @@ from torch_attention import TorchAttention
 from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.model_linears import built_linears, model_linears
+from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.statistics.boundaries import TokenShard
 from snip_megatron.statistics.recorder import Pass
+from snip_megatron.statistics.reduction import ProbeGroups
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -107,14 +109,10 @@ def probe(model: GPTModel, stream: ResidualStream, phase: Pass, sigma: float = 0
         stream.finish_statistics(2)
 
 
-def new_stream(model: GPTModel, sample: int = 10_000, context: StepContext | None = None) -> ResidualStream:
-    return ResidualStream(
-        [chunk_of(model, model_linears(built_linears([model]), {}).covered)],
-        context or StepContext(step=4),
-        WHOLE,
-        sample,
-        seed=6,
-    )
+def new_stream(model: GPTModel) -> ResidualStream:
+    chunks = [chunk_of(model, model_linears(built_linears([model]), {}).covered)]
+    host = Host(ProbeGroups(None, None), torch.device("cpu"), chunks, HIDDEN, WHOLE, sinks=(), local_sinks=())
+    return ResidualStream(host, StepContext(step=4), sample_tokens=10_000, seed=6)
 
 
 def test_boundaries_are_the_residual_stream(model: GPTModel) -> None:
