@@ -127,6 +127,11 @@ def cpu_environment() -> dict[str, str]:
     }
 
 
+def succeeded(process: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert process.returncode == 0, process.stderr[-6000:]
+    return process
+
+
 def losses(process: subprocess.CompletedProcess[str]) -> dict[int, float]:
     """Step (from 1) -> printed training loss. The second one after a start is the mean of two (Megatron's log)."""
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", process.stdout)

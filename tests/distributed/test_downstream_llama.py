@@ -22,8 +22,7 @@ def test_logits_of_a_tensor_parallel_run_under_snip(warm: WarmRanks, tmp_path: P
         iters=4,
     )
     env = {"LOGITS": str(tmp_path / "logits.pt")}
-    process = warm.run(2, args, module="logits_pretrain", tmp=tmp_path / "run", env=env)
-    assert process.returncode == 0, process.stderr[-4000:]
+    warm.succeed(2, args, module="logits_pretrain", tmp=tmp_path / "run", env=env)
     tokenizer = byte_tokenizer()
     save(tokenizer, tmp_path / "tokenizer")
 

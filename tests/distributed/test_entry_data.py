@@ -35,8 +35,7 @@ def test_train_and_validation_files(warm: WarmRanks, tmp_path: Path) -> None:
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
     evaluation = ["--eval-iters", "2", "--eval-interval", "10"]
     args = tiny_llama_args(*data, *tokenizer, *evaluation, iters=20, mock_data=False)
-    process = warm.run(1, args, tmp=tmp_path)
-    assert process.returncode == 0, process.stderr[-4000:]
+    process = warm.succeed(1, args, tmp=tmp_path)
     curve = losses(process)
     assert len(curve) == 20
     validation = [float(v) for v in re.findall(r"validation loss at iteration .*lm loss value: (\S+)", process.stdout)]
@@ -56,8 +55,7 @@ def test_documents_whose_middle_is_filled_in(warm: WarmRanks, tmp_path: Path) ->
     curves = []
     for extra in ((), ("--fim-data", *tokens)):
         data = ("--train-data-path", str(tmp_path / "train"), *tokenizer)
-        process = warm.run(1, tiny_llama_args(*data, *extra, iters=3, mock_data=False), tmp=tmp_path)
-        assert process.returncode == 0, process.stderr[-4000:]
+        process = warm.succeed(1, tiny_llama_args(*data, *extra, iters=3, mock_data=False), tmp=tmp_path)
         curves.append(losses(process))
     assert len(curves[1]) == 3
     assert curves[0] != curves[1]
@@ -77,8 +75,7 @@ def test_sets_are_recorded_by_name(warm: WarmRanks, tmp_path: Path, several: boo
     args = tiny_llama_args(
         *data, *tokenizer, *snip, "--eval-interval", "2", "--eval-iters", "1", iters=4, mock_data=False
     )
-    process = warm.run(1, args, tmp=tmp_path)
-    assert process.returncode == 0, process.stderr[-4000:]
+    warm.succeed(1, args, tmp=tmp_path)
     events = [event for event in read_events(tmp_path / "run") if event["event"] in ("validation", "test")]
     assert {(event["event"], event.get("set")) for event in events} >= {("validation", name) for name in expected}
     assert [event["step"] for event in events if event["event"] == "test"] == ([] if several else [4])

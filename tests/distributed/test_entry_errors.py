@@ -73,8 +73,7 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
     snip = ("--snip", "--snip-budget", "fp4=0.4", "--snip-first-update", "1", "--snip-lag", "1", "--snip-wait", "120")
     args = tiny_llama_args(*snip, "--snip-dir", "run", iters=4)
     parts = "word_embeddings,decoder.layers.0.,decoder.layers.2.mlp.linear_fc1,decoder.layers.3.input_layernorm"
-    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "freeze", "FROZEN": parts})
-    assert process.returncode == 0, process.stderr[-4000:]
+    process = warm.succeed(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "freeze", "FROZEN": parts})
     stays = "decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)"
     assert f"snip: {stays}" in process.stdout
     assert stays in read_config(tmp_path / "run")["facts"]["stays_bf16"]
@@ -98,13 +97,11 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
 
 def test_an_optimizer_whose_update_nobody_needs_is_not_refused(warm: WarmRanks, tmp_path: Path) -> None:
     args = tiny_llama_args("--snip", "--snip-first-update", "1", "--snip-estimator", "fisher", iters=3)
-    process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
-    assert process.returncode == 0, process.stderr[-4000:]
+    warm.succeed(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
 
 
 def test_help_lists_megatrons_arguments_and_snips(warm: WarmRanks, tmp_path: Path) -> None:
-    process = warm.run(1, ["--help"], tmp=tmp_path)
-    assert process.returncode == 0, process.stderr
+    process = warm.succeed(1, ["--help"], tmp=tmp_path)
     assert {"--num-layers", "--snip-budget"} <= set(process.stdout.split())
 
 

@@ -31,8 +31,7 @@ SNIP = shlex.split(
 
 def test_experts_that_no_token_is_sent_to(warm: WarmRanks, tmp_path: Path) -> None:
     args = tiny_llama_args(*STARVED, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=6)
-    done = warm.run(2, args, tmp=tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = warm.succeed(2, args, tmp=tmp_path)
     curve = losses(done)
     assert len(curve) == 6
     assert all(math.isfinite(loss) for loss in curve.values())
@@ -64,8 +63,7 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
     for name, extra in (("dense", ()), ("one", ONE)):
         run = tmp_path / name / "run"
         args = tiny_llama_args(*PROBED, *extra, "--snip-dir", str(run), iters=5)
-        done = warm.run(1, args, module="altered_pretrain", env={"ALTER": "one_expert"}, tmp=tmp_path / name)
-        assert done.returncode == 0, done.stderr[-4000:]
+        warm.succeed(1, args, module="altered_pretrain", env={"ALTER": "one_expert"}, tmp=tmp_path / name)
         tables.append(StatisticsTable.load(run / "stats" / "step_2.npz"))
         (precision_map,) = read_maps(run).values()
         maps.append({key.replace(".experts.", "."): fmt for key, fmt in precision_map.choices.items()})
@@ -91,8 +89,7 @@ def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: War
     for name, extra in (("plain", ()), ("overlapped", ("--overlap-moe-expert-parallel-comm",))):
         run = tmp_path / name
         args = tiny_llama_args(*given.split(), *SNIP, *extra, "--snip-dir", str(run), iters=5)
-        done = warm.run(2, args, tmp=tmp_path / f"{name}-ranks")
-        assert done.returncode == 0, done.stderr[-4000:]
+        warm.succeed(2, args, tmp=tmp_path / f"{name}-ranks")
         (adopted,) = read_maps(run).values()
         runs.append((adopted.choices, [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]))
     assert runs[0] == runs[1]
@@ -131,8 +128,7 @@ def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
         run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
         env = {"TRACE": str(tmp_path / name / "trace")}
         args = tiny_llama_args(*words, *snip, *run, iters=6)
-        done = warm.run(2, args, module="traced_pretrain", env=env, tmp=tmp_path / name)
-        assert done.returncode == 0, done.stderr[-4000:]
+        warm.succeed(2, args, module="traced_pretrain", env=env, tmp=tmp_path / name)
         found.append(read_traces(tmp_path / name / "trace")[-1])
     stock, bf16, updated = found
     assert bf16 == stock

@@ -31,8 +31,7 @@ Results = dict[str, Tensors]
 def folder(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the two ranks wrote."""
     folder = tmp_path_factory.mktemp("linears")
-    process = warm.run(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
-    assert process.returncode == 0, process.stderr[-4000:]
+    warm.succeed(2, [], module="parallel_linears", tmp=folder, env={"OUT": str(folder)})
     return folder
 
 

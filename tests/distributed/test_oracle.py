@@ -3,7 +3,6 @@ layouts."""
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -50,17 +49,13 @@ EXPERTS = (
 )
 
 
-def check(process: subprocess.CompletedProcess[str]) -> None:
-    assert process.returncode == 0, process.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and moments after AT steps on one rank; beside it, for the optimizer that does not load the other's."""
     folder = tmp_path_factory.mktemp("measured")
     for name, optimizer in (("warm", ""), ("warm-sharded", SHARDED_OPTIMIZER)):
         saving = ["--save", str(folder / name), "--save-interval", str(AT), "--exit-interval", str(AT)]
-        check(warm.run(1, tiny_llama_args(*MODEL, *saving, *optimizer.split(), iters=9), tmp=folder / f"to-{name}"))
+        warm.succeed(1, tiny_llama_args(*MODEL, *saving, *optimizer.split(), iters=9), tmp=folder / f"to-{name}")
     return folder / "warm"
 
 
@@ -70,7 +65,7 @@ def truth_on(layout: str, warm: WarmRanks, checkpoint: Path) -> StatisticsTable:
     load = checkpoint.with_name("warm-sharded") if SHARDED_OPTIMIZER in extra else checkpoint
     args = ["--load", str(load), "--snip-dir", str(folder / "run"), *TRUTH, *extra.split()]
     args += ["--snip-probe-microbatches", str(microbatches)]
-    check(warm.run(nproc, tiny_llama_args(*MODEL, *args, iters=9), tmp=folder))
+    warm.succeed(nproc, tiny_llama_args(*MODEL, *args, iters=9), tmp=folder)
     return StatisticsTable.load(folder / "run" / "stats" / f"step_{AT}.npz")
 
 
@@ -103,7 +98,7 @@ def test_the_truth_is_what_a_run_under_that_option_alone_shows(
         "BRUTE_OPTIONS": json.dumps([(linear, gemm.value, "fp4") for linear, gemm in chosen]),
     }
     args = ["--load", str(checkpoint), "--snip", "--snip-policy", "bf16", "--exit-interval", str(AT + 1)]
-    check(warm.run(1, tiny_llama_args(*MODEL, *args, iters=9), module="forced_pretrain", env=env, tmp=folder))
+    warm.succeed(1, tiny_llama_args(*MODEL, *args, iters=9), module="forced_pretrain", env=env, tmp=folder)
     brute = json.loads((folder / "brute.json").read_text())
     for (linear, gemm), expected in zip(chosen, brute, strict=True):
         at = (names.index(linear), list(Gemm).index(gemm), 0)
@@ -136,7 +131,7 @@ def test_layouts_find_the_same(alone: StatisticsTable, warm: WarmRanks, checkpoi
 def test_auxiliary_losses_of_experts_and_their_routing_cancel(warm: WarmRanks, tmp_path: Path) -> None:
     """Without an option nothing is left but the order of sums, and each option of an expert has a harm."""
     args = [*EXPERTS.split(), *TRUTH, "--snip-dir", str(tmp_path / "run")]
-    check(warm.run(1, tiny_llama_args(*MODEL, *args, iters=9), tmp=tmp_path))
+    warm.succeed(1, tiny_llama_args(*MODEL, *args, iters=9), tmp=tmp_path)
     table = StatisticsTable.load(tmp_path / "run" / "stats" / f"step_{AT}.npz")
     assert table.truth is not None
     drift, floor = table.truth["raw_drift"], table.truth["floor"]

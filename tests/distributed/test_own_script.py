@@ -1,10 +1,9 @@
 """Scripts that are not ours, with three lines of SNIP: they train as before without ``--snip``, and as ours with it."""
 
 import shlex
-import subprocess
 from pathlib import Path
 
-from launch import REPOSITORY, losses, run_ranks, tiny_llama_args
+from launch import REPOSITORY, losses, run_ranks, succeeded, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.evaluation.warm import weights_sha256
@@ -22,19 +21,13 @@ ON_CPU = shlex.split(
 )
 
 
-def check(process: subprocess.CompletedProcess[str]) -> None:
-    assert process.returncode == 0, process.stderr[-4000:]
-
-
 def test_without_snip_the_script_trains_bitwise_as_it_did(warm: WarmRanks, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         saves = ("--save", str(tmp_path / name), "--save-interval", "4")
         return tiny_llama_args(*ON_CPU, *TP2, "--focus", "2", *saves, iters=4)
 
-    before = warm.run(2, arguments("before"), module="stripped_script", env={"SCRIPT": str(OWN)}, tmp=tmp_path / "b")
-    after = warm.run(2, arguments("after"), module=f"examples.{OWN.stem}", tmp=tmp_path / "a")
-    check(before)
-    check(after)
+    warm.succeed(2, arguments("before"), module="stripped_script", env={"SCRIPT": str(OWN)}, tmp=tmp_path / "b")
+    after = warm.succeed(2, arguments("after"), module=f"examples.{OWN.stem}", tmp=tmp_path / "a")
     assert "iteration        4/       4" in after.stdout
     assert "focused loss" in after.stdout
     trained = [weights_sha256(tmp_path / run / "iter_0000004") for run in ("before", "after")]
@@ -45,11 +38,10 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
     def arguments(name: str) -> list[str]:
         return tiny_llama_args("--bf16", *SNIP, "--snip-dir", str(tmp_path / name), iters=9)
 
-    check(warm.run(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e"))
+    warm.succeed(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e")
     recipe = shlex.split("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
     given = [str(USUAL), *arguments("script"), *recipe]  # Megatron's own, which SNIP replaces
-    process = run_ranks(1, given, module="snip_megatron.attach", tmp=tmp_path, timeout=300)
-    check(process)
+    process = succeeded(run_ranks(1, given, module="snip_megatron.attach", tmp=tmp_path, timeout=300))
     assert process.stdout.count("with recipe mxfp8 left out: SNIP chooses the formats of linears") == 1
     entry, script = tmp_path / "entry", tmp_path / "script"
     assert [event["step"] for event in read_events(script) if event["event"] == "adopt"] == [5]
@@ -70,8 +62,7 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
     text = ("--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
     extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8", "--pipeline-model-parallel-size", "2")
     arguments = tiny_llama_args(*text, *extra, *SNIP, "--snip-dir", str(run), iters=12, mock_data=False)
-    process = warm.run(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
-    check(process)
+    warm.succeed(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
     (adopted, *_) = [event for event in read_events(run) if event["event"] == "adopt"]
     assert adopted["step"] == 5
     figures = read_metrics(run)

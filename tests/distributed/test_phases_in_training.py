@@ -31,8 +31,7 @@ def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def train(warm: WarmRanks, tmp: Path, name: str, *extra: str, steps: int = STEPS, ranks: int = RANKS) -> Path:
     run = tmp / name
-    process = warm.run(ranks, tiny_llama_args("--snip-dir", str(run), *extra, iters=steps), tmp=tmp, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
+    process = warm.succeed(ranks, tiny_llama_args("--snip-dir", str(run), *extra, iters=steps), tmp=tmp, timeout=300)
     (tmp / f"{name}.out").write_text(process.stdout)
     return run
 

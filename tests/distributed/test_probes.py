@@ -58,10 +58,6 @@ MEASUREMENT = shlex.split(
 STEPS = 9  # two updates, adopted
 
 
-def check(process: subprocess.CompletedProcess[str]) -> None:
-    assert process.returncode == 0, process.stderr[-4000:]
-
-
 class Runs:
     """Runs of :data:`STEPS` steps with a checkpoint at the end, each made once."""
 
@@ -77,8 +73,7 @@ class Runs:
         if "distributed-optimizer" in extra:
             saving += ("--dist-ckpt-optim-fully-reshardable",)
         args = tiny_llama_args(*DROPOUT, *extra.split(), *saving, *snip, iters=STEPS)
-        process = self._warm.run(nproc, args, tmp=tmp)
-        check(process)
+        process = self._warm.succeed(nproc, args, tmp=tmp)
         return printed_losses(process), read_checkpoint(tmp / "checkpoint", STEPS), tmp / "checkpoint" / "snip"
 
 
@@ -178,5 +173,5 @@ def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path
 def probed_table(warm: WarmRanks, tmp: Path, ranks: int, *arguments: str) -> StatisticsTable:
     """The statistics of the first update, before step 1."""
     args = tiny_llama_args(*MEASURE_ONCE, *arguments, "--snip-dir", str(tmp / "run"), iters=4)
-    check(warm.run(ranks, args, tmp=tmp, module="altered_pretrain", env={"ALTER": "mask"}))
+    warm.succeed(ranks, args, tmp=tmp, module="altered_pretrain", env={"ALTER": "mask"})
     return StatisticsTable.load(tmp / "run" / "stats" / "step_1.npz")

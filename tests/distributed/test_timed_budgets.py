@@ -32,10 +32,9 @@ def arguments(tmp: Path, budget: str, *extra: str) -> list[str]:
 
 def test_a_speedup_on_two_pipeline_stages(warm: WarmRanks, tmp_path: Path) -> None:
     pin = ("--snip-pin", "decoder.layers.3.*=bf16")
-    done = warm.run(
+    warm.succeed(
         2, arguments(tmp_path, "speedup=1.25", "--pipeline-model-parallel-size", "2", *pin), tmp=tmp_path, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     run = tmp_path / "run"
     table = StatisticsTable.load(run / "stats" / "step_2.npz")
     assert table.formats == ("fp8", "fp8_tensor")  # bf16 is not measured
@@ -74,8 +73,7 @@ def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
 ) -> None:
     """Phases included: their maps are those of the plan, and the record says what the arguments left open."""
     named = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-dir", str(tmp_path / "run"))
-    done = warm.run(1, tiny_llama_args(*SNIP, *named, iters=14), tmp=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = warm.succeed(1, tiny_llama_args(*SNIP, *named, iters=14), tmp=tmp_path, timeout=300)
     said = "snip: --snip-budget loss=0.002 over bf16,fp8,fp8_tensor, schedule auto: formats are emulated"
     assert done.stdout.count(said) == 1
     config = read_config(tmp_path / "run")["config"]
@@ -114,8 +112,7 @@ def test_a_run_without_a_table_times_its_gemms_once(warm: WarmRanks, tmp_path: P
         wanted = ("--snip-formats", FORMATS, "--snip-budget", "speedup=1.25", "--pipeline-model-parallel-size", "2")
         saved = ("--save", str(tmp_path / "saved"), "--save-interval", "100", "--exit-interval", str(until))
         args = tiny_llama_args(*SNIP, "--snip-dir", str(folder), *wanted, *saved, *extra, iters=14)
-        done = warm.run(2, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env=env)
-        assert done.returncode == 0, done.stderr[-4000:]
+        done = warm.succeed(2, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env=env)
         return done.stdout
 
     def times(folder: Path) -> OptionTimes:

@@ -1,12 +1,11 @@
 """Whole runs under SNIP through the real entry: maps are solved, agreed on and adopted on every layout, and repeat."""
 
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import finish, start_ranks, tiny_llama_args
+from launch import finish, start_ranks, succeeded, tiny_llama_args
 from warm_ranks import WarmRanks, free_port
 
 from snip_megatron.precision import Format, Gemm
@@ -28,14 +27,9 @@ def train(
 ) -> tuple[Path, dict[int, float]]:
     """The run directory and its losses by step (from 0); Megatron prints some as means of two."""
     run = tmp / name
-    process = warm.run(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
-    check(process)
+    process = warm.succeed(nproc, arguments(run, *extra, steps=steps), tmp=tmp, timeout=300)
     (tmp / f"{name}.out").write_text(process.stdout)
     return run, {figure["step"]: figure["loss"] for figure in read_metrics(run)}
-
-
-def check(process: subprocess.CompletedProcess[str]) -> None:
-    assert process.returncode == 0, process.stderr[-4000:]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -95,7 +89,7 @@ def test_two_agents_with_c10d_rendezvous(tmp_path: Path) -> None:
     layout = ("--pipeline-model-parallel-size", "2")
     agents = [start_ranks(1, arguments(run, *layout), tmp=tmp_path, launcher=launcher) for _ in range(2)]
     for agent in agents:
-        check(finish(agent, 300))
+        succeeded(finish(agent, 300))
     assert_maps_hold(run, 2)
 
 

@@ -26,8 +26,7 @@ PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 def train(warm: WarmRanks, tmp: Path, name: str, *extra: str) -> Path:
     run = tmp / name
     args = tiny_llama_args("--snip-dir", str(run), *PARALLEL, *extra, iters=STEPS)
-    process = warm.run(2, args, tmp=tmp, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
+    warm.succeed(2, args, tmp=tmp, timeout=300)
     return run
 
 
