@@ -4,7 +4,9 @@ Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_n
 ``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
 card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
 theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step, and
-no weights are written. Linears get the names of ``snip_te_map`` where arguments have its factory.
+no weights are written. Linears get the names of ``snip_te_map`` where arguments have its factory. Gated delta nets in
+deterministic mode take their norm from torch too: every process would choose by times in which order that of
+flash-linear-attention sums.
 """
 
 import ctypes
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.pretrain_gpt import parse_snip_arguments
@@ -93,6 +96,10 @@ def main() -> None:
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.entry import run
 
+    if "gated_delta_net" in sys.argv:
+        from megatron.core.ssm.gated_delta_net import common
+
+        common.HAVE_FLA, common.l2norm = True, lambda x: functional.normalize(x, dim=-1, eps=1e-6)
     if "snip_te_map.quantizer_factory" in sys.argv:
         configure = pretraining.model_config
 
