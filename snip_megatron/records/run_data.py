@@ -18,7 +18,7 @@ FAULT_EVENTS = (
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (
-    "compile", "probe", "collect", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
+    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
 )  # fmt: skip
 """Kinds of events whose ``wait_s`` a training without SNIP would not have."""
 MAX_SCORES = 100
@@ -221,7 +221,7 @@ def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
     latest: int | str | None = None  # whose map is in force
     for event in events:
         step, version = event["step"], version_of(event)
-        if event["event"] in ("collect", "probe", "dropped"):
+        if event["event"] in ("collect", "probe", "times", "dropped"):
             pending[step].append(event)
         elif event["event"] == "submit":
             keys[step] = f"step {step}" if version is None else version

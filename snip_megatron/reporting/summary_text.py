@@ -7,6 +7,7 @@ _COST_NAMES = {
     "compile": "compiling at start",
     "probe": "probes",
     "collect": "reduction of statistics",
+    "times": "timing of GEMMs",
     "submit": "submission",
     "dropped": "dropped updates",
     "postpone": "waiting for the solver",

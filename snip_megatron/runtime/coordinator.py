@@ -85,8 +85,10 @@ class RankZeroCoordinator:
             self._sidecar.start()
 
     # -- updates -----------------------------------------------------------------------------------------------
-    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
+    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan.
+
+        Returns the seconds for which GEMMs were timed before, which have an event of their own.
 
         A table from a checkpoint may be that of another layout. It is solved for the pipeline stages of this one.
         """
@@ -97,27 +99,29 @@ class RankZeroCoordinator:
         self._submitted[version] = step
         if self._run is not None:
             self._run.write("stats", step, table.to_bytes())
-        if self._times is not None and not self._timed(step, version, self._times):
-            return
+        timed = 0.0 if self._times is None else self._timed(step, version, self._times)
+        if timed is None:
+            return 0.0
         request = dataclasses.replace(self._request, version=version, phases=phases)
         if self._tokens_per_step is not None:
             request = request.of_step(table.tokens_per_step / self._tokens_per_step)
         self._sidecar.submit(SolveJob(table=table, request=request))
+        return timed
 
-    def _timed(self, step: int, version: int, measure: Callable[[], OptionTimes]) -> bool:
-        """Measure the times of the run's options. If they cannot be, the update is dropped, and False is returned."""
+    def _timed(self, step: int, version: int, measure: Callable[[], OptionTimes]) -> float | None:
+        """Measure the times of the run's options. Returns the seconds that it took; None if the update is dropped."""
         started = time.perf_counter()
         try:
             self._request = dataclasses.replace(self._request, times=measure())
         except (SnipError, RuntimeError) as error:
             self._drop(step, version, "times", " ".join(str(error).split()), time.perf_counter() - started)
-            return False
+            return None
         self._times = None
         seconds = round(time.perf_counter() - started, 6)
         self.event(step, "times", seconds=seconds, wait_s=seconds)
         if self._run is not None:
             self._run.set_fact("request", self._request.as_dict())
-        return True
+        return seconds
 
     def pump(self, step: int) -> None:
         """Receive the sidecar's results without blocking."""

@@ -75,9 +75,10 @@ class Updates:
             return
         self.state.version += 1
         pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
+        own = sum(result.seconds.values())  # the passes have events of their own
         if self.coordinator is not None:
-            self.coordinator.submit(step, result.table, pending.version, phases)
-        rest = since(started) - sum(result.seconds.values())  # the passes have events of their own
+            own += self.coordinator.submit(step, result.table, pending.version, phases)
+        rest = since(started) - own
         submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
         submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays().values())}
         self.event(step, "submit", **submitted, wait_s=round(rest, 6), update_seconds=seconds)
