@@ -110,8 +110,6 @@ class SnipRun:
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
-        if getattr(self._args, "use_torch_fsdp2", False) and torch.cuda.is_available():
-            say("--use-torch-fsdp2: compared with Megatron bit by bit on CPUs, not yet on GPUs")
         if validate.scales_experts_again(self._args):
             say(
                 "--use-megatron-fsdp: Megatron scales down gradients of experts of a step's earlier microbatches again,"
