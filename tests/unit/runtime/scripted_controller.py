@@ -61,10 +61,11 @@ class Script:
     plans: dict[int, PrecisionPlan] = field(default_factory=dict)
     closed: bool = False
 
-    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> None:
+    def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         assert table.step == step
         self.submitted.append((step, version))
         self.phases.append(phases)
+        return 0.0
 
     def pump(self, step: int) -> None: ...
 
