@@ -4,6 +4,7 @@ It finds compilers that refuse a kernel, and libraries and devices whose numbers
 layout, a missing scale, a gradient of zeros, rounding with a bias.
 """
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -83,9 +84,10 @@ def _wrong_rounding(backend: GemmBackend, device: torch.device | str, fmt: Forma
 
 
 def decibel(exact: Tensor, found: Tensor) -> float:
-    """Return the signal to noise ratio of ``found`` in dB."""
-    noise = (found.float() - exact).norm().square()
-    return float(10 * torch.log10(exact.norm().square() / noise))
+    """Return the signal to noise ratio of ``found`` in dB, inf without noise."""
+    exact = exact.detach().double()
+    noise = (found.detach().double() - exact).norm()
+    return float(20 * torch.log10(exact.norm() / noise)) if noise else math.inf
 
 
 def _operands(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """Linears over two tensor parallel ranks are the whole linear: outputs, gradients, draws of stochastic rounding."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from parallel_linears import (
 )
 from warm_ranks import WarmRanks
 
+from snip_megatron.gemm.check import decibel
 from snip_megatron.precision import Format
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.hadamard import ROTATED
@@ -49,11 +49,6 @@ def expected_share(case: Case, whole: Tensors, rank: int) -> Tensors:
     halves = 2 if case.gated else 1
     d = shard(d, 0, rank, 2) if case.sequence_parallel else d
     return shard(y, -1, rank, 2, halves=halves), d, shard(gw, 0, rank, 2, halves=halves)
-
-
-def decibel(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    error = float((expected.double() - actual.double()).norm())
-    return math.inf if error == 0 else 20 * math.log10(float(expected.double().norm()) / error)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -3,7 +3,6 @@
 No such GPU was at hand when this was written: these tests have never run. tests/unit/gemm/test_blackwell*.py have.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.blackwell_support import availability
-from snip_megatron.gemm.check import LEAST_DECIBEL
+from snip_megatron.gemm.check import LEAST_DECIBEL, decibel
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
@@ -42,11 +41,6 @@ def operands(tokens: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def keys(n: int, seed: int = 5) -> GradientKeys:
     return GradientKeys(2**63 + seed, 2**40 + seed, torch.arange(n, device="cuda"))
-
-
-def decibel(exact: Tensor, found: Tensor) -> float:
-    error = float((found.double() - exact.double()).norm())
-    return math.inf if error == 0 else 20 * math.log10(float(exact.double().norm()) / error)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

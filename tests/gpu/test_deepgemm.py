@@ -10,13 +10,10 @@ from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels.quantize import quantize_operands
 from snip_megatron.quantization.operands import OperandSpec
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _usable() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    if (missing := why_not()) is not None:
-        pytest.skip(f"DeepGEMM {missing}")
+pytestmark = [
+    pytest.mark.usefixtures("hopper"),
+    pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}"),
+]
 
 
 def matrix(rows: int, cols: int, seed: int) -> torch.Tensor:

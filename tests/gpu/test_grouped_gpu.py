@@ -38,12 +38,7 @@ EXPERTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _usable() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-
-
+pytestmark = pytest.mark.usefixtures("hopper")
 needs_deepgemm = pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}")
 
 

@@ -1,7 +1,5 @@
 """Calls of the Hopper backend that C++ replays give what Python gives, and are really replayed."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from gpu_linear import Formats, Linear
@@ -20,14 +18,7 @@ FORMATS: list[Formats] = [
 ]  # fmt: skip
 SHAPES = [(256, 384, 512), (1000, 1040, 4224), (130, 136, 208), (4, 128, 128)]
 MICROBATCHES = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _hopper() -> Iterator[None]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    yield
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A quantised linear on a Hopper GPU: numbers of Y and all gradients, main_grad, stochastic rounding, odd shapes."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from gpu_linear import Formats, Linear
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
@@ -20,14 +20,7 @@ FLOOR = {FP8: 27.5, TENSOR: 27.0, FP4: 13.0, BF16: 50.0}
 # Relative error of a GEMM's own arithmetic in FP32: exact products in fp4; fp8 as the tensor core accumulates.
 GEMM_ERROR = {FP8: 3e-4, TENSOR: 3e-4, FP4: 5e-7}
 FAST_ERROR = 6e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _hopper() -> Iterator[None]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
-    yield
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +38,6 @@ def operands(m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def relative_error(exact: Tensor, found: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
-
-
-def decibel(exact: Tensor, found: Tensor) -> float:
-    return -20 * math.log10(max(relative_error(exact, found), 1e-30))
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.precision import Format
 from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
@@ -15,9 +16,7 @@ SHAPES = [(4096, 14336), (1000, 5632), (4, 128)]
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[GemmBackend]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU (sm_90)")
+def backend(hopper: None) -> Iterator[GemmBackend]:
     yield select_backend("hopper").backend
     torch.compiler.reset()
 
@@ -28,11 +27,6 @@ def tensors(tokens: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     y = torch.randn(tokens, 2 * features, device="cuda", generator=generator) * 2 * spread
     d = torch.randn(tokens, features, device="cuda", generator=generator) * 1e-3 * spread
     return d.bfloat16(), y.bfloat16()
-
-
-def decibel(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    return float(20 * torch.log10(expected.norm() / (found - expected).norm().clamp(min=1e-300)))
 
 
 def assert_close(found: OperandPair, expected: OperandPair) -> None:

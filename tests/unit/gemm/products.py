@@ -75,8 +75,3 @@ def assert_reference(
         rtol = max(torch.finfo(found.dtype).eps, 1e-5)
         scale = expected.float().abs().amax().clamp_min(1e-20) if expected.numel() else torch.tensor(1.0)
         torch.testing.assert_close(found.float() / scale, expected.float() / scale, rtol=rtol, atol=1e-6)
-
-
-def decibel(exact: Tensor, found: Tensor) -> float:
-    exact, found = exact.detach().double(), found.detach().double()
-    return float(20 * torch.log10(exact.norm() / (found - exact).norm()))

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from snip_megatron.gemm.check import decibel
 from snip_megatron.precision import Format
 
-from .products import BACKENDS, EVEN, QUANTISED, decibel, operands, run
+from .products import BACKENDS, EVEN, QUANTISED, operands, run
 
 BF16, FP8 = Format.BF16, Format.FP8
 every_backend = pytest.mark.parametrize("name", BACKENDS)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.blackwell_engine import NATIVE, NativeOperand
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.operands import UnquantizedOperand
 from snip_megatron.precision import Format
 from snip_megatron.quantization import quantize_dequantize
 from snip_megatron.quantization.operands import OperandSpec
 
-from .products import BACKENDS, EVEN, decibel, keys, operands, run, sides
+from .products import BACKENDS, EVEN, keys, operands, run, sides
 
 BF16, FP4, NVFP4, MXFP8 = Format.BF16, Format.FP4, Format.NVFP4, Format.MXFP8
 UNIFORM = [(fmt,) * 3 for fmt in NATIVE]

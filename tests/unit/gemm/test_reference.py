@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.check import decibel
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.formats import STOCHASTIC
 from snip_megatron.quantization.hadamard import ROTATED, rotate
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
-from .products import QUANTISED, decibel
+from .products import QUANTISED
 
 
 def fprop(x: torch.Tensor, w: torch.Tensor, fmt: Format) -> torch.Tensor:

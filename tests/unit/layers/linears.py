@@ -1,6 +1,5 @@
 """Real Megatron linears on one gloo rank, and what their quantised GEMMs must give, composed independently."""
 
-import math
 from typing import Any
 
 import torch
@@ -99,10 +98,3 @@ def reference(
         x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
     return y, d, gw
-
-
-def decibel(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal over error, 20·log10(‖expected‖ / ‖actual − expected‖)."""
-    expected, actual = expected.detach().double(), actual.detach().double()
-    error = float((actual.reshape(expected.shape) - expected).norm())
-    return math.inf if error == 0 else 20 * math.log10(float(expected.norm()) / error)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from linears import FC1, Formats, convert, decibel, operands, reference, stock_linear
+from linears import FC1, Formats, convert, operands, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
+from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
 from snip_megatron.precision import Format

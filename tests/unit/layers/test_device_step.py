@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from linears import Formats, convert, decibel, operands, stock_linear
+from linears import Formats, convert, operands, stock_linear
 
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from linears import decibel
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.group_rows import GroupRows, group_rows
