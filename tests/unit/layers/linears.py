@@ -84,7 +84,8 @@ def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> d
 def reference(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, formats: Formats, context: StepContext, microbatch: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Y [T, N], ∂L/∂X [T, K], ∇W [N, K] in float64 from operands quantised as docs/how-it-works.md says."""
+    """Y [s, b, n], ∂L/∂X [s, b, k], ∇W [n, k] in float64 from operands quantised as docs/how-it-works.md says."""
+    rows = x.shape[:-1]
     x, w, g = (t.detach().reshape(-1, t.shape[-1]) for t in (x, w, g))
     fprop, dgrad, wgrad = formats
 
@@ -97,4 +98,4 @@ def reference(
     if wgrad in ROTATED:
         x, g = (rotate(t, drawn if SPECS[wgrad].random_signs else 0) for t in (x, g))
     gw = quantised(g, wgrad, axis=0, **rounding(wgrad, context, microbatch, 2)).t() @ quantised(x, wgrad, axis=0)
-    return y, d, gw
+    return y.view(*rows, -1), d.view(*rows, -1), gw
