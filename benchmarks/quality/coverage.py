@@ -228,8 +228,8 @@ _PAGE = """# Coverage of the field's configurations
 
 Written by `python -m benchmarks.quality.coverage CHECKOUT --bridge FOLDER --out docs/coverage.md`. *Accepted*: the
 arguments pass SNIP's checks, and the model is built on the meta device, where its linears are looked up as conversion
-does. *In reach*: a precision map covers the FLOPs of all linears of decoder and MTP. What the installed releases of
-Megatron-Core or Megatron Bridge refuse themselves is not counted.
+does, and the layout that a run records is made. *In reach*: a precision map covers the FLOPs of all linears of decoder
+and MTP. What the installed releases of Megatron-Core or Megatron Bridge refuse themselves is not counted.
 """
 
 

@@ -70,6 +70,24 @@ def test_experts_behind_a_latent_projection_fuse_swiglu_by_side() -> None:
     assert first == {"mlp.linear_fc1": "gradient", "mlp.linear_fc2": "input"}
 
 
+def test_tokens_go_to_experts_behind_a_latent_projection_in_its_width() -> None:
+    whole = layout(SMALL, grouped_experts=True, ep=2, dp=2)
+    hidden, spent = whole.model.hidden, []
+    for width, role in ((hidden, None), (hidden // 4, Role.BETWEEN)):
+        rows = []
+        for row in whole.model.rows:
+            if ".mlp." in row.name:
+                first = row.role is Role.READS
+                size = {"k": width, "sharded": Side.OUTPUT} if first else {"n": width, "sharded": Side.INPUT}
+                row = replace(row, experts=4, active=2, role=role or row.role, **size)
+            rows.append(row)
+        latent = replace(whole, model=replace(whole.model, rows=tuple(rows)))
+        step = StepModel(latent, FlopsModel(), LINKS).step(lambda row: ALL_BF16)
+        spent.append(step.stages[0].seconds["experts"])
+    assert spent[0] > 0
+    assert spent[1] == pytest.approx(spent[0] / 4)
+
+
 LINKS = Links(node_size=8, within=1e11, between=1e10)
 PARALLEL = {"tp": 4, "sequence_parallel": True}
 
