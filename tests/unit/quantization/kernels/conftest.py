@@ -1,5 +1,6 @@
-"""Fixtures of replays: ``replay.cpp``, really compiled, over a driver whose kernels run on the host."""
+"""Triton's quantisers, and replays: ``replay.cpp``, really compiled, over a driver whose kernels run on the host."""
 
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -7,7 +8,13 @@ import pytest
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.kernels.replay import launcher
 
+from .interpreter import Quantizers
 from .replay_library import Library
+
+
+@pytest.fixture(scope="session")
+def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
+    return Quantizers(interpreter)
 
 
 @pytest.fixture(scope="module")

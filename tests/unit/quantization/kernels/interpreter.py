@@ -39,24 +39,12 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.quantization.kernels import exact, keys, rows, swiglu
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
-    if name == "advance":  # of keys: writes to its arguments
-        keys.advance(*arguments)
-        return arguments
-    if name == "tiled_product":  # writes to its last argument
-        tiled_kernel.multiply(*arguments, **options)
-        return arguments[-1]
-    if name == "add_wgrad":  # writes to its last argument
-        grouped_wgrad.add_wgrad(*arguments)
-        return arguments[-1]
-    if name in ("pad", "unpad"):
-        return getattr(rows, name)(*arguments)
-    if name == "quantize_exact":
-        return exact.quantize_exact(*arguments, **options)
-    if "swiglu" in name:
-        return getattr(swiglu, name)(*arguments, **options)
-    if name in ("pack_partial", "add_partials"):
-        return getattr(triton_quantize, name)(*arguments)
-    return getattr(triton_quantize, name)(*arguments, **options)
+    writing = {"add_wgrad": grouped_wgrad.add_wgrad, "advance": keys.advance, "tiled_product": tiled_kernel.multiply}
+    if name in writing:
+        writing[name](*arguments, **options)
+        return arguments if name == "advance" else arguments[-1]
+    module = next(module for module in (exact, rows, swiglu, triton_quantize) if hasattr(module, name))
+    return getattr(module, name)(*arguments, **options)
 
 
 def _run_packed(name: str, arguments: Any, options: Any) -> Any:

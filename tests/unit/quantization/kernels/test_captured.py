@@ -1,6 +1,5 @@
 """What captured graphs ask of the kernels: keys from memory, weights written in place unless they are current."""
 
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,6 @@ from .interpreter import Quantizers
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
 
 
-@pytest.fixture(scope="module")
-def kernels(interpreter: ProcessPoolExecutor) -> Quantizers:
-    return Quantizers(interpreter)
-
-
 def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -34,14 +28,14 @@ def same(found: Operand | None, expected: Operand | None) -> None:
     assert torch.equal(found.scale, expected.scale)
 
 
-def test_the_kernel_of_keys_gives_the_reference_s_words(kernels: Quantizers) -> None:
+def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) -> None:
     keys = DeviceKeys([Identity(5, 3, 2), Identity(2**48 + 9, 1, 0)], (1, 2), torch.device("cpu"))
     keys.start_step(2**63 + 17, 123_456)
     memory = keys._state, keys._counts, keys._identities, keys._words
     for place in (1, 0, 1):
         expected = tuple(tensor.clone() for tensor in memory)
         advance(*expected, place, (1, 2))
-        found = kernels.call("advance", *(tensor.clone() for tensor in memory), place, (1, 2))
+        found = quantizers.call("advance", *(tensor.clone() for tensor in memory), place, (1, 2))
         for tensor, one, other in zip(memory, found[:4], expected, strict=True):
             assert torch.equal(one, other)
             tensor.copy_(other)
@@ -49,7 +43,7 @@ def test_the_kernel_of_keys_gives_the_reference_s_words(kernels: Quantizers) -> 
     assert keys._words.any()
 
 
-def test_tiles_with_keys_from_memory(kernels: Quantizers) -> None:
+def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
     """Equal to those whose seeds are arguments."""
     formats = ("fp4", "fp4")
     x, cols = matrix(128, 192), torch.arange(192) * 2
@@ -60,7 +54,7 @@ def test_tiles_with_keys_from_memory(kernels: Quantizers) -> None:
 
     def tiles(keys: Any) -> OperandPair:
         how = spec(*formats, row_seed=keys[0], col_seed=keys[1], cols=cols)
-        return kernels.call("quantize_operands", x, how)  # type: ignore[no-any-return]
+        return quantizers.call("quantize_operands", x, how)  # type: ignore[no-any-return]
 
     expected = tiles(seeds)
     for found, wanted in zip(tiles(words), expected, strict=True):
@@ -69,10 +63,10 @@ def test_tiles_with_keys_from_memory(kernels: Quantizers) -> None:
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp8_tensor", "fp8_tensor"), ("fp8", None)])
-def test_a_kept_weight(kernels: Quantizers, formats: tuple[str, str | None]) -> None:
+def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) -> None:
     """Written anew where it is not current; untouched, whatever the weight, where it is."""
     how = spec(*formats, weight=True)
-    for quantize in (partial(kernels.call, "quantize_operands"), packed.quantize_operands):
+    for quantize in (partial(quantizers.call, "quantize_operands"), packed.quantize_operands):
         first, second = (quantize(matrix(160, 128, seed), how) for seed in (0, 1))
         for current in (0, 1):
             flag = torch.tensor([current], dtype=torch.int32)

@@ -1,6 +1,5 @@
 """The kernels of bf16 emulation against the torch reference, bit for bit: interpreted, or on a GPU if there is one."""
 
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ from .interpreter import Quantizers, matrix
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46")
 
 
-@pytest.fixture(scope="module")
-def kernels(interpreter: ProcessPoolExecutor) -> Quantizers:
-    return Quantizers(interpreter)
-
-
 def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
     """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
     for one, other in zip(found, expected, strict=True):
@@ -41,30 +35,30 @@ def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = Fals
         assert int(differing.sum()) <= (2 if drawn else 0)
 
 
-def check(kernels: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
+def check(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
     how = spec(row, col, **options)
-    assert_same(kernels.call("quantize_exact", x, how), exact.quantize_exact(x, how), drawn=how.keys is not None)
+    assert_same(quantizers.call("quantize_exact", x, how), exact.quantize_exact(x, how), drawn=how.keys is not None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("square", [False, True])
-def test_tails_and_what_is_not_finite(kernels: Quantizers, fmt: str, square: bool) -> None:
+def test_tails_and_what_is_not_finite(quantizers: Quantizers, fmt: str, square: bool) -> None:
     x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
-    check(kernels, x, fmt, fmt, weight=square)
+    check(quantizers, x, fmt, fmt, weight=square)
     x[3, 200], x[-4, 5] = float("nan"), float("-inf")
-    check(kernels, x, fmt, fmt, weight=square)
+    check(quantizers, x, fmt, fmt, weight=square)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "nvfp4_46"])
-def test_other_dtypes(kernels: Quantizers, fmt: str, dtype: torch.dtype) -> None:
-    check(kernels, matrix(40, 70, dtype), fmt, "mxfp4")
+def test_other_dtypes(quantizers: Quantizers, fmt: str, dtype: torch.dtype) -> None:
+    check(quantizers, matrix(40, 70, dtype), fmt, "mxfp4")
 
 
-def test_numbers_of_mxfp8_below_those_of_bf16(kernels: Quantizers) -> None:
+def test_numbers_of_mxfp8_below_those_of_bf16(quantizers: Quantizers) -> None:
     """FP32 matrices alone have them. Every multiple of 2^-136 that is no number of bf16 is rounded."""
     x = torch.arange(-240, 240).mul(2.0**-136).view(4, 120)
-    check(kernels, x, "mxfp8", "mxfp8")
+    check(quantizers, x, "mxfp8", "mxfp8")
 
 
 def close_errors(rows: int, cols: int) -> torch.Tensor:
@@ -79,64 +73,64 @@ def close_errors(rows: int, cols: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_four_over_six_of_close_errors(kernels: Quantizers, dtype: torch.dtype) -> None:
+def test_four_over_six_of_close_errors(quantizers: Quantizers, dtype: torch.dtype) -> None:
     """Where sums of FP32 numbers do not decide, integers do. Scales saturate if the amax is that of other numbers."""
     x = close_errors(48, 96).to(dtype)
-    check(kernels, x, "nvfp4_46", "nvfp4_46")
+    check(quantizers, x, "nvfp4_46", "nvfp4_46")
     for amax in (1e-30, 1e4):
-        check(kernels, x, "nvfp4_46", "nvfp4_46", amax=torch.tensor(amax).to(dtype))
+        check(quantizers, x, "nvfp4_46", "nvfp4_46", amax=torch.tensor(amax).to(dtype))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
-def test_stochastic_rounding(kernels: Quantizers, fmt: str) -> None:
+def test_stochastic_rounding(quantizers: Quantizers, fmt: str) -> None:
     x, cols = matrix(70, 300), torch.arange(300) * 3 + 1
-    check(kernels, x, fmt, fmt, row_seed=2**64 - 1, col_seed=5, cols=cols)
-    check(kernels, x, "fp8", fmt, row_seed=3, col_seed=5)
+    check(quantizers, x, fmt, fmt, row_seed=2**64 - 1, col_seed=5, cols=cols)
+    check(quantizers, x, "fp8", fmt, row_seed=3, col_seed=5)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
 @pytest.mark.parametrize("size", [1e-38, 1e-41])
-def test_subnormal_scales(kernels: Quantizers, fmt: str, size: float) -> None:
+def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None:
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * size
-    check(kernels, x, fmt, fmt, row_seed=3, col_seed=5)
-    check(kernels, x.bfloat16(), fmt, fmt, row_seed=3, col_seed=5)
-    check(kernels, x, fmt, fmt)
+    check(quantizers, x, fmt, fmt, row_seed=3, col_seed=5)
+    check(quantizers, x.bfloat16(), fmt, fmt, row_seed=3, col_seed=5)
+    check(quantizers, x, fmt, fmt)
 
 
-def test_keys_from_memory(kernels: Quantizers) -> None:
+def test_keys_from_memory(quantizers: Quantizers) -> None:
     x = matrix(40, 96)
     keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
     keys.start_step(1, 2)
     row, col = keys.next(0)
-    found = kernels.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
     seeds = derive_seeds((1, 2, 3, 4), (1, 2))
     assert_same(found, exact.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
 
 
 @pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
-def test_each_side_has_a_format_of_its_own(kernels: Quantizers, row: str | None, col: str | None) -> None:
+def test_each_side_has_a_format_of_its_own(quantizers: Quantizers, row: str | None, col: str | None) -> None:
     x = matrix(50, 150)
     x[3, 20] = float("nan")
-    check(kernels, x, row, col)
-    check(kernels, x.t(), row, col)
-    check(kernels, x[:, 16:112], row, col, weight=True)
+    check(quantizers, x, row, col)
+    check(quantizers, x.t(), row, col)
+    check(quantizers, x[:, 16:112], row, col, weight=True)
 
 
-def test_the_amax_of_a_shard(kernels: Quantizers) -> None:
+def test_the_amax_of_a_shard(quantizers: Quantizers) -> None:
     x, amax = matrix(30, 70), torch.tensor(7e4)
-    check(kernels, x, "nvfp4", "fp8_tensor", amax=amax)
+    check(quantizers, x, "nvfp4", "fp8_tensor", amax=amax)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp4"])
 @pytest.mark.parametrize("current", [0, 1])
-def test_kept_weights(kernels: Quantizers, fmt: str, current: int) -> None:
+def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     how = spec(fmt, fmt, weight=True)
     old = exact.quantize_exact(matrix(40, 70), how)
     flag = torch.tensor([current], dtype=torch.int32)
     held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
-    found = kernels.call("quantize_exact", new, how, held)
+    found = quantizers.call("quantize_exact", new, how, held)
     assert_same(found, old if current else exact.quantize_exact(new, how))
 
 
@@ -145,39 +139,39 @@ HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard")
 
 @pytest.mark.parametrize("fmt", HADAMARD)
 @pytest.mark.parametrize("rows", [37, 64])
-def test_transformed_sides(kernels: Quantizers, fmt: str, rows: int) -> None:
+def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
     x = matrix(rows, 530)
     rotation = Rotation(0b1011_0000_1111_0101)
-    check(kernels, x, None, fmt, col_seed=5, rotation=rotation)
-    check(kernels, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
-    check(kernels, x, "mxfp8", fmt)
+    check(quantizers, x, None, fmt, col_seed=5, rotation=rotation)
+    check(quantizers, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
+    check(quantizers, x, "mxfp8", fmt)
     on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
-    found = kernels.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
     assert_same(found, exact.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
     assert found[1] is not None
     assert found[1].values.shape == (-(-rows // 16) * 16, 530)
 
 
 @pytest.mark.parametrize("fmt", HADAMARD)
-def test_transformed_sides_of_what_is_not_finite(kernels: Quantizers, fmt: str) -> None:
+def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers, fmt: str) -> None:
     x = matrix(40, 70, torch.float32)
     x[3, 20], x[-4, 5] = float("nan"), float("-inf")
-    check(kernels, x, "nvfp4", fmt, rotation=Rotation(77))
+    check(quantizers, x, "nvfp4", fmt, rotation=Rotation(77))
     amax = torch.tensor(7e4)
-    check(kernels, matrix(40, 70), "nvfp4", fmt, amax=amax, rotation=Rotation(77, amax * 3))
+    check(quantizers, matrix(40, 70), "nvfp4", fmt, amax=amax, rotation=Rotation(77, amax * 3))
 
 
-def test_bad_input(kernels: Quantizers) -> None:
+def test_bad_input(quantizers: Quantizers) -> None:
     with pytest.raises(SnipError, match="2-D tensor"):
-        kernels.call("quantize_exact", torch.zeros(3), spec("nvfp4"))
+        quantizers.call("quantize_exact", torch.zeros(3), spec("nvfp4"))
     with pytest.raises(SnipError, match="not torch"):
-        kernels.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), spec("nvfp4"))
+        quantizers.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), spec("nvfp4"))
 
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("tiles", "dtype"), [((1, 128), torch.float32), ((1, 1), torch.bfloat16)])
-def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
     """Against float64, with strides of either orientation, tails everywhere and an output that is added to."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, 140, generator=generator).bfloat16().t()  # [140, 300]: a transposed gradient
@@ -189,7 +183,7 @@ def test_the_tiled_product(kernels: Quantizers, add: bool, tiles: tuple[int, int
     wide = [s.repeat_interleave(tile, 0)[:n].repeat_interleave(128, 1)[:, :300].double()
             for s, tile, n in zip(scales, tiles, (140, 150), strict=True)]  # fmt: skip
     expected = (a.double() * wide[0]) @ (b.double() * wide[1]).t() + (1.0 if add else 0.0)
-    found = kernels.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
+    found = quantizers.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
     error = float((found.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
 
@@ -200,7 +194,7 @@ def rows_of(splits: tuple[int, ...], *, backwards: bool = False) -> GroupRows:
 
 
 @pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
-def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...], k: int) -> None:
+def test_wgrads_of_experts_are_added(quantizers: Quantizers, splits: tuple[int, ...], k: int) -> None:
     """With few rows an expert, and with many; an expert without rows keeps its gradient."""
     rows, out = rows_of(splits), torch.randn(len(splits), 128, k)
     g, x = (torch.randn(sum(splits), width).bfloat16() for width in (128, k))
@@ -209,40 +203,42 @@ def test_wgrads_of_experts_are_added(kernels: Quantizers, splits: tuple[int, ...
     assert torch.equal(expected[1], out[1])
     for unpadded in ((True, False), (False, True), (False, False)):
         given = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
-        found = kernels.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
+        found = quantizers.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
         assert torch.equal(found[1], out[1])
 
 
-def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(kernels: Quantizers) -> None:
+def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(quantizers: Quantizers) -> None:
     rows = rows_of((3, 70))
     g, x = (torch.randn(73, 128).bfloat16() for _ in range(2))
     x[3:] = torch.inf
-    found = kernels.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
+    found = quantizers.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
     torch.testing.assert_close(found[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("cols", [(640,), (24,), ()])
-def test_rows_of_experts_are_padded_and_unpadded(kernels: Quantizers, cols: tuple[int, ...], backwards: bool) -> None:
+def test_rows_of_experts_are_padded_and_unpadded(
+    quantizers: Quantizers, cols: tuple[int, ...], backwards: bool
+) -> None:
     splits = (3, 0, 128, 130, 32)
     rows = rows_of(splits, backwards=backwards)
     x = torch.randn(sum(splits), *cols).bfloat16()
     padded = rows.pad(x)
-    assert torch.equal(kernels.call("pad", rows.map, x), padded)
-    assert torch.equal(kernels.call("unpad", rows.map, padded, len(x)), x)
+    assert torch.equal(quantizers.call("pad", rows.map, x), padded)
+    assert torch.equal(quantizers.call("unpad", rows.map, padded, len(x)), x)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(("fmt", "seed"), [("fp8", None), ("fp4", None), ("fp4", 2**63 + 5)])
 def test_padded_rows_are_quantised_without_a_copy(
-    kernels: Quantizers, fmt: str, seed: int | None, backwards: bool
+    quantizers: Quantizers, fmt: str, seed: int | None, backwards: bool
 ) -> None:
     """Bit for bit what the quantiser makes of a padded copy, zero rows included."""
     rows, how = rows_of((3, 0, 128, 130, 1), backwards=backwards), spec(fmt, row_seed=seed)
     x = matrix(262, 256)
-    found, _ = kernels.call("quantize_operands", x, how, None, rows.map)
-    expected, _ = kernels.call("quantize_operands", rows.pad(x), how)
+    found, _ = quantizers.call("quantize_operands", x, how, None, rows.map)
+    expected, _ = quantizers.call("quantize_operands", rows.pad(x), how)
     reference, _ = packed.quantize_operands(x, how, None, rows.map)
     for other in (expected, reference) if seed is None else (expected,):
         assert torch.equal(found.values.view(torch.uint8), other.values.view(torch.uint8))

@@ -1,7 +1,5 @@
 """Packing of E2M1 numbers by Triton against torch, byte by byte."""
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -9,11 +7,6 @@ from snip_megatron.quantization import packed, wire
 
 from ..specs import spec
 from .interpreter import Quantizers
-
-
-@pytest.fixture(scope="module")
-def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
-    return Quantizers(interpreter)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (5, 2 * 2048 + 2), (0, 128)])

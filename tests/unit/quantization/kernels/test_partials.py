@@ -1,18 +1,11 @@
 """Triton's exchange of partial sums against torch's, bit by bit."""
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
 from snip_megatron.quantization import wire
 
 from .interpreter import Quantizers
-
-
-@pytest.fixture(scope="module")
-def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
-    return Quantizers(interpreter)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,7 +1,5 @@
 """The Triton kernels against the torch reference, bit for bit: interpreted on a CPU, compiled where a GPU is found."""
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -12,11 +10,6 @@ from snip_megatron.quantization.packed import Operand
 
 from ..specs import spec
 from .interpreter import Quantizers, matrix
-
-
-@pytest.fixture(scope="module")
-def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
-    return Quantizers(interpreter)
 
 
 def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool = False) -> None:
