@@ -97,13 +97,19 @@ def test_updated_maps_train_nearly_as_bf16_and_resume_bit_by_bit(by: str, train:
 
 
 @pytest.mark.parametrize(
-    ("by", "per_token"), [(by, "") for by in SHARDED] + [("megatron", "--calculate-per-token-loss")]
+    ("by", "kind"),
+    [
+        *((by, "") for by in SHARDED),
+        ("megatron", "--calculate-per-token-loss"),
+        ("megatron", f"{MIXTURE} --global-batch-size 2"),  # with more microbatches Megatron scales experts again
+    ],
+    ids=["megatron", "torch", "per_token", "mixture"],
 )
-def test_statistics_are_those_of_the_distributed_optimizer(by: str, per_token: str, train: Train) -> None:
+def test_statistics_are_those_of_the_distributed_optimizer(by: str, kind: str, train: Train) -> None:
     """Up to the rounding of a microbatch's gradient to bf16, of weights, gradients and update errors."""
     tables = []
-    for name, layout in ((f"{by}/updated{per_token}", SHARDED[by]), (f"unsharded{per_token}", WHOLE)):
-        train(name, f"{layout} {per_token}".strip(), UPDATED)
+    for name, layout in ((f"{by}/updated{kind[:30]}", SHARDED[by]), (f"unsharded{kind[:30]}", WHOLE)):
+        train(name, f"{layout} {kind}".strip(), UPDATED)
         folder = train.folder / name / "snip" / "stats"  # type: ignore[attr-defined]
         tables.append(StatisticsTable.load(sorted(folder.glob("*.npz"))[0]))
     sharded, whole = tables
