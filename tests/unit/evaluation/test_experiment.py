@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusal import refusal
 from snip_command import refused
 
 from snip_megatron.config import SnipConfig
@@ -134,9 +135,7 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
     ],
 )
 def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
-    with pytest.raises(SnipError) as caught:
-        parse(changed(path, value))
-    assert str(caught.value).startswith(message)
+    assert refusal(parse, changed(path, value)).startswith(message)
 
 
 def test_a_warm_up_ends_before_its_schedule() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from llama_arguments import linears
+from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.shards import check_gathers, cut_tiles
 
 LLAMA: dict[str, Any] = {
@@ -81,6 +81,4 @@ def test_layouts_without_sums_over_shards_are_refused() -> None:
             "--snip-communication all cannot be combined with --cpu-offloading-num-layers 1",
         ),
     ):
-        with pytest.raises(SnipError) as refusal:
-            check_gathers(arguments(tp, **given), "all")
-        assert str(refusal.value).startswith(words)
+        assert refusal(check_gathers, arguments(tp, **given), "all").startswith(words)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusal import refusal
 
 from snip_megatron.errors import SnipError
 
@@ -54,9 +55,7 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
     ],
 )
 def test_refusals(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SnipError) as error:
-        layout(**sizes)
-    assert str(error.value).startswith(message)
+    assert refusal(layout, **sizes).startswith(message)
 
 
 def test_key_value_heads_and_tensor_parallelism() -> None:

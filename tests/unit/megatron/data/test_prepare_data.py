@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusal import refusal
 from tokenizers import Tokenizer
 
 from snip_megatron.errors import SnipError
@@ -194,10 +195,9 @@ def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
 def test_bad_inputs_are_refused_by_name(texts: Path, tmp_path: Path, make, part: str) -> None:
     bad = tmp_path / "bad"
     make(bad)
-    with pytest.raises(SnipError) as refusal:
-        prepare(texts, bad, "--output", tmp_path / "out")
-    assert str(refusal.value).startswith(f"{bad}: ")
-    assert part in str(refusal.value)
+    message = refusal(prepare, texts, bad, "--output", tmp_path / "out")
+    assert message.startswith(f"{bad}: ")
+    assert part in message
     assert sorted(path.name for path in tmp_path.iterdir() if path != bad) == ["texts"]
 
 
@@ -219,9 +219,7 @@ def test_a_file_that_cannot_be_read_is_named(texts: Path, tmp_path: Path) -> Non
     ],
 )
 def test_bad_arguments_are_refused(texts: Path, tmp_path: Path, arguments: list[str], part: str) -> None:
-    with pytest.raises(SnipError) as refusal:
-        prepare(texts, "--output", tmp_path / "out", *arguments)
-    assert part in str(refusal.value)
+    assert part in refusal(prepare, texts, "--output", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
