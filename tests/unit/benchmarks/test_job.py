@@ -62,7 +62,7 @@ def test_an_update_is_accounted_for() -> None:
 
 def test_the_maps_of_a_run_are_counted_by_kind_of_gemm() -> None:
     maps = adopted_maps(ROOT / "examples/recorded_run")
-    assert [each["step"] for each in maps] == [40, 100, 150, 160, 180]
+    assert [each["step"] for each in maps] == [40, 150, 225, 270]
     for each in maps:
         assert sum(each["formats"].values()) == 22 * 4 * 3
         assert each["formats"]["mlp.linear_fc2:wgrad fp8_tensor"] == 22
@@ -70,5 +70,5 @@ def test_the_maps_of_a_run_are_counted_by_kind_of_gemm() -> None:
     planned, own = (predicted_step(ROOT / "examples/recorded_run", bf16_ms) for bf16_ms in (None, 500.0))
     assert planned is not None
     assert own is not None
-    assert 153.3 < planned < 400.0  # its request holds 153.33 ms that no format changes
+    assert 155.3 < planned < 400.0  # its request holds 155.37 ms that no format changes
     assert 500.0 - own == pytest.approx(planned * (maps[-1]["step_speedup"] - 1), rel=1e-6)
