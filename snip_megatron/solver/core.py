@@ -151,7 +151,7 @@ def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: fl
     parameters.num_workers = 1
     parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
     # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they do
-    # in these models (google/or-tools#5293). tests/unit/solver/test_solve.py has an instance.
+    # in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
     parameters.presolve_inclusion_work_limit = 0
     if math.isfinite(limits.seconds):
         parameters.max_time_in_seconds = max(limits.seconds, 0.01)
