@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
@@ -124,6 +125,8 @@ def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:
 def _why_stock(linear: BuiltLinear) -> str | None:
     """Return why a linear stays as it is, in bf16; None if it can be converted."""
     kind = type(linear.module)
+    if isinstance(linear.owner, AbsorbedMLASelfAttention) and linear.id.path.endswith(".linear_kv_up_proj"):
+        return "attention multiplies by parts of its weight"
     if kind not in _SNIP_CLASS:
         return f"no quantised form of {kind.__qualname__}"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]

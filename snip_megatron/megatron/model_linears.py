@@ -44,6 +44,7 @@ class BuiltLinear:
 
     Attributes:
         module: the module. Grouped linears of experts share one.
+        owner: the module that has it.
         reader: the module that reads the residual stream at the beginning of the linear's sub-block.
         writer: the layer whose output is the residual stream after the sub-block.
         expert: global index of the expert; None for a linear that belongs to none.
@@ -53,6 +54,7 @@ class BuiltLinear:
 
     id: LinearId
     module: Any
+    owner: Any
     reader: Any
     writer: Any
     expert: int | None
@@ -186,6 +188,7 @@ def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
 
 def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> list[BuiltLinear]:
     config, of_experts = module.config, "experts" in path.split(".")
+    owner = layer.get_submodule(path.rpartition(".")[0])
     weights: list[tuple[int | None, str]] = [(None, "weight")]
     if of_experts:
         indices = layer.get_submodule(path.rpartition(".experts.")[0]).local_expert_indices
@@ -213,7 +216,7 @@ def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> li
         sharded=sharded,
     )
     ends = _ends(layer, path)
-    return [BuiltLinear(linear, module, *ends, expert, row, parameter) for expert, parameter in weights]
+    return [BuiltLinear(linear, module, owner, *ends, expert, row, parameter) for expert, parameter in weights]
 
 
 def norm_of(path: str) -> str:

@@ -174,7 +174,7 @@ def run(
     linear = LinearId("decoder", 3, case.kind)
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(4)], StepContext(step=6, seed=5))
     row = LinearRow(str(linear), 0, case.n, case.k)
-    _convert_linear(BuiltLinear(linear, module, module, module, None, row), registry)
+    _convert_linear(BuiltLinear(linear, module, None, module, module, None, row), registry)
     registry[str(linear)].state.formats = case.formats
     registry.start_step(6)
     registry.context.packs, registry.context.reduces = packs, reduces

@@ -32,6 +32,18 @@ def test_latent_attention_and_the_layer_of_another_token() -> None:
     assert ahead["eh_proj"].sub_block == 9
 
 
+def test_what_sparse_attention_absorbs_stays_bf16() -> None:
+    """Attention multiplies by parts of the weight, and never calls the linear."""
+    found = on_meta(
+        MLATransformerConfig, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16,
+        multi_latent_attention=True, num_query_groups=4, rope_type="rope", transformer_impl="transformer_engine",
+        experimental_attention_variant="dsa", dsa_indexer_n_heads=2, dsa_indexer_head_dim=16, dsa_indexer_topk=8,
+        dsa_indexer_loss_coeff=0.01,
+    )  # fmt: skip
+    assert {row.id.path for row in found.left} == {"self_attention.linear_kv_up_proj"}
+    assert "self_attention.core_attention.indexer.linear_wq_b" in rows_of(found.covered, 0)
+
+
 def test_grouped_experts_have_one_row() -> None:
     found = on_meta(
         num_moe_experts=8, moe_router_topk=2, moe_grouped_gemm=True, moe_ffn_hidden_size=48, add_bias_linear=False,
