@@ -114,6 +114,16 @@ class RunData:
             return None
 
     @property
+    def maps(self) -> list[Adoption]:
+        """The adoptions, without those of a plan's phases that keep the map."""
+        versions = [None, *(adoption.version for adoption in self.adoptions)]
+        return [
+            adoption
+            for before, adoption in zip(versions, self.adoptions, strict=False)
+            if adoption.fields.get("changed") != 0 or adoption.version != before
+        ]
+
+    @property
     def faults(self) -> list[Mapping[str, Any]]:
         """The events that report trouble, in the order in which they were written."""
         return [event for event in self.events if event["event"] in FAULT_EVENTS]

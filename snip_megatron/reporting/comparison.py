@@ -15,7 +15,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.reporting.figures import STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.report import formats_now, machine_line, maps_adopted, pairs, policy_line, shown_facts
+from snip_megatron.reporting.report import formats_now, machine_line, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
 from snip_megatron.runtime.account import TOLERANCE
@@ -203,7 +203,7 @@ def _row(
         "steps": summary.steps,
         "tail_loss": _mean([losses.get(s) for s in range(*tail)]) if tail else None,
         "validation": validation[-1] if validation else None,
-        "adopted": maps_adopted(run),
+        "adopted": len(run.maps),
         "formats": formats_now(run),
         "agreement": None if base is None or last is None else _agreement(base, last),
         "tokens_s": summary.tokens_s,

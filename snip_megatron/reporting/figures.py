@@ -114,7 +114,7 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
             figure.data[-1] |= {"mode": "markers", "marker": marker}
     guards = [(e["step"], html.escape(f"guard: {e.get('reason', '')}")) for e in run.events if e["event"] == "guard"]
     marks: list[tuple[str, list[tuple[int, str]], str, str]] = [
-        ("map adopted", [(a.step, _adoption_text(a)) for a in run.adoptions], MARK, "diamond"),
+        ("map adopted", [(a.step, _adoption_text(a)) for a in run.maps], MARK, "diamond"),
         ("guard", guards, FAULT, "x"),
     ]
     for name, found, colour, symbol in marks:
@@ -124,7 +124,7 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
             figure.marks(name, at, heights, [text for _, text in found], colour, symbol)
     dotted = {"type": "line", "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
     dotted |= {"xref": "x", "yref": "y domain", "y0": 0, "y1": 1}
-    figure.layout["shapes"] = [dotted | {"x0": a.step, "x1": a.step} for a in run.adoptions]
+    figure.layout["shapes"] = [dotted | {"x0": a.step, "x1": a.step} for a in run.maps]
     return figure.as_dict()
 
 

@@ -67,7 +67,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         },
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
         figures=figures,
-        maps=map_payload(run.adoptions),
+        maps=map_payload(run.maps),
         stages=stage_view(run, rows, cost, unreadable),
         phases=phases,
         front=front,
@@ -159,7 +159,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         ("speedup over bf16, measured", _figure(measured, ".3f")),
         (f"speedup{linears} over bf16, predicted", predicted),
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
-        ("maps adopted", f"{maps_adopted(run):,}"),
+        ("maps adopted", f"{len(run.maps):,}"),
         ("formats now", formats_now(run)),
         ("asked", None if timed is None else str(timed.asked)),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
@@ -167,11 +167,6 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         ("faults", f"{len(run.faults):,}"),
     ]
     return [(label, value) for label, value in found if value is not None]
-
-
-def maps_adopted(run: RunData) -> int:
-    """Return the number of adoptions, without those of phases whose map is the one before."""
-    return sum(adoption.fields.get("changed") != 0 for adoption in run.adoptions)
 
 
 def formats_now(run: RunData) -> str | None:
