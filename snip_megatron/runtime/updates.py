@@ -70,9 +70,16 @@ class Updates:
         if broken:
             self._drop(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
             return
-        if not result.table.linear["g2"].any():  # every option would score zero
+        of_linears = zip(result.table.linears, result.table.linear["g2"], strict=True)
+        unreached = [row.name for row, gradient in of_linears if not gradient]
+        if len(unreached) == len(result.table.linears):  # every option would score zero
             self._drop(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
             return
+        if unreached and not self.state.version:
+            self.say(
+                f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
+                " nothing; keep them wide with --snip-pin"
+            )
         self.state.version += 1
         pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
         own = sum(result.seconds.values())  # the passes have events of their own

@@ -1,7 +1,7 @@
 """The controller's decisions, on one real rank; the solver's answers and their delays are scripted."""
 
 import pytest
-from scripted_controller import LATE, LOST, Run, Script, SlowKernels, a_map, ready
+from scripted_controller import LATE, LOST, NAMES, Run, Script, SlowKernels, a_map, measured, ready, table
 
 from snip_megatron.layers.context import ALL_BF16
 from snip_megatron.precision import Format, PrecisionMap
@@ -93,6 +93,15 @@ def test_a_probe_whose_tokens_are_all_masked_drops_the_update() -> None:
     assert run.script.of("dropped") == [2]
     assert run.script.submitted == []
     assert run.handle.formats == ALL_BF16
+
+
+def test_a_linear_that_no_gradient_reaches_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    made = table(2)
+    made.linear["g2"][-1] = 0.0
+    run = Run(Script())
+    run.controller.before_step(2, lambda clip: measured(made))
+    assert run.script.submitted == [(2, 1)]
+    assert capsys.readouterr().out.startswith(f"snip: no gradient reaches {NAMES[-1]} (1 such linears): ")
 
 
 def test_a_checkpoint_leaves_no_step_unrecorded() -> None:
