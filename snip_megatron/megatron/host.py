@@ -47,7 +47,12 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         shard=TokenShard(rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0),
         sinks=rows,
         local_sinks=_local_sinks(model, rows, tp_rank),
-        sharded=optimizer_sharded(args),
+        sharded=bool(
+            args.use_distributed_optimizer
+            or getattr(args, "use_layer_wise_distributed_optimizer", False)
+            or args.optimizer.startswith("dist_")
+            or getattr(args, "use_torch_fsdp2", False)
+        ),
         tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
         pass_group=int(pass_group),
         in_flight=functools.partial(
@@ -57,12 +62,6 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         recomputes=config.recompute_granularity == "full",
         whole=shares.values if shares else lambda weight: weight,
     )
-
-
-def optimizer_sharded(args: argparse.Namespace) -> bool:
-    """Return whether a rank holds a part of the optimizer's state only."""
-    whole = getattr(args, "use_layer_wise_distributed_optimizer", False) or args.optimizer.startswith("dist_")
-    return bool(args.use_distributed_optimizer or whole or getattr(args, "use_torch_fsdp2", False))
 
 
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:

@@ -17,7 +17,6 @@ count among it: torch's AdamW ends with a KeyError, others start from 0.
 
 from typing import Any
 
-import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -36,11 +35,6 @@ _state_dict = DistributedOptimizer.state_dict
 _load_state_dict = DistributedOptimizer.load_state_dict
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 _fsdp_states = DistributedOptimizer.sharded_param_state_fsdp_dtensor
-
-
-def uses_torch_adamw() -> bool:
-    """Whether Megatron uses torch's AdamW, because neither Apex nor Transformer Engine is installed."""
-    return bool(megatron_optimizer.USING_PYTORCH_OPTIMIZER)
 
 
 def install() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import get_args
 
@@ -36,7 +37,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     Raises SnipError if SNIP is on, Megatron's source has no hooks for it, and ``step-hook`` is off.
     """
     torch_norms = args.sequence_parallel and args.transformer_impl == "local"
-    torch_adamw = args.use_distributed_optimizer and distributed_optimizer.uses_torch_adamw()
+    torch_adamw = args.use_distributed_optimizer and USING_PYTORCH_OPTIMIZER  # neither Apex nor Transformer Engine
     by_torch = getattr(args, "use_torch_fsdp2", False)
     steps = distributed_optimizer.install_for_shards_of_torch if by_torch else distributed_optimizer.install
     sets: dict[str, tuple[bool, Callable[[], str]]] = {
@@ -46,7 +47,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
         "distributed-optimizer-resume": (torch_adamw or by_torch, steps),
         "checkpoint-fallback": (bool(args.load), checkpoint_fallback.install),
-        "partial-save": (loads_more_than_it_saves(args), _load_everything),
+        "partial-save": (bool(args.load) and any(getattr(args, name) for name in _LEFT_OUT), _load_everything),
         "restart-store": (restart_store.is_needed(), restart_store.install),
         "writer-processes": (writer_processes.is_needed(args), functools.partial(writer_processes.install, args)),
     }
@@ -90,11 +91,6 @@ def _skip_dataset_build() -> str:
     """Skip the ``make`` that Megatron runs at start. It would exit, as the wheel has no Makefile."""
     dataset_utils.compile_helpers = nothing
     return "the compiled dataset index builder is used as shipped"
-
-
-def loads_more_than_it_saves(args: argparse.Namespace) -> bool:
-    """Whether a run that may resume saves less than it loads."""
-    return bool(args.load and any(getattr(args, name) for name in _LEFT_OUT))
 
 
 def _load_everything() -> str:

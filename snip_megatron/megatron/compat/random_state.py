@@ -25,10 +25,6 @@ class RandomState:
     tracker: dict[str, torch.Tensor]
 
 
-def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
-
-
 def rng_state() -> RandomState:
     """Copy every random state of this process."""
     states = get_cuda_rng_tracker().get_states()
@@ -37,7 +33,10 @@ def rng_state() -> RandomState:
         numpy=np.random.get_state(),  # noqa: NPY002 - the global state is what data sets and Megatron draw from
         cpu=torch.get_rng_state(),
         device=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        tracker={name: _value(state) for name, state in states.items()},
+        tracker={
+            name: (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+            for name, state in states.items()
+        },
     )
 
 

@@ -95,14 +95,9 @@ class TransformerEngineGraphs(Graphs):
         shared = helper.pp_group.size() > 1 or helper.config.overlap_moe_expert_parallel_comm
         if shared or chosen is None or len(chosen) == len(layers):
             return None
-        if self._replaced + len(chosen) > len(layers) or not self._everywhere(self._has_room(len(chosen))):
-            return None
-        return chosen
-
-    def _has_room(self, layers: int) -> bool:
-        """Whether the device has memory for the graphs of so many layers, without what is cached."""
-        free, _ = torch.cuda.mem_get_info()
-        return self._layer_bytes > 0 and _ROOM * layers * self._layer_bytes <= free
+        free, _ = torch.cuda.mem_get_info()  # without what is cached
+        fits = 0 < _ROOM * len(chosen) * self._layer_bytes <= free
+        return chosen if self._replaced + len(chosen) <= len(layers) and self._everywhere(fits) else None
 
     def _everywhere(self, own: bool) -> bool:
         """Return whether ``own`` is true on all ranks, which must capture the same layers: these have collectives."""
