@@ -55,8 +55,9 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap]]:
         (event.key, event.count, (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3)
         for event in profile.key_averages()
     ]
-    on_gpu = [event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
-    times = [(event.time_range.start, event.time_range.end, event.name) for event in on_gpu]
+    device = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+    own = [event for event in profile.events() if event.device_type == device]
+    times = [(event.time_range.start, event.time_range.end, event.name) for event in own]
     return result, [row for row in rows if row[2] > 0], gaps_between(times)
 
 

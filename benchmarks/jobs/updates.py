@@ -38,6 +38,7 @@ def accounts(events: Sequence[Mapping[str, Any]], ms: Sequence[float]) -> list[d
             continue
         settled, last = adopted + AFTER, pairs[number + 1][0] if number + 1 < len(pairs) else len(ms)
         before, after = ms[begin:update], ms[settled:last]
+        before = before[len(before) // 2 :]  # graphs are captured in the first steps
         begin = settled
         if not before or not after:
             continue

@@ -64,7 +64,7 @@ QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
     (
         swiglu_programs.swiglu_gradient_kernel,
         GRADIENT | DRAWN | WEIGHTED | {"ROW_RANDOM": False, "COL_RANDOM": False, "LOADED": False},
-        SWIGLU_LAUNCH["gradient"],
+        SWIGLU_LAUNCH["gradient of experts"],
     ),
     (swiglu_programs.swiglu_amax_kernel, WITH_AMAX, SWIGLU_LAUNCH["swiglu, amax"]),
     (swiglu_programs.swiglu_gradient_amax_kernel, WITH_AMAX | {"d_stride": 2048}, SWIGLU_LAUNCH["gradient, amax"]),
