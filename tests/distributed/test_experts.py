@@ -101,7 +101,13 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules"
 SINKHORN = EXPERTS.replace("aux_loss --moe-aux-loss-coeff 0.01", "sinkhorn").replace("-topk 2", "-topk 1")
 GROUPS = "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-score-function sigmoid"
+DELTA = (
+    "--transformer-impl local --spec hybrid_stack stack --hybrid-layer-pattern GE*- --deterministic-mode"
+    " --linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 2"
+    " --linear-num-value-heads 4"
+)
 KINDS = {
+    "hybrid": f"{EXPERTS.replace(' --num-layers 2 --moe-layer-freq [0,1]', '')} {EP2} {SHARED} {DELTA}",
     "shared-overlapped": f"{EXPERTS} {EP2} {BESIDE}",
     "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {RECOMPUTED} mla_up_proj",
     "shared-overlapped-tp": f"{EXPERTS} {TP2} {EP2} --expert-tensor-parallel-size 1 {BESIDE}",
@@ -113,7 +119,7 @@ KINDS = {
     "recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} moe",
     "shared-recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} shared_experts mlp",
 }
-FAST = ("shared-overlapped", "latent-recomputed")
+FAST = ("hybrid", "shared-overlapped", "latent-recomputed")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
 ) -> None:
     found = []
     for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", SNIP)):
-        words = shlex.split(f"--bf16 --use-distributed-optimizer --num-layers 2 --global-batch-size 8 {KINDS[kind]}")
+        words = shlex.split(f"--bf16 --use-distributed-optimizer --global-batch-size 8 {KINDS[kind]}")
         run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
         env = {"TRACE": str(tmp_path / name / "trace")}
         args = tiny_llama_args(*words, *snip, *run, iters=6)
