@@ -41,7 +41,7 @@ HOPPER = {
 """Policy → result with its time, its contender there, its label in the comparisons of losses."""
 LOSSES = {
     "26M": "quality/compare_26m-default_h200_2026-11-26.json",
-    "125M": "quality/compare_125m-default_h200_2026-11-26.json",
+    "125M": "quality/compare_125m-default_h100-h200_2026-11-26.json",
 }
 NVFP4 = "quality/compare_26m-nvfp4_2xh200_2026-11-23.json"
 OURS = ("snip, auto", "snip, static", "--snip")
