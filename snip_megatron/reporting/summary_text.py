@@ -67,7 +67,7 @@ def _costs(summary: RunSummary) -> str:
     share = "" if summary.cost_share is None else f", {summary.cost_share:.2%} of the time"
     largest = sorted(summary.costs.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{_COST_NAMES.get(kind, kind)} {duration(seconds)}" for kind, seconds in largest)
-    count = f"{summary.updates:,} update{'' if summary.updates == 1 else 's'}"
+    count = "SNIP" if not summary.updates else "1 update" if summary.updates == 1 else f"{summary.updates:,} updates"
     return f"{count} cost {duration(summary.cost_s)}{share}: {parts}."
 
 
