@@ -33,7 +33,7 @@ def product(a, b, out, experts):
 launched = []
 '''
 TRAINING = """
-import torch
+import json, torch
 from triton.backends.compiler import GPUTarget
 from snip_megatron.quantization.kernels.nvcc import take_nvcc
 take_nvcc({nvcc!r})
@@ -44,25 +44,21 @@ from snip_megatron.quantization.kernels.listing import listed
 def call(n, rows=256):
     a, b = (torch.zeros(rows, 256), torch.zeros(2, rows).t()), (torch.zeros(2, n, 256), torch.zeros(2, n // 128, 2))
     run(product, a, b, torch.zeros(rows, n), torch.zeros(rows, dtype=torch.int32))
-"""
-STEPS = """
-log = pathlib.Path({log!r})
+calls = lambda: pathlib.Path({log!r}).read_text().count("-cubin")
 with listed(run=False) as listing:
-    for n in (128, 384, 128):
-        call(n)
+    [call(n) for n in (128, 384, 128)]
 sources = list(listing.variants)
-found = {{"listed": [each.code for each in sources], "flags": sources[0].flags, "launched": len(launched)}}
+assert not launched and sources[0].flags == ("-O3", "-arch=sm_90a")
 compiled = Compilation(sources, GPUTarget("cuda", 90, 32), 2)
-found["running"] = compiled.running(wait=300.0)
-found["compiled"] = [compiled.compiled, compiled.left]
-for n in (128, 384):
-    call(n)
-found["nvcc"] = log.read_text().count("-cubin")
+assert not compiled.running(wait=300.0) and (compiled.compiled, compiled.left) == (2, 0)
+[call(n) for n in (128, 384)]
+assert calls() == 2  # of the other process
 call(640)  # nobody has listed it
+assert calls() == 3
 with listed(run=False) as again:
-    call(128)  # compiled: DeepGEMM runs
-found |= {{"late": log.read_text().count("-cubin"), "again": len(again.variants), "kernels": launched}}
-print(json.dumps(found))
+    call(128)
+assert not again.variants  # compiled: DeepGEMM runs
+print(json.dumps([[each.code for each in sources], launched]))
 """
 
 
@@ -70,20 +66,11 @@ def test_a_listed_kernel_is_compiled_by_another_process_and_the_call_runs_no_nvc
     nvcc, log = tmp_path / "nvcc", tmp_path / "log"
     nvcc.write_text(NVCC.format(log=log))
     nvcc.chmod(0o755)
-    code = "import json" + TRAINING.format(nvcc=str(nvcc), library=LIBRARY) + STEPS.format(log=str(log))
+    code = TRAINING.format(nvcc=str(nvcc), library=LIBRARY, log=str(log))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
     kernels = [f"kernel of (2, {n}, 256)" for n in (128, 384, 640)]
-    assert found["listed"] == kernels[:2]
-    assert found["flags"] == ["-O3", "-arch=sm_90a"]
-    assert found["launched"] == 0
-    assert not found["running"]
-    assert found["compiled"] == [2, 0]
-    assert found["nvcc"] == 2  # of the other process
-    assert found["late"] == 3
-    assert found["again"] == 0
-    assert found["kernels"] == [*kernels, kernels[0]]
+    assert json.loads(done.stdout) == [kernels[:2], [*kernels, kernels[0]]]
