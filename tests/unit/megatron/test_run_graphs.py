@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,15 +117,3 @@ def test_a_backend_that_the_host_seeds_is_refused() -> None:
         run.check_backend(blackwell())
     run.check_backend(REFERENCE)
     run.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, None),
-        ({"cuda_graph_impl": "none"}, None),
-        ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
-    ],
-)
-def test_which_implementation_is_asked_for(given: dict[str, Any], expected: str | None) -> None:
-    assert compat.graph_implementation(SimpleNamespace(**given)) == expected
