@@ -83,7 +83,7 @@ def install() -> None:
     selection._hopper = lambda library, **_: (backend, "emulated products")
     names = ("tensor_sums", "weight_sums", "output_sums")
     summed = SimpleNamespace(**{n: both(getattr(kernel_sums, n), getattr(errors, n)) for n in names})
-    recorder._implementation = lambda x: summed
+    recorder.implementation = lambda x: summed
     squares.has_kernels = update_error.has_kernels = lambda x: kernels
     listed_squares = both(squares.sum_squares, squares.sum_squares)
     for module in (recorder, warmup, boundaries, updates, update_errors):
