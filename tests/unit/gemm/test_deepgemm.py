@@ -101,6 +101,7 @@ def test_an_installation_that_does_not_load_is_passed_over(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     monkeypatch.setattr(deepgemm, "why_not", lambda: None)
+    monkeypatch.setattr("snip_megatron.quantization.kernels.nvcc.take_nvcc", lambda nvcc: None)  # sets variables
     library: Any = object()
     found, products = deepgemm.deepgemm(library)
     assert found is None
