@@ -319,6 +319,7 @@ class Controller:
         self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
         fraction = self._fraction = self._share(new)
+        shares = format_shares(new, self._flops, self._unquantised)
         self._sink.precision_map(step, new, names)
         if self._coordinator is not None:
             self._coordinator.adopted(step, new)  # before the event, which counts its time
@@ -330,7 +331,7 @@ class Controller:
             achieved=new.achieved,
             achieved_per_stage=dict(new.achieved_per_stage),
             fp4_fraction=fraction,
-            formats={fmt.value: round(share, 6) for fmt, share in self._formats(new).items()},
+            formats={fmt.value: round(share, 6) for fmt, share in shares.items()},
             **new.prediction(),
             changed=changed,
             wait_s=since(started),
@@ -343,9 +344,6 @@ class Controller:
 
     def _share(self, precision_map: PrecisionMap) -> float:
         return fp4_fraction(precision_map, self._flops, self._unquantised)
-
-    def _formats(self, precision_map: PrecisionMap) -> dict[Format, float]:
-        return format_shares(precision_map, self._flops, self._unquantised)
 
     def _metric(self, figures: StepFigures | None) -> None:
         if figures is None or figures.step not in self._fractions:  # the step was run by an earlier process

@@ -35,21 +35,23 @@ delta_net = ModuleSpec(
         in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
     ),
 )
+
+
+def _mixing(mixer: ModuleSpec) -> ModuleSpec:
+    """Return a layer that mixes tokens and has no MLP."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm, self_attention=mixer, self_attn_bda=get_bias_dropout_add
+        ),
+    )
+
+
 stack = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-            ),
-        ),
-        gdn_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=delta_net, self_attn_bda=get_bias_dropout_add
-            ),
-        ),
+        attention_layer=_mixing(attention),
+        gdn_layer=_mixing(delta_net),
         moe_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
