@@ -1,8 +1,11 @@
-"""The sizes of a small dense decoder, as arguments of Megatron's TransformerConfig."""
+"""A small dense decoder of Megatron: its sizes as arguments of TransformerConfig, and a model of local layers."""
 
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 DENSE: dict[str, Any] = {
     "num_layers": 2,
@@ -16,3 +19,12 @@ DENSE: dict[str, Any] = {
     "normalization": "RMSNorm",
     "use_cpu_initialization": True,
 }
+
+
+def dense(attention: type | None = None, position: str = "rope", **changes: Any) -> GPTModel:
+    """A vocabulary of 128 and 32 positions at most; ``attention`` takes the place of Megatron's core attention."""
+    torch.manual_seed(0)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = attention
+    return GPTModel(TransformerConfig(**DENSE | changes), spec, 128, 32, position_embedding_type=position)

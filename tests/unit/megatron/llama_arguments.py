@@ -1,10 +1,16 @@
-"""Megatron's arguments of a Llama of 4 layers on one rank: the defaults of its parser, and what its validation adds."""
+"""Megatron's arguments of a Llama, the defaults of its parser with what its validation adds, and SNIP's check of them.
+
+``arguments`` are of 4 layers on one rank, ``run_arguments`` of 8 on 2 × 2 × 2 ranks with 4 microbatches each.
+"""
 
 import argparse
 from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
+from refusal import refusal
 
+from snip_megatron.config import SnipConfig
+from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.precision import LinearRow
 
@@ -34,6 +40,15 @@ EXPERTS: dict[str, Any] = {
     "seq_length": 32,
     "global_batch_size": 8,
 }
+
+_RUN: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 64,
+    "ffn_hidden_size": 4096, "seq_length": 2048, "micro_batch_size": 2, "global_batch_size": 16,
+    "data_parallel_size": 2, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True, "padded_vocab_size": 32000, "untie_embeddings_and_output_weights": True,
+    "use_distributed_optimizer": True,
+}  # fmt: skip
+WANTED = {"enabled": True, "budget": "speedup=1.2", "formats": ("bf16", "fp8", "fp8_tensor")}
 
 
 def linears(args: argparse.Namespace) -> ModelLinears:
@@ -73,3 +88,17 @@ DEFAULTS = vars(megatron_parser().parse_args([]))
 
 def arguments(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**DEFAULTS, **_DERIVED, **given})
+
+
+def run_arguments(**given: Any) -> argparse.Namespace:
+    return arguments(**_RUN | given)
+
+
+def check(snip: SnipConfig, args: argparse.Namespace) -> None:
+    """Check the arguments, and the model that they ask for."""
+    validate.check(snip, args)
+    validate.check_model(snip, args, linears(args))
+
+
+def refused(snip: SnipConfig, args: argparse.Namespace) -> str:
+    return refusal(check, snip, args)

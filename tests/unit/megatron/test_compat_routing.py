@@ -1,6 +1,5 @@
 """Real routers of Megatron: passes that are no training leave nothing in them, and route as the first one did."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -56,14 +55,6 @@ def routers_of(monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[torc
         with torch.no_grad():
             router.weight.normal_()
     return [torch.nn.ModuleList(routers)]
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    """Megatron marks its router's functions for torch.compile, which takes a minute of C++ compilation."""
-    before = torch.compiler.set_stance("force_eager")
-    with before:
-        yield
 
 
 def forward(model: list[torch.nn.Module], *inputs: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +22,6 @@ from emerging_optimizers.scalar_optimizers import Lion  # noqa: E402
 LR, N, K = 1e-2, 12, 20
 SCALES = [1e-4, 1e-2, 0.3, 1.0, 10.0]
 Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def eager() -> Iterator[None]:
-    """Lion's update is compiled; the rule is the same, and a test has no time for a compiler."""
-    before = torch._dynamo.config.disable
-    torch._dynamo.config.disable = True
-    yield
-    torch._dynamo.config.disable = before
 
 
 def sgd(**fields: Any) -> Maker:

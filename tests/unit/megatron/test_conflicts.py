@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_arguments import DEFAULTS, arguments, megatron_parser
-from refusals import refused
+from llama_arguments import DEFAULTS, arguments, megatron_parser, refused
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.megatron.conflicts import CONFLICTS, Conflict

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from small_decoder import DENSE
+from small_decoder import DENSE, dense
 from torch_attention import TorchAttention
 
 from snip_megatron.config import SnipConfig
@@ -35,18 +35,6 @@ SHAPES = {
 }
 
 
-def model() -> GPTModel:
-    torch.manual_seed(0)
-    config = TransformerConfig(**DENSE)
-    return GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=128,
-        max_sequence_length=32,
-        position_embedding_type="rope",
-    )
-
-
 def linears(chunk: GPTModel) -> dict[str, Any]:
     modules = dict(chunk.named_modules())
     return {name: modules[name] for name in dense_names(2)}
@@ -57,7 +45,7 @@ def checkpoint_layout(chunk: GPTModel) -> dict[str, Any]:
 
 
 def test_every_decoder_linear_and_nothing_else_is_converted() -> None:
-    chunk = model()
+    chunk = dense()
     before = {name: id(parameter) for name, parameter in chunk.named_parameters()}
     keys, layout = list(chunk.state_dict()), checkpoint_layout(chunk)
     registry = convert_model([chunk], CONFIG)
@@ -83,7 +71,7 @@ def test_every_decoder_linear_and_nothing_else_is_converted() -> None:
 
 def test_converting_again_is_harmless() -> None:
     """A model that is rebuilt in the same process is converted anew; one that is converted already too."""
-    chunk = model()
+    chunk = dense()
     first, second = convert_model([chunk], CONFIG), convert_model([chunk], CONFIG)
     assert [h.name for h in first] == [h.name for h in second]
     assert all(module.snip is second[name] for name, module in linears(chunk).items())
@@ -155,7 +143,7 @@ class FusedLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 def test_a_linear_of_another_class_stays_as_it_is_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    chunk = model()
+    chunk = dense()
     chunk.decoder.layers[1].mlp.linear_fc1.__class__ = FusedLinear
     registry = convert_model([chunk], CONFIG)
     name = "decoder.layers.1.mlp.linear_fc1"
@@ -171,7 +159,7 @@ def test_a_model_without_a_decoder_is_refused() -> None:
 
 
 def test_frozen_linears_stay_megatron_s() -> None:
-    chunk = model()
+    chunk = dense()
     frozen = "decoder.layers.0.self_attention.linear_proj"
     linears(chunk)[frozen].weight.requires_grad_(False)
     registry = convert_model([chunk], CONFIG)

@@ -4,8 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from llama_arguments import linears
-from run_arguments import WANTED, arguments
+from llama_arguments import WANTED, linears, run_arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.megatron.step_costs import option_times
@@ -25,14 +24,14 @@ LLAMA = Llama("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
 
 
 def planned(communication: str, model: str, **sizes: Any) -> StepModel:
-    """What ``snip plan`` predicts the run of ``arguments()`` with. A run takes SwiGLU for fixed."""
+    """What ``snip plan`` predicts the run of ``run_arguments()`` with. A run takes SwiGLU for fixed."""
     layout = Layout(LLAMA.model(2), tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
                     sequence_parallel=True, communication=communication, fused_swiglu=False, **sizes)  # fmt: skip
     return StepModel(layout, load_cost_model(model))
 
 
 def of_run(communication: str, model: str, **given: Any) -> OptionTimes:
-    args = arguments(**given)
+    args = run_arguments(**given)
     cost = {"cost": "flops"} if model == "flops" else {"timings": model}
     formats = tuple(fmt.value for fmt in FORMATS)
     return option_times(

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
+from small_decoder import dense
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.config import SnipConfig
@@ -153,23 +152,8 @@ class Run:
 
 
 def gpt(**changes: Any) -> GPTModel:
-    torch.manual_seed(0)
-    options: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 128,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_activation_fusion": True,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "use_cpu_initialization": True,
-        "params_dtype": torch.bfloat16,
-    }
-    config = TransformerConfig(**options | changes)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
+    one = {"num_layers": 1, "ffn_hidden_size": 128, "bias_activation_fusion": True, "params_dtype": torch.bfloat16}
+    return dense(**one | changes)
 
 
 def tensors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

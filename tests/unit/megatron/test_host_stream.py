@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from small_decoder import dense
 from torch_attention import TorchAttention
 
 from snip_megatron.layers.context import StepContext
@@ -21,33 +20,13 @@ from snip_megatron.statistics.reduction import ProbeGroups
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
-LAYERS, SEQUENCE, BATCH, HIDDEN = 2, 24, 2, 32
+LAYERS, SEQUENCE, BATCH, HIDDEN = 2, 24, 2, 64
 WHOLE = TokenShard(rank=0, size=1, reports=True)
 
 
 @pytest.fixture(scope="module")
 def model() -> GPTModel:
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        ffn_hidden_size=48,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        use_cpu_initialization=True,
-    )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = TorchAttention
-    return GPTModel(
-        config, spec, vocab_size=64, max_sequence_length=SEQUENCE, position_embedding_type="learned_absolute"
-    )
+    return dense(TorchAttention, "learned_absolute", hidden_dropout=0.0, bias_dropout_fusion=False)
 
 
 @dataclass

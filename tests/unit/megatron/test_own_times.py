@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llama_arguments import linears
-from run_arguments import WANTED, arguments
+from llama_arguments import WANTED, linears, run_arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -53,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own(run: Path | None, clock: FakeClock | None = None, config: SnipConfig = CONFIG, **given: Any) -> OwnTimes:
-    args = arguments(**{**SMALL, **given})
+    args = run_arguments(**{**SMALL, **given})
     return OwnTimes(config, args, linears(args).covered, REFERENCE, run, CPU, clock)
 
 

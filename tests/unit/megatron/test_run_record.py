@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama_arguments import linears
-from run_arguments import arguments
+from llama_arguments import linears, run_arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
@@ -48,7 +47,7 @@ def test_predicted_times_that_are_not_known_are_named(
     """A GPU without a table has none, and nothing is to be said. Any other reason is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
-    args = arguments()
+    args = run_arguments()
     times = _predicted_times(SnipConfig(enabled=True, formats=formats), args, linears(args).covered, "hopper")
     assert (times is not None) is (device == "NVIDIA H200" and not said)
     out = capsys.readouterr().out

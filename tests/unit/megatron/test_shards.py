@@ -3,39 +3,22 @@
 import argparse
 from typing import Any
 
+import llama_arguments
 import pytest
 from llama_arguments import linears
 from refusal import refusal
 
 from snip_megatron.megatron.shards import check_gathers, cut_tiles
 
-LLAMA: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 1024,
-    "pipeline_model_parallel_size": 1,
-    "num_attention_heads": 16,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "kv_channels": 64,
-    "ffn_hidden_size": 1536,
-    "seq_length": 256,
-    "micro_batch_size": 1,
-    "sequence_parallel": False,
-    "context_parallel_size": 1,
-    "num_experts": None,
-    "expert_tensor_parallel_size": None,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_layer_freq": 1,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 384,
-    "moe_shared_expert_intermediate_size": None,
-}
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 1536,
+    "seq_length": 256, "micro_batch_size": 1,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 384}
 
 
 def arguments(tp: int, **given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**LLAMA | {"tensor_model_parallel_size": tp} | given)
+    return llama_arguments.arguments(**SIZES | {"tensor_model_parallel_size": tp} | given)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +53,7 @@ def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
 
 
 def test_layouts_without_sums_over_shards_are_refused() -> None:
-    check_gathers(arguments(2, sequence_parallel=True, cpu_offloading_num_layers=0), "all")
+    check_gathers(arguments(2, sequence_parallel=True), "all")
     check_gathers(arguments(2, sequence_parallel=True, cpu_offloading_num_layers=1), "gather")
     for tp, given, words in (
         (2, {}, "--snip-communication all: linears neither gather nor scatter without --sequence-parallel"),

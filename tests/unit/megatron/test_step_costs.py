@@ -1,19 +1,15 @@
 """Shapes and times of a run's linears, from Megatron's arguments."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from llama_arguments import linears
+from llama_arguments import WANTED, linears, run_arguments
 from refusal import refusal
-from run_arguments import WANTED, arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.step_costs import layout_of, option_times
-from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Side
 from snip_megatron.timing.loading import load_cost_model
@@ -23,13 +19,13 @@ QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
 
 def shapes(**given: Any) -> dict[str, LinearShape]:
-    args = arguments(**given)
+    args = run_arguments(**given)
     layout = layout_of(args, linears(args).covered, SnipConfig())
     return {kind: layout.shapes[row.name] for kind, row in layout.kinds.items()}
 
 
 def shapes_of(rows: list[LinearRow]) -> list[LinearShape]:
-    return list(layout_of(arguments(), rows, SnipConfig()).shapes.values())
+    return list(layout_of(run_arguments(), rows, SnipConfig()).shapes.values())
 
 
 def test_shapes_are_those_of_one_rank() -> None:
@@ -76,7 +72,7 @@ def test_experts_share_a_rank_s_tokens() -> None:
     assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(
         tokens, 1024, 1024, microbatches=4 * 4, matrices=4
     )
-    args = arguments(**experts)
+    args = run_arguments(**experts)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
     one, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
     for fmt in ("bf16", "fp8"):
@@ -105,7 +101,7 @@ def test_recomputation_runs_forwards_twice() -> None:
 
 
 def test_times_of_a_table_and_of_flops() -> None:
-    args = arguments()
+    args = run_arguments()
     rows = linears(args).covered
     by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, rows)
     assert by_table.model == "NVIDIA H200"
@@ -120,7 +116,7 @@ def test_times_of_a_table_and_of_flops() -> None:
 
 def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
     """Reduced in FP8 they take a quarter of the bytes, so that a share saved of the linears is more of the step."""
-    args = arguments()
+    args = run_arguments()
     found = {}
     for way in ("fp32", "fp8"):
         config = SnipConfig(**WANTED, timings="h200", gradient_reduction=way)
@@ -130,40 +126,18 @@ def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
     assert all(found["fp8"][stage] < seconds for stage, seconds in found["fp32"].items())
 
 
-def test_the_whole_step_s_speedup_is_the_planner_s() -> None:
-    """All linears in fp8_tensor: predicted by the planner, and from the stages' savings as a run knows them."""
-    args = arguments()
-    rows = linears(args).covered
-    times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows)
-    model = load_cost_model("h200")
-    llama = Llama("x", 8, 1024, 4096, 16, 4, 64, 32000, 2048)
-    layout = Layout(llama.model(2), tp=2, pp=2, vpp=1, dp=2, seq_length=2048, micro_batch_size=2, global_batch_size=16,
-                    sequence_parallel=True, fused_swiglu=False)  # fmt: skip  # a run takes it for fixed
-    step = StepModel(layout, model)
-    all_bf16, all_tensor = ((fmt,) * 3 for fmt in (Format.BF16, Format.FP8_TENSOR))
-    planned = step.step(lambda row: all_bf16).total / step.step(lambda row: all_tensor).total
-    cost = {f: math.fsum(times.of(row.name, None, f) for row in rows if row.stage == 0) for f in ("bf16", "fp8_tensor")}
-    stages = {row.name: row.stage for row in rows}
-    predicted = times.step_speedup(PrecisionMap.uniform(stages, Format.FP8_TENSOR), stages)
-    assert predicted is not None
-    assert predicted == pytest.approx(planned, rel=1e-3)
-    slowest, fastest = sorted((1.0, cost["bf16"] / cost["fp8_tensor"]))  # these linears are too small to gain
-    assert slowest < predicted < fastest
-    assert times.step_speedup(PrecisionMap(choices={}), stages) == 1.0
-
-
 @pytest.mark.parametrize(
     "rows", [[LinearRow("decoder.layers.0.mixer.in_proj", 0, 64, 64)], None], ids=["scan", "vocabulary"]
 )
 def test_where_the_planner_cannot_say_the_rest_is_not_known(rows: list[LinearRow] | None) -> None:
-    args = arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
+    args = run_arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
     times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows or linears(args).covered)
     assert times.rest == {}
     assert times.step_speedup(PrecisionMap(choices={}), {"decoder.layers.0.mlp.linear_fc1": 0}) is None
 
 
 def test_a_run_that_names_no_table_measures_its_times() -> None:
-    args = arguments()
+    args = run_arguments()
     assert option_times(SnipConfig(**WANTED), args, linears(args).covered) is None
 
 
@@ -175,5 +149,5 @@ def test_a_run_that_names_no_table_measures_its_times() -> None:
     ],
 )
 def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
-    args = arguments()
+    args = run_arguments()
     assert words in refusal(option_times, SnipConfig(**WANTED, **fields), args, linears(args).covered)

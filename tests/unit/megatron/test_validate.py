@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_arguments import EXPERTS, arguments, linears
+from llama_arguments import EXPERTS, arguments, check, linears, refused
 from megatron.core.transformer.enums import CudaGraphModule
-from refusals import check, refused
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
