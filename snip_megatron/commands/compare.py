@@ -22,11 +22,8 @@ from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runner import Pool, describe, visible_gpus
 from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
-from snip_megatron.evaluation.statistics import rows
 from snip_megatron.evaluation.tables import markdown
 from snip_megatron.records.storage import deliver
-from snip_megatron.reporting.experiments import comparison_page
-from snip_megatron.reporting.page import write_page
 
 INCOMPLETE, SOME_FAILED = 4, 1
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -52,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip compare``."""
     text = "experiment files (snip.experiment/1); with --report, result files"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
-    add_training_arguments(parser, Path("runs/compare"), "NAME.json, NAME.md and NAME.html")
+    add_training_arguments(parser, Path("runs/compare"), "NAME.json and NAME.md")
     text = "runs at the same time on each GPU, or on the CPU; default: 8 on a GPU, 1 on the CPU and for several ranks"
     parser.add_argument("--per-gpu", type=int, default=None, metavar="K", help=text)
     parser.add_argument("--resume", action="store_true", help="continue from the results in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their commands; train nothing")
-    parser.add_argument("--report", action="store_true", help="write the pages of result files again; train nothing")
+    parser.add_argument("--report", action="store_true", help="write the tables of result files again; train nothing")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, out: Path, files: str) -> None:
@@ -279,9 +276,7 @@ def _dry_run(experiments: list[Experiment], datas: list[Data]) -> int:
 
 
 def _report(results: Results, out: Path) -> None:
-    """Write NAME.md and NAME.html beside the results, and the text of NAME.md to standard output."""
+    """Write NAME.md beside the results, and its text to standard output."""
     text = markdown(results)
-    name = results.path.stem
-    deliver("--out", out / f"{name}.md", text)
-    write_page(comparison_page(name, text, rows(list(results.runs.values()))), out / f"{name}.html")
+    deliver("--out", out / f"{results.path.stem}.md", text)
     print(text)

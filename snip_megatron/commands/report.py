@@ -1,4 +1,4 @@
-"""`snip report RUN [RUN …] [--out FILE] [--cost MODEL] [--json | --live [--port N]]`."""
+"""`snip report RUN [RUN …] [--out FILE] [--json | --live [--port N]]`."""
 
 import argparse
 import contextlib
@@ -15,10 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", metavar="RUN", type=Path, nargs="+", help=text)
     text = "file for the page; default: RUN/report.html, for several runs comparison.html in the first RUN"
     add("--out", metavar="FILE", type=Path, help=text)
-    text = (
-        "what predicts the time saved: flops, h100, h200, or a file that snip calibrate wrote; default: as in the run"
-    )
-    add("--cost", metavar="NAME|FILE", help=text)
     instead = parser.add_mutually_exclusive_group()
     text = "instead of a page, print as JSON (snip.worth/1) whether the run was worth it"
     instead.add_argument("--json", action="store_true", help=text)
@@ -32,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError("--port is that of --live; leave it out, or add --live")
     if len(args.runs) == 1:
         return _of_one(args, args.runs[0])
-    for name in ("cost", "json", "live"):
+    for name in ("json", "live"):
         if getattr(args, name):
             raise SnipError(f"--{name} is of one run; leave it out to compare runs")
     from snip_megatron.reporting.comparison import write_comparison
@@ -49,22 +45,20 @@ def _of_one(args: argparse.Namespace, path: Path) -> int:
         from snip_megatron.records.storage import dump_json
         from snip_megatron.reporting.summary import summarise
 
-        if args.cost is not None:
-            raise SnipError("--cost is of the page; leave it out with --json, whose times are measured")
         print(dump_json(summarise(load_run(path)).as_dict()), end="")
     elif args.live:
-        _serve(path, args.cost, args.port)
+        _serve(path, args.port)
     else:
         from snip_megatron.reporting.report import write_report
 
-        print(write_report(path, args.out, args.cost))
+        print(write_report(path, args.out))
     return 0
 
 
-def _serve(path: Path, cost: str | None, port: int | None) -> None:
+def _serve(path: Path, port: int | None) -> None:
     from snip_megatron.reporting.live import PORT, LiveServer
 
-    server = LiveServer(path, cost, PORT if port is None else port)
+    server = LiveServer(path, PORT if port is None else port)
     host = socket.gethostname()
     print(f"{server.url}  (Ctrl-C ends it)", flush=True)
     print(

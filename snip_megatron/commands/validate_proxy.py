@@ -20,8 +20,6 @@ from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdo
 from snip_megatron.evaluation.runner import Pool, describe
 from snip_megatron.evaluation.warm import record_truth
 from snip_megatron.records.storage import deliver, dump_json
-from snip_megatron.reporting.experiments import proxy_page
-from snip_megatron.reporting.page import write_page
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "experiment file, at whose warm checkpoints every option is forced alone; or statistics of such a measurement"
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=text)
-    add_training_arguments(parser, Path("runs/proxy"), "proxy.json, proxy.md and proxy.html")
+    add_training_arguments(parser, Path("runs/proxy"), "proxy.json and proxy.md")
     parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
     add = parser.add_argument_group("measuring an experiment's checkpoints").add_argument
     add("--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps")
@@ -61,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     }
     deliver("--out", args.out / "proxy.json", dump_json(body))
     deliver("--out", args.out / "proxy.md", text)
-    write_page(proxy_page(text, validations), args.out / "proxy.html")
     print(text)
     return 0
 

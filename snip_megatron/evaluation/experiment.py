@@ -23,7 +23,7 @@ _LEAST = dict.fromkeys(("sequence", "global_batch", "micro_batch", "ranks", "ste
     "validation_tokens": 1,
     "interval": 2,
 }
-_MOST = {"beta2": 1, "budgets": 1}
+_MOST = {"budgets": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,6 @@ class Training(JsonFields):
     lr: float
     min_lr: float = 0.0
     warmup_steps: int = 0
-    weight_decay: float = 0.1
-    beta2: float = 0.95
-    clip_grad: float = 1.0
     arguments: tuple[str, ...] = ()
     ranks: int = 1
 
@@ -70,7 +67,7 @@ class Updates(JsonFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(JsonFields):
-    """A policy and its settings. ``label`` names it in tables. A setting of None is the phase's or SNIP's default."""
+    """A policy and its settings. ``label`` names it in tables. What is None is the phase's or SNIP's default."""
 
     policy: str
     label: str
@@ -94,7 +91,7 @@ class Candidate(JsonFields):
 class Phase(JsonFields):
     """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each.
 
-    ``settings`` are SNIP's for all policies. ``save`` keeps the final weights of every run, without optimizer state.
+    ``save`` keeps the final weights of every run, without optimizer state.
     """
 
     kind: str
@@ -104,7 +101,6 @@ class Phase(JsonFields):
     budgets: tuple[float, ...] = ()
     formats: tuple[str, ...] = ("fp8", "fp4")
     updates: Updates = Updates()
-    settings: Mapping[str, Any] | None = None
     candidates: tuple[Candidate, ...] = ()
     save: bool = False
 

@@ -87,9 +87,9 @@ def training_arguments(experiment: Experiment, data: Data, seed: int, kind: str 
         "--min-lr": _exact(training.min_lr),
         "--lr-decay-style": "cosine",
         "--lr-warmup-iters": str(training.warmup_steps),
-        "--weight-decay": _exact(training.weight_decay),
-        "--adam-beta2": _exact(training.beta2),
-        "--clip-grad": _exact(training.clip_grad),
+        "--weight-decay": "0.1",
+        "--adam-beta2": "0.95",
+        "--clip-grad": "1",
         "--train-iters": str(experiment.schedule(kind)),
         "--seed": str(seed),
         "--log-interval": "100",
@@ -133,14 +133,14 @@ def _run(
         arguments += ["--no-save-optim", "--no-save-rng"]
     arguments += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
     arguments += ["--data-cache-path", "{run}/cache", "--snip-policy", candidate.policy]
-    settings = {**(phase.settings or {}), **(candidate.settings or {})}
+    settings = candidate.settings or {}
     if budget is None or granularity is None:
         arguments += _fixed(phase, candidate)
     else:
         for name, value in _solved(phase, granularity, budget, start).items():
             arguments += [] if name in settings else [f"--snip-{name.replace('_', '-')}", value]
     if settings:
-        arguments += ["--snip-settings", json.dumps(settings, sort_keys=True)]
+        arguments += ["--snip-settings", json.dumps(dict(settings), sort_keys=True)]
     return Run(
         kind=phase.kind,
         label=candidate.label,

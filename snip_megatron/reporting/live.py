@@ -30,12 +30,11 @@ REDRAW_S = 60
 class LiveServer:
     """A server for the page about a run. :meth:`serve` answers requests until it is interrupted or closed.
 
-    ``cost`` is that of :func:`snip_megatron.reporting.report.write_report`; ``port`` 0 is any free port. Raises
-    SnipError if ``run`` is not a run directory, ``cost`` is not a cost model, or the port cannot be opened.
+    ``port`` 0 is any free port. Raises SnipError if ``run`` is not a run directory, or the port cannot be opened.
     """
 
-    def __init__(self, run: Path | str, cost: str | None = None, port: int = PORT) -> None:
-        self._run, self._cost = Path(run), cost
+    def __init__(self, run: Path | str, port: int = PORT) -> None:
+        self._run = Path(run)
         self._lock = threading.Lock()
         self._seen: object = None
         self._page = b""
@@ -54,7 +53,7 @@ class LiveServer:
         with self._lock:
             now = (time.time() // REDRAW_S, *(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
             if now != self._seen:
-                text = render(load_run(self._run), self._cost, live=True)
+                text = render(load_run(self._run), live=True)
                 self._page, self._seen = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), now
             return self._page
 

@@ -29,18 +29,16 @@ SILENT_S, SILENT_STEPS = 120.0, 20
 _FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "predicted_times", "linear_stages")
 
 
-def write_report(run: Path | str, out: Path | str | None = None, cost: str | None = None) -> Path:
+def write_report(run: Path | str, out: Path | str | None = None) -> Path:
     """Write the report page of a run to ``out``, or to ``report.html`` in its directory. Return its path.
 
-    ``cost`` is the cost model for predicted times (``flops``, the name of a table, or a file); None for the times that
-    the run used, or ``flops`` if it used none. Raises SnipError if ``run`` is not a run directory, ``cost`` is not a
-    cost model, or ``out`` cannot be written.
+    Raises SnipError if ``run`` is not a run directory, or ``out`` cannot be written.
     """
-    return write_page(render(load_run(run), cost), Path(run) / REPORT if out is None else Path(out))
+    return write_page(render(load_run(run)), Path(run) / REPORT if out is None else Path(out))
 
 
-def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
-    """Return the page as text. For ``cost`` see :func:`write_report`.
+def render(run: RunData, *, live: bool = False) -> str:
+    """Return the page as text.
 
     With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
     """
@@ -68,7 +66,7 @@ def render(run: RunData, cost: str | None = None, *, live: bool = False) -> str:
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.maps),
-        stages=stage_view(run, rows, cost, unreadable),
+        stages=stage_view(run, rows, unreadable),
         phases=phases,
         front=front,
         updates=run.updates,

@@ -9,11 +9,8 @@ from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import Format, LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import RunData
-from snip_megatron.records.stored import parse_shapes
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.timing.cost_model import FlopsModel
-from snip_megatron.timing.loading import load_cost_model
 
 _FP8 = (Format.FP8_TENSOR, Format.FP8, Format.MXFP8)
 
@@ -59,23 +56,20 @@ class Prediction:
 class StageView:
     """The last map by pipeline stage: linears, fp4 share of FLOPs, predicted seconds in bf16 and under the map.
 
-    Times are empty if they cannot be predicted. The cost model has a name and assumptions, a sentence each.
+    Times are those that the run stored, by the cost model ``model``; empty if it stored none.
     """
 
     linears: Mapping[str, int]
     shares: Mapping[str, float]
     times: Mapping[str, tuple[float, float]]
     model: str
-    assumptions: Sequence[str]
 
 
-def stage_view(run: RunData, rows: Sequence[LinearRow], cost: str | None, unreadable: list[str]) -> StageView | None:
+def stage_view(run: RunData, rows: Sequence[LinearRow], unreadable: list[str]) -> StageView | None:
     """Build the view of a run's last map by stage; None if there are no maps or ``rows`` (:func:`recorded_linears`).
 
-    ``cost`` names a cost model; None for the times that the run used, or ``flops`` if it used none. ``unreadable``
-    receives a message for each file that cannot be used. Raises SnipError if ``cost`` is not a cost model.
+    ``unreadable`` receives a message for stored times that cannot be used.
     """
-    model = None if cost is None else load_cost_model(cost)
     last = next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
     if last is None or not rows:
         return None
@@ -83,25 +77,18 @@ def stage_view(run: RunData, rows: Sequence[LinearRow], cost: str | None, unread
     for row in rows:
         flops[str(row.stage)][row.name] = row.flops
     outside = unquantised_flops(run)
-    found: OptionTimes | None = None
-    times: dict[str, tuple[float, float]] = {}
+    model, times = "", dict[str, tuple[float, float]]()
     try:
-        if model is None and (stored := Prediction.stored(run)) is not None:
-            found = stored.times
-        elif isinstance(shapes := run.facts.get("linear_shapes"), Mapping):
-            model = model or FlopsModel()
-            found = OptionTimes.predict(model, parse_shapes(shapes, "config.json"), set(last.choices.values()))
-        if found is not None:
-            by_stage = found.by_stage(last, {row.name: row.stage for row in rows})
-            times = {str(stage): each for stage, each in by_stage.items()}
+        if (stored := Prediction.stored(run)) is not None:
+            by_stage = stored.times.by_stage(last, {row.name: row.stage for row in rows})
+            model, times = stored.times.model, {str(stage): each for stage, each in by_stage.items()}
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
     return StageView(
         linears={stage: len(own) for stage, own in flops.items()},
         shares={s: fp4_fraction(last, own, outside.get(s, 0.0)) for s, own in flops.items()},
         times=times,
-        model=found.model if times and found is not None else "",
-        assumptions=() if model is None else model.assumptions,
+        model=model,
     )
 
 

@@ -80,12 +80,6 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
     assert 0.4 < average < 0.75  # bf16 in the first two of six steps
     assert f"| 75 % | snip | {average:.3f} |" in (first / "nano.md").read_text()
 
-    # A plot for each way of validating in which all-fp4 lost something: after so few steps it may not.
-    worst = next(run for run in results(first)["runs"] if run["label"] == "uniform-fp4")["validation"]
-    best = next(run for run in results(first)["runs"] if run["label"] == "bf16")["validation"]
-    plots = (first / "nano.html").read_text().count('class="figure"')
-    assert plots == sum(worst[formats] > best[formats] for formats in worst)
-
     nothing_to_do = snip(*arguments, "--out", first, "--resume")
     assert nothing_to_do.returncode == 0
     assert nothing_to_do.stdout.strip() == (first / "nano.md").read_text().strip()
