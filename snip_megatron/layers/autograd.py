@@ -176,7 +176,7 @@ class QuantizedLinear(torch.autograd.Function):
         if d.shape != ctx.x_shape:
             d = d.view(ctx.x_shape)
         grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
-        return d, None if grad_weight is None else passed_on(weight, grad_weight, main_grad), grad_bias, None
+        return d, passed_on(weight, grad_weight, main_grad), grad_bias, None
 
 
 def _backward_in_parts(
@@ -250,8 +250,9 @@ def _backward_in_parts(
 
 def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callable[[], Tensor]) -> None:
     """Run a delayed wgrad, and add its result where autograd would have."""
-    gradient = passed_on(weight, grad_weight_of(), main_grad)
-    if main_grad is None and gradient is not None:
+    grad_weight = grad_weight_of()
+    if main_grad is None:
+        gradient = grad_weight.to(weight.dtype)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
@@ -347,17 +348,18 @@ def main_grad_of(handle: LinearHandle, weight: Tensor) -> Tensor | None:
 
 
 def passed_on(
-    weight: Tensor, grad_weight: Tensor, main_grad: Tensor | None, placeholder: Tensor | None = None
+    weight: Tensor, grad_weight: Tensor | None, main_grad: Tensor | None, placeholder: Tensor | None = None
 ) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
-    Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype. Otherwise ∇W has been added to
-    ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd gets a placeholder,
-    because DDP with overlap_grad_reduce requires a gradient. Otherwise it gets None. ``placeholder`` is memory in the
-    weight's shape and dtype; None: new memory.
+    Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype; None if it is delayed.
+    Otherwise ∇W is added to ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd
+    gets a placeholder, because DDP with overlap_grad_reduce requires a gradient, and because autograd waits at the end
+    for the stream of a weight that gets none, which a capture may not. Otherwise it gets None. ``placeholder`` is
+    memory in the weight's shape and dtype; None: new memory.
     """
     if main_grad is None:
-        return grad_weight.to(weight.dtype)
+        return None if grad_weight is None else grad_weight.to(weight.dtype)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

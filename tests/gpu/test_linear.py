@@ -153,6 +153,34 @@ def test_same_bits_again_and_in_another_stream(backend: GemmBackend) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 
 
+def test_a_delayed_wgrad_is_captured_though_the_weight_has_a_node_of_another_stream(backend: GemmBackend) -> None:
+    m, n, k = 512, 256, 384
+    linear = Linear(backend, n, k, (FP8, FP8, FP8))
+    linear.handle.delays = True
+    delayed, main_grad = linear.handle.state.delayed, linear.weight.main_grad
+    x, g = operands(m, n, k)
+    older, own = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(older):
+        node = linear.weight.expand_as(linear.weight).grad_fn
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        linear(x).backward(g)
+        delayed.popleft()()
+    torch.cuda.synchronize()
+    expected = main_grad.clone()
+    passes, wgrad = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(passes, stream=own):
+        linear(x).backward(g)
+    with torch.cuda.graph(wgrad, stream=own, pool=passes.pool()):
+        delayed.popleft()()
+    main_grad.zero_()
+    for graph in (passes, wgrad):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(main_grad, expected)
+    del node
+
+
 @pytest.mark.parametrize("fmt", [FP8, FP4])
 def test_saved_activations_are_half_of_bf16(backend: GemmBackend, fmt: Format) -> None:
     m, n, k = 4096, 512, 4096
