@@ -98,8 +98,5 @@ def predicted_step(run: Path, bf16_ms: float | None) -> float | None:
     prediction, chosen = Prediction.stored(data), data.adoptions[-1].precision_map if data.adoptions else None
     if prediction is None or chosen is None:
         return None
-    seconds = prediction.times.step_seconds(chosen, prediction.stages)
-    if seconds is None:
-        return None
-    before, after = (1e3 * each for each in seconds)
-    return after if bf16_ms is None else bf16_ms - (before - after)
+    seconds = prediction.times.step_seconds(chosen, prediction.stages, None if bf16_ms is None else bf16_ms / 1e3)
+    return None if seconds is None else 1e3 * seconds[1]

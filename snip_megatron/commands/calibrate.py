@@ -67,7 +67,7 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
     # Launches are not timed, so that C++ need not repeat them.
     backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm, formats, replays=False).backend
-    return Measurer(backend, clock_for(device), formats, stock=True)
+    return Measurer(backend, clock_for(device), formats)
 
 
 def _device(name: str | None) -> Any:

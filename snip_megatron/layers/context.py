@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, largest_of_shards
+from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.precision import Format, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
@@ -135,6 +136,7 @@ class LinearState:
         graphed: None without CUDA graphs.
         beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
         delayed: wgrads that are still to run, in the order of their backwards, of a linear that delays them.
+        spans: times Megatron's own code of the linear; None if nothing asks.
         backwards: number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order,
             with and without recomputation. In a backward this is therefore the index of the microbatch on this rank,
             which enters the keys of stochastic rounding.
@@ -147,6 +149,7 @@ class LinearState:
     graphed: GraphedState | None = None
     beside_swiglu: bool = False
     delayed: deque[Callable[[], None]] = field(default_factory=deque)
+    spans: Spans | None = None
     backwards: int = 0
 
 

@@ -2,9 +2,10 @@
 
 import argparse
 import datetime
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import Format, LinearRow
@@ -21,7 +24,7 @@ from snip_megatron.timing.calibration.calibrate import calibrate, device_name, r
 from snip_megatron.timing.calibration.clock import Clock, clock_for
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import shapes_workload
-from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table import STOCK, TimingTable
 
 _LONGEST_ATTENTION = 8192  # tokens: longer sequences have the rate of this length
 
@@ -42,17 +45,19 @@ class OwnTimes:
     run: Path | None
     device: torch.device
     clock: Clock | None = None
+    spans: dict[str, Spans] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         config, args = self.config, self.args
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
+        self._shapes = layout_of(args, self.linears, config).shapes
         self._table = OwnTable(
             device_name(self.device),
             self.backend.name,
             tuple(sorted(used, key=lambda fmt: fmt.code)),
             shapes_workload(
-                layout_of(args, self.linears, config).shapes.values(),
+                self._shapes.values(),
                 [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
             ),
             self.run,
@@ -67,6 +72,12 @@ class OwnTimes:
         say(f"times of this model's GEMMs: {path}")
         return self._predicted(table)
 
+    def watch(self, registry: LinearRegistry) -> None:
+        """Time Megatron's own code of the grouped linears of experts from now on, while no map quantises them."""
+        for handle in registry:
+            if handle.expert is not None and handle.parameter != "weight":
+                handle.state.spans = self.spans.setdefault(handle.name, Spans())
+
     def rehearse(self) -> None:
         """Run what :meth:`measure` times, once, so that its kernels can be listed."""
         run_once(self.backend, self._table.formats, self._table.workload, self.device)
@@ -78,10 +89,10 @@ class OwnTimes:
         """
         started = time.perf_counter()
         clock = clock_for(self.device) if self.clock is None else self.clock
-        measurer = Measurer(self.backend, clock, self._table.formats, stock=True)
+        measurer = Measurer(self.backend, clock, self._table.formats)
         about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
         with torch.enable_grad():
-            table = calibrate(measurer, self._table.workload, about)
+            table = self._with_stock(calibrate(measurer, self._table.workload, about))
         if not self._table.suffices(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
         kept = " and ".join(map(str, self._table.keep(table))) or "nowhere"
@@ -90,6 +101,17 @@ class OwnTimes:
             f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
         )
         return self._predicted(table)
+
+    def _with_stock(self, table: TimingTable) -> TimingTable:
+        """Add the seconds of Megatron's own code of experts. They hold what the GPU waits for its host, which launches
+        each expert's GEMMs."""
+        found: dict[tuple[int, ...], list[float]] = {}
+        for name, spans in self.spans.items():
+            seconds = spans.seconds()
+            if seconds is not None and (size := self._shapes[name].group) in table.grouped:
+                found.setdefault(size, []).append(seconds)
+        stock = {size: {STOCK: {Format.BF16: statistics.median(each)}} for size, each in found.items()}
+        return replace(table, grouped={size: {**row, **stock.get(size, {})} for size, row in table.grouped.items()})
 
     def _predicted(self, table: TimingTable) -> OptionTimes:
         times = option_times(self.config, self.args, self.linears, table)

@@ -346,6 +346,8 @@ class SnipRun:
                 if run is not None:
                     run.set_fact("request", request.as_dict())
         self._unmeasured = own if request.times is None else None
+        if self._unmeasured is not None:
+            self._unmeasured.watch(registry)
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None

@@ -50,7 +50,9 @@ def option_times(
         source = "measured times" if table is not None else f"--snip-timings {named}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
     scans = any(row.id.path.endswith("in_proj") for row in linears)  # Mamba's and gated DeltaNet's: times are not known
-    return replace(times, rest=step.fixed_seconds()) if step.layout.model.vocabulary and not scans else times
+    if not step.layout.model.vocabulary or scans:
+        return times
+    return replace(times, rest=step.fixed_seconds(), bubble=step.layout.bubble)
 
 
 def check_measurable(config: SnipConfig, backend: str | None) -> None:

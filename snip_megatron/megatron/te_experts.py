@@ -40,7 +40,8 @@ class _GroupedForward(StockState):
     ) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
         """Return Y and its biases; without x the call that computes it, for an MLP that runs both of its linears."""
         if self.snip_experts[0].is_stock:
-            return super().forward(x, m_splits)  # type: ignore[misc,no-any-return]
+            spans, forward = self.snip_experts[0].state.spans, super().forward  # type: ignore[misc]
+            return forward(x, m_splits) if spans is None else spans.run(forward, x, m_splits)  # type: ignore[no-any-return]
         if self.snip_experts[0].runs_recipe:
             weights = [handle.weight for handle in self.snip_experts]
             return forward_under(self, self.snip_experts[0], weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]

@@ -204,7 +204,8 @@ class RankZeroCoordinator:
         if precision_map.budget is None:
             return precision_map
         assert self._request.times is not None
-        step = self._request.times.step_speedup(precision_map, {row.name: row.stage for row in self._linears})
+        stages = {row.name: row.stage for row in self._linears}
+        step = self._request.times.step_speedup(precision_map, stages, self._account.bf16_s)
         return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     # -- fixed maps --------------------------------------------------------------------------------------------

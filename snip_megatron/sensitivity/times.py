@@ -34,6 +34,7 @@ class OptionTimes(JsonFields):
             quantises the operand of both. Empty if not known.
         stock: name of a linear or path → seconds by which a step of bf16 alone is longer, in which Megatron's own code
             runs. Only :meth:`step_seconds` counts them.
+        bubble: seconds of a step divided by those in which its slowest stage works.
     """
 
     model: str
@@ -42,6 +43,7 @@ class OptionTimes(JsonFields):
     exchanges: Seconds = field(default_factory=dict)
     joint: Seconds = field(default_factory=dict)
     stock: Mapping[str, float] = field(default_factory=dict)
+    bubble: float = 1.0
 
     def __post_init__(self) -> None:
         for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges), ("joint", self.joint)):
@@ -118,22 +120,32 @@ class OptionTimes(JsonFields):
             parts.setdefault(stage, []).append(both)
         return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
 
-    def step_speedup(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> float | None:
+    def step_speedup(
+        self, precision_map: PrecisionMap, stages: Mapping[str, int], bf16_s: float | None = None
+    ) -> float | None:
         """Return the predicted speedup of the whole step, or None if the rest of the step is not known."""
-        found = self.step_seconds(precision_map, stages)
+        found = self.step_seconds(precision_map, stages, bf16_s)
         return None if found is None else found[0] / found[1]
 
-    def step_seconds(self, precision_map: PrecisionMap, stages: Mapping[str, int]) -> tuple[float, float] | None:
-        """Return the seconds in which the slowest stage works in a step, in bf16 and under a map; None if not known."""
+    def step_seconds(
+        self, precision_map: PrecisionMap, stages: Mapping[str, int], bf16_s: float | None = None
+    ) -> tuple[float, float] | None:
+        """Return the seconds of a step in bf16 and under a map; None if not known.
+
+        Those in bf16 are ``bf16_s`` if they were measured. What a map saves is predicted either way.
+        """
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
         times, longer = self.by_stage(precision_map, stages), dict.fromkeys(stages.values(), 0.0)
         for name, stage in stages.items():
             longer[stage] += self.stock.get(name) or self.stock.get(LinearId.parse(name).path, 0.0)
-        before = max(self.rest[k] + longer[k] + bf16 for k, (bf16, _) in times.items())
+        before = self.bubble * max(self.rest[k] + longer[k] + bf16 for k, (bf16, _) in times.items())
+        measured = before if bf16_s is None else bf16_s
         if {Format.BF16}.issuperset(precision_map.choices.values()):
-            return before, before
-        return before, max(self.rest[k] + after for k, (_, after) in times.items())
+            return measured, measured
+        after = self.bubble * max(self.rest[k] + after for k, (_, after) in times.items())
+        # A saving of more than the measured step would be an error of the prediction.
+        return measured, measured - (before - after) if before - after < measured else after
 
 
 def seconds_of[F](

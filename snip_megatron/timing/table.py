@@ -48,7 +48,7 @@ class TimingTable:
         grouped: (experts, tokens of all experts, n, k) → times of a linear of all experts: ``gemms``, ``input``,
             ``gradient`` and ``weights`` → format → what the mappings of these names have of a linear; ``fused_input``,
             ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient;
-            ``stock``, if measured, → bf16 → seconds of Transformer Engine's linear, forward and backward.
+            ``stock``, of a training's own table, → bf16 → seconds of Megatron's own linear, forward and backward.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
         copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
         memory: bytes of the GPU's memory; None if not known.

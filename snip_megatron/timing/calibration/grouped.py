@@ -1,9 +1,7 @@
 """The calls of one linear of all experts of a layer that a calibration times: grouped GEMMs and their quantisation."""
 
-import importlib.util
 import itertools
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +14,7 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.timing.calibration.clock import Clock
 from snip_megatron.timing.calibration.workload import Size
-from snip_megatron.timing.table import OPERANDS, STOCK, Triple
+from snip_megatron.timing.table import OPERANDS, Triple
 
 _PAIRS = 256  # SwiGLU's kernels take whole tiles of gates and of ups
 _LEAST = 1e-9  # seconds: two times that differ by less are equal
@@ -68,40 +66,6 @@ class GroupedLinear:
             found[operand] = _triples([self._times(partial(self._side, operand, *s), self._quantised) for s in sides])
             found[f"fused_{operand}"] = self._fused(operand, found[operand])
         return found
-
-    def stock(self) -> dict[str, dict[Format, float]]:
-        """Return the seconds of Transformer Engine's linear of these experts, as a part of a row; empty without it."""
-        if self._clock.device.type != "cuda" or importlib.util.find_spec("transformer_engine") is None:
-            return {}
-        import transformer_engine.pytorch as te
-
-        experts, n, k = self._weights
-        try:
-            linear = te.GroupedLinear(
-                experts, k, n, bias=False, params_dtype=torch.bfloat16, device=self._clock.device,
-                fuse_wgrad_accumulation=True, init_method=lambda weight: None,  # a training's generator stays as it is
-            )  # fmt: skip
-            gradient = torch.zeros(n, k, device=self._clock.device)
-            for expert, values in enumerate(self._normal(*self._weights)):
-                weight: Any = getattr(linear, f"weight{expert}")
-                weight.data, weight.main_grad, weight.grad_added_to_main_grad = values, gradient, False
-                weight.overwrite_main_grad = False
-                weight.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None))
-            x, g = self._rows["input"].detach().requires_grad_(), self._rows["gradient"]
-
-            def run() -> None:
-                x.grad = None
-                linear(x, self._splits, is_first_microbatch=False).backward(g)
-
-            return {STOCK: self._times(lambda _: run, [Format.BF16])}
-        except Exception as error:  # of a package that is not called otherwise
-            why = " ".join(str(error).split())[:160]
-            warnings.warn(
-                f"Transformer Engine's linear of experts cannot be timed ({type(error).__name__}: {why}): the predicted"
-                " speedup of a step is lower than it is",
-                stacklevel=2,
-            )
-            return {}
 
     def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
         """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16.

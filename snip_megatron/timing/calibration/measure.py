@@ -31,14 +31,12 @@ class Measurer:
     """Measures one size at a time, in the quantised ``formats``.
 
     ``seed`` is that of the operands' values, which matter because power, and so the clock rate, depends on them.
-    ``stock`` is whether Transformer Engine's linears of experts are timed too.
     """
 
     backend: GemmBackend
     clock: Clock
     formats: tuple[Format, ...]
     seed: int = 1
-    stock: bool = False
     _generator: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +90,7 @@ class Measurer:
 
     def grouped(self, size: Size) -> dict[str, dict[Format, Any]]:
         """Time a linear of all experts of a size (experts, tokens, n, k)."""
-        linear = GroupedLinear(self.backend, self.clock, self.formats, size, self._normal, _KEYS)
-        return linear.times() | (linear.stock() if self.stock else {})
+        return GroupedLinear(self.backend, self.clock, self.formats, size, self._normal, _KEYS).times()
 
     def _linear(self, m: int, n: int, k: int) -> dict[tuple[Format, Gemm], Callable[[], object]]:
         """Quantise one set of operands in every format, and return the call of each format and GEMM."""

@@ -12,13 +12,14 @@ from llama_arguments import WANTED, linears, run_arguments
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.step_costs import check_measurable
-from snip_megatron.precision import Gemm
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.records.own_table import cache_folder
 from snip_megatron.records.readers import TIMINGS
 from snip_megatron.timing.calibration.clock import Call
-from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table import STOCK, TimingTable
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "kv_channels": 32,
          "seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4}  # fmt: skip
@@ -104,6 +105,21 @@ def test_other_gemms_are_measured_anew(tmp_path: Path, given: dict[str, Any]) ->
     assert own(run, **given).known() is None
     again = own(run, FakeClock(first=2e-3), **given).measure()
     assert own(run, **given).known() == again
+
+
+def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
+    """The median of the layers. Linears that were not timed have no such time."""
+    experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
+               "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": True, "expert_model_parallel_size": 1,
+               "transformer_impl": "transformer_engine", "num_layers": 3}  # fmt: skip
+    times, fc1 = own(tmp_path, FakeClock(), **experts), "mlp.experts.linear_fc1"
+    for layer, seconds in enumerate((7.0, 3.0, 5.0)):
+        times.spans[f"decoder.layers.{layer}.{fc1}"] = span = Spans()
+        span.seconds = lambda seconds=seconds: seconds  # type: ignore[method-assign, misc]
+    measured = times.measure()
+    rows = TimingTable.load(tmp_path / TIMINGS).grouped
+    assert [row[STOCK][Format.BF16] for row in rows.values() if STOCK in row] == [5.0]
+    assert measured.stock == {}  # a table has them of all sizes or none
 
 
 def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path, cache: Path) -> None:

@@ -121,6 +121,11 @@ def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
     before, after = known.by_stage(chosen, stages)[0]
     assert known.step_seconds(chosen, stages) == (pytest.approx(1.0 + 2 * 0.5 + before), pytest.approx(1.0 + after))
     assert known.step_speedup(bf16, stages) == 1.0
+    saved = 2 * 0.5 + before - after
+    assert known.step_seconds(chosen, stages, bf16_s=9.0) == (9.0, pytest.approx(9.0 - saved))  # measured
+    longer = replace(known, bubble=1.5)
+    assert longer.step_speedup(chosen, stages) == pytest.approx(known.step_speedup(chosen, stages))
+    assert longer.step_seconds(chosen, stages, bf16_s=9.0) == (9.0, pytest.approx(9.0 - 1.5 * saved))
 
 
 # -- reachable -------------------------------------------------------------------------------------------------

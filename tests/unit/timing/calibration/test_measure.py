@@ -1,9 +1,7 @@
 """Measuring, on a CPU: what is called with what, for the reference and for the Hopper backend over emulated cuBLAS."""
 
 import signal
-import sys
 from collections.abc import Hashable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +18,7 @@ from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.packed import Operand
 from snip_megatron.timing.calibration.calibrate import calibrate, run_once
 from snip_megatron.timing.calibration.clock import Call, HostClock
-from snip_megatron.timing.calibration.grouped import GroupedLinear, uneven_splits
-from snip_megatron.timing.calibration.measure import _KEYS as KEYS
+from snip_megatron.timing.calibration.grouped import uneven_splits
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
@@ -67,20 +64,6 @@ def test_what_is_run_once_is_what_is_timed() -> None:
     calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {}, 600.0)
     assert len(listed) > 20
     assert listed == seen
-
-
-def test_an_untimed_linear_of_transformer_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    stub = SimpleNamespace(GroupedLinear=refuse)
-    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=stub, __spec__=object()))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
-    measurer = Measurer(REFERENCE, HostClock(), (Format.FP8,))
-    linear = GroupedLinear(REFERENCE, measurer.clock, measurer.formats, (2, 128, 128, 128), measurer._normal, KEYS)
-    monkeypatch.setattr(measurer.clock, "device", torch.device("cuda"))
-    with pytest.warns(UserWarning, match="linear of experts cannot be timed .RuntimeError: out of memory"):
-        assert linear.stock() == {}
 
 
 class StoppedClock(HostClock):

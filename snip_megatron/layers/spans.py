@@ -1,0 +1,69 @@
+"""How long the GPU takes for a module's forward and backward in a training, with what it waits for its host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KEPT = 8  # microbatches: the first ones compile and allocate
+
+type Mark = torch.cuda.Event | float
+
+
+class Spans:
+    """Notes when the latest forwards of a module, and their backwards, began and ended."""
+
+    def __init__(self) -> None:
+        self._kept: deque[list[Mark]] = deque(maxlen=_KEPT)
+
+    def run[*Given, Rest](
+        self, call: Callable[[Tensor, *Given], tuple[Tensor, Rest]], x: Tensor, *given: *Given
+    ) -> tuple[Tensor, Rest]:
+        """Call a module's forward. Without a backward through x, or in a capture, nothing is noted."""
+        if not (torch.is_grad_enabled() and x.requires_grad) or _captures():
+            return call(x, *given)
+        marks = [_mark()]
+
+        def begin(_: Tensor) -> None:
+            marks.append(_mark())
+
+        def end(_: Tensor) -> None:
+            marks.append(_mark())
+            self._kept.append(marks)
+
+        y, rest = call(x, *given)
+        marks.append(_mark())
+        y.register_hook(begin)  # type: ignore[no-untyped-call]
+        x.register_hook(end)  # type: ignore[no-untyped-call]
+        return y, rest
+
+    def seconds(self) -> float | None:
+        """Return the median of the noted microbatches' seconds, forward and backward; None if there are none."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return statistics.median(map(_seconds, self._kept)) if self._kept else None
+
+
+def _captures() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _mark() -> Mark:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds(marks: list[Any]) -> float:
+    return sum(
+        float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+        for begin, end in zip(marks[::2], marks[1::2], strict=True)
+    )
