@@ -32,8 +32,8 @@ from snip_megatron.timing.loading import load_cost_model
 JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
 
 
-def layout_of(job: dict[str, Any], contender: Contender = CONTENDERS["bf16"]) -> Layout:
-    """Return the layout of a contender's training."""
+def layout_of(job: dict[str, Any]) -> Layout:
+    """Return the layout of a job's trainings."""
     sizes = _values(job["arguments"])
     if int(sizes.get("--context-parallel-size", 1)) > 1:
         sys.exit("plan_job.py: the job ran with context parallelism, which snip plan does not predict")
@@ -46,7 +46,6 @@ def layout_of(job: dict[str, Any], contender: Contender = CONTENDERS["bf16"]) ->
     return Layout(
         llama.model(pp), tp, pp, 1, job["gpus"] // (tp * pp), seq, int(sizes["--micro-batch-size"]),
         int(sizes["--global-batch-size"]), sequence_parallel="--sequence-parallel" in sizes,
-        communication=_values(contender.arguments).get("--snip-communication", "bf16"),
         gradient_accumulation_fusion="--fused-accumulation" in job["command"],  # no such machine has had Apex
     )  # fmt: skip
 
@@ -73,6 +72,7 @@ def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format
 def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
     """Return one row for each contender of SNIP and bf16: predicted, measured, and predicted / measured − 1."""
     rows: list[dict[str, Any]] = []
+    chosen = StepModel(layout_of(job), model)
     for name, measured in job["ms"].items():
         contender = CONTENDERS.get(name)  # None for one that is gone
         if contender is None or contender.transformer_engine:
@@ -81,7 +81,6 @@ def rows_of(job: dict[str, Any], model: CostModel) -> list[dict[str, Any]]:
             continue
         tried = job["graphs"].get(name, {})
         graphs = min(tried, key=tried.__getitem__) if tried else "none"
-        chosen = StepModel(layout_of(job, contender), model)
         step = chosen.step(lambda row, contender=contender: formats_of(contender, row.id.layer))
         rows.append({"contender": name, "graphs": graphs, "ms": _compare(1e3 * step.total, measured)})
     bases = {row["graphs"]: row["ms"] for row in rows if row["contender"] in ("bf16", "bf16_graphs")}

@@ -17,7 +17,7 @@ from snip_megatron.records.storage import check_folder, deliver
 
 _SHARED = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
-    "update_interval", "probe_microbatches", "communication", "gradient_reduction",
+    "update_interval", "probe_microbatches",
 )  # fmt: skip
 _FLAGS = {
     "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=args.train_iters)
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    layout = _named(args, request.config) if args.megatron is None else _built(args)
+    layout = _named(args) if args.megatron is None else _built(args)
     plan = make_plan(StepModel(layout, model, links), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _named(args: argparse.Namespace, config: SnipConfig) -> Layout:
+def _named(args: argparse.Namespace) -> Layout:
     """Return the layout of a model that the planner knows."""
     from snip_megatron.planner.models import load_llama
 
@@ -130,8 +130,6 @@ def _named(args: argparse.Namespace, config: SnipConfig) -> Layout:
         sequence_parallel=args.sequence_parallel,
         recompute=args.recompute or "none",
         distributed_optimizer=not args.no_distributed_optimizer,
-        communication=config.communication,
-        gradient_reduction=config.gradient_reduction,
     ).checked()
 
 

@@ -1,10 +1,9 @@
 """Predicts the times of a run's linears from Megatron's arguments, for ``speedup=`` and ``loss=`` budgets.
 
-The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears, the
-quantisation of their operands, and the exchanges between tensor parallel ranks whose bytes formats decide
-(``--snip-communication`` gather and all). Attention, norms, the other communication and the optimizer do not depend on
-the precision and are left out: a ``speedup=`` budget is that of the linears on the slowest stage. The planner predicts
-them from the model's linears, and the rest of the step for the report.
+The times are seconds per training step on one rank of every pipeline stage, for the GEMMs of the decoder linears and
+the quantisation of their operands. Attention, norms, communication and the optimizer are left out: a ``speedup=``
+budget is that of the linears on the slowest stage. The planner predicts them from the model's linears, and the rest of
+the step for the report.
 """
 
 import argparse
@@ -109,8 +108,6 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
-        communication=config.communication,
-        gradient_reduction=config.gradient_reduction,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
         gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         fused_swiglu=config.fusions == "auto" and args.swiglu,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from snip_megatron.config.run import COMMUNICATION
 from snip_megatron.errors import SnipError
 from snip_megatron.planner.models import Model
 from snip_megatron.precision import LinearRow, Side
@@ -19,7 +18,6 @@ GRAPHS_WITHOUT_PIPELINE = {
 }
 """Implementation of CUDA graphs → why it cannot run a pipeline."""
 _FUSED = {Side.OUTPUT: "gradient", Side.INPUT: "input"}
-_TILE = 128
 _MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
 
@@ -71,8 +69,6 @@ class Layout:
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    communication: str = "bf16"
-    gradient_reduction: str = "fp32"
     gradient_bytes: int = 4
     gradient_accumulation_fusion: bool = True
     grouped_experts: bool = False
@@ -201,7 +197,7 @@ class Layout:
     # -- checks --------------------------------------------------------------------------------------------------
     def _faults(self) -> Iterator[str]:
         """Yield what Megatron or SNIP would refuse."""
-        model, tp, reduction = self.model, self.tp, f"--gradient-reduction {self.gradient_reduction}"
+        model, tp = self.model, self.tp
         for name in ("tp", "pp", "dp", "seq_length", "micro_batch_size", "global_batch_size"):
             if not 1 <= (value := getattr(self, name)) <= _MOST:
                 yield f"--{name.replace('_', '-')} {value}: must be a whole number from 1 to {_MOST}"
@@ -216,18 +212,3 @@ class Layout:
         each, batch = self.micro_batch_size * self.dp, f"--global-batch-size {self.global_batch_size}"
         if self.global_batch_size % each:
             yield f"{batch}: must be a multiple of --micro-batch-size × --dp, {each}"
-        if self.gradient_reduction != "fp32" and (self.dp == 1 or not self.distributed_optimizer):
-            yield f"{reduction}: needs --dp 2 or more, without --no-distributed-optimizer"
-        if self.gradient_reduction != "fp32" and tp > 1 and not self.sequence_parallel:
-            yield f"{reduction}: needs --sequence-parallel with --tp {tp}"
-        if self.communication != "bf16":
-            yield from self._exchange_faults(f"--communication {self.communication}")
-
-    def _exchange_faults(self, here: str) -> Iterator[str]:
-        if self.communication not in COMMUNICATION:
-            yield f"{here}: choose one of {', '.join(COMMUNICATION)}"
-        if not self.sequence_parallel or self.tp == 1:
-            yield f"{here}: needs --sequence-parallel and --tp 2 or more"
-        if self.tokens % (self.tp * _TILE):
-            each = f"{self.tokens} tokens of a microbatch on {self.tp} ranks are {self.tokens / self.tp:g} each"
-            yield f"{here}: the {each}, no multiple of {_TILE}, so that shards cut tiles"

@@ -150,24 +150,17 @@ def _recomputes_attention(layout: Layout) -> bool:
     return layout.recompute == "selective" and "core_attn" in layout.recompute_modules
 
 
-def packed_bytes(fmt: Format) -> float:
-    """Return the bytes in which ranks exchange an element, with its share of the scales."""
-    if fmt.base in (Format.BF16, Format.FP8_TENSOR):
-        return fmt.bits / 8
-    return fmt.bits / 8 + (4.0 / _TILE if fmt.base in _TILED else 1.0 / (16 if fmt.base is Format.NVFP4 else 32))
-
-
 def saved_input(layout: Layout, row: LinearRow, formats: Formats) -> float:
     """Return the bytes of X that a linear keeps of one microbatch, without what other modules keep anyway.
 
     A linear keeps the operand of wgrad: elements in E4M3, or in bf16 if the format is emulated, and FP32 scales of
-    tiles. If sequence parallelism gathers X, it keeps the shard instead, in bf16 or as it is gathered. In bf16, the
-    linear after attention shares X with the attention, which keeps its output itself.
+    tiles. If sequence parallelism gathers X, it keeps the shard instead, in bf16. In bf16, the linear after attention
+    shares X with the attention, which keeps its output itself.
     """
     shape, wgrad = layout.shapes[row.name], formats[2]
     elements = _elements(layout, row, shape.k)
     if shape.gathered:
-        return (2.0 if layout.communication == "bf16" else packed_bytes(wgrad)) * elements / layout.tp
+        return 2.0 * elements / layout.tp
     if wgrad is Format.BF16:
         shared = after_attention(row) and not _recomputes_attention(layout)
         return 0.0 if shared else 2.0 * elements

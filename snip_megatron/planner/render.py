@@ -20,9 +20,8 @@ def _head(plan: Body) -> str:
     model, layout = plan["model"], plan["layout"]
     sizes = [f"{name.upper()} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1] or ["1"]
     sizes += [f"experts over {layout['ep']}"] if layout["ep"] > 1 else []
-    usual = {"recompute": "none", "communication": "bf16", "gradient_reduction": "fp32"}
     extras = [name for name in ("sequence_parallel", "distributed_optimizer") if layout[name]]
-    extras += [f"{name} {layout[name]}" for name, value in usual.items() if layout[name] != value]
+    extras += [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
     extras += [] if layout["gradient_accumulation_fusion"] else ["no gradient accumulation fusion"]
     return (
         f"{model['name']}: {model['parameters'] / 1e9:.2f} B parameters, {model['blocks']} blocks\n"

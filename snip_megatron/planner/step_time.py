@@ -7,7 +7,7 @@ from functools import partial
 
 from snip_megatron.config.defaults import backend_of
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf, after_attention, packed_bytes
+from snip_megatron.planner.memory import FormatsOf, after_attention
 from snip_megatron.planner.rates import Links, Rates
 from snip_megatron.precision import Format, Gemm, LinearRow, Role, Side
 from snip_megatron.sensitivity.times import OptionTimes, seconds_of
@@ -19,7 +19,7 @@ ASSUMPTIONS = (
     " communication and the optimizer; data parallel ranks are equally fast",
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
-    " virtual; exchanges whose bytes formats decide count to the time of linears",
+    " virtual; what --snip-communication and --snip-gradient-reduction quantise takes as long as in bf16 and FP32",
     "tokens are spread evenly over experts, dispatch and combination are exposed; experts of three bf16 GEMMs are"
     " launched one by one, by Transformer Engine, if the table has its times, else at once; exchanges of context"
     " parallel ranks, routers and scans take no time",
@@ -51,10 +51,10 @@ _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data p
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that one GPU of a stage works in a step: ``linears`` with their quantisation and with those exchanges
-    that formats decide (:class:`Exchanges`); ``attention``; element-wise kernels of the layers (``elementwise``);
-    embedding, output layer and loss (``ends``); exposed communication of ``tensor_parallel`` ranks, ``experts`` and
-    ``pipeline``; and what Megatron's own experts take longer than SNIP's in bf16 (``stock``).
+    """Seconds that one GPU of a stage works in a step: ``linears`` with their quantisation; ``attention``; element-wise
+    kernels of the layers (``elementwise``); embedding, output layer and loss (``ends``); exposed communication of
+    ``tensor_parallel`` ranks, ``experts`` and ``pipeline``; and what Megatron's own experts take longer than SNIP's in
+    bf16 (``stock``).
     """
 
     seconds: dict[str, float]
@@ -103,72 +103,6 @@ class StepTime:
         return math.fsum(stage.total for stage in self.stages) / len(self.stages) / self.slowest
 
 
-class Exchanges:
-    """Predicts the exposed exchanges of linears over tensor parallel ranks (``layers/README.md``), of one microbatch.
-
-    With ``--snip-communication gather`` or ``all`` the exchanges of a linear depend on the formats of its GEMMs. Each
-    is charged to the GEMM whose format decides its bytes: the gather of X and the sum of Y to fprop, the kernels of the
-    sum of ∂L/∂X to dgrad. The gather of G depends on two formats. It is quantised only if dgrad and wgrad both are, and
-    if their two operands have fewer bytes than bf16, so that each of them is charged a half of the gather's time with
-    both in its own format. The sum is exact if both have one format, and otherwise errs by at most half of the
-    difference between gathering in bf16 and in the smaller of the two.
-
-    A linear exchanges the matrix whose features are not split: X and ∂L/∂X where ranks share its output, Y and G where
-    they share its input. What overlaps with GEMMs is not counted: in the backward the gathers for weight gradients and
-    the sums of ∂L/∂X, except for the kernels that quantise and add. Linears of experts exchange nothing here: the
-    dispatcher does.
-    """
-
-    def __init__(self, layout: Layout, rates: Rates, links: Links) -> None:
-        self._layout, self._rates = layout, rates
-        self._rate = links.of(layout.tp)
-        self._packs, self._reduces = layout.communication != "bf16", layout.communication == "all"
-
-    def fixed(self, row: LinearRow) -> float:
-        """Return the exposed seconds of a linear that no format decides."""
-        sent, forwards = self._send(self._exchanged(row), 2.0), self._layout.shapes[row.name].forwards
-        column = row.sharded is Side.OUTPUT
-        if not self._layout.sequence_parallel:  # an all-reduce of Y
-            return 0.0 if column else 2 * forwards * sent
-        gathered = 0.0 if self._packs else (forwards if column else 1) * sent  # X, or G
-        return gathered + (0.0 if column or self._reduces else forwards * sent)
-
-    def charge(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
-        """Return the exposed seconds that the format of one GEMM decides."""
-        if not self._packs:
-            return 0.0
-        elements, forwards = self._exchanged(row), self._layout.shapes[row.name].forwards
-        column = row.sharded is Side.OUTPUT
-        if gemm is Gemm.FPROP:
-            if column:
-                return forwards * self._send(elements, packed_bytes(fmt))
-            sent = packed_bytes(fmt if fmt is Format.BF16 else Format.FP8)  # partial results of the GEMM
-            summed = self._sum_kernels(elements, fmt) + self._send(elements, sent)
-            return forwards * summed if self._reduces else 0.0
-        if column:
-            return self._sum_kernels(elements, fmt) if gemm is Gemm.DGRAD else 0.0
-        each = packed_bytes(fmt)
-        return self._send(elements, each if 2 * each < 2.0 else 2.0) / 2
-
-    # -- single exchanges ----------------------------------------------------------------------------------------
-    def _exchanged(self, row: LinearRow) -> float:
-        """Return the elements of the matrix that ranks exchange: tokens × the features that are not split."""
-        if self._layout.tp == 1 or row.experts > 1 or row.sharded is Side.NEITHER:
-            return 0.0
-        shape = self._layout.shapes[row.name]
-        return float(shape.tokens * (shape.k if row.sharded is Side.OUTPUT else shape.n))
-
-    def _sum_kernels(self, elements: float, fmt: Format) -> float:
-        """Return the seconds of the kernels that quantise partial results of a GEMM and add them; 0 in bf16."""
-        if not self._reduces or fmt is Format.BF16:
-            return 0.0
-        return self._rates.memory(elements * (2.0 + 2 * packed_bytes(Format.FP8) + 4.0 / self._layout.tp))
-
-    def _send(self, elements: float, width: float) -> float:
-        """Return the seconds in which a rank sends its share of a matrix, of so many bytes an element."""
-        return (self._layout.tp - 1) / self._layout.tp * elements * width / self._rate
-
-
 class StepModel:
     """Predicts steps of one layout: ``model`` the times of linears, ``links`` (None: the default) the network's."""
 
@@ -177,9 +111,8 @@ class StepModel:
         self.model = model
         self.links = links or Links()
         self.rates = Rates(model)
-        self.exchanges = Exchanges(layout, self.rates, self.links)
         self._fuses = layout.fused_swiglu and backend_of(model) == "hopper"
-        self._gemms: dict[tuple[LinearShape, Side, Gemm, Format], float] = {}
+        self._gemms: dict[tuple[LinearShape, Gemm, Format], float] = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def step(self, formats_of: FormatsOf) -> StepTime:
@@ -200,19 +133,15 @@ class StepModel:
         return seconds_of(each, partial(self._gemm, row), partial(self.model.joint, shape))
 
     def _gemm(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
-        key = (self.layout.shapes[row.name], row.sharded, gemm, fmt)
+        key = (self.layout.shapes[row.name], gemm, fmt)
         if key not in self._gemms:
-            exchanges = key[0].microbatches * self.exchanges.charge(row, gemm, fmt)
-            self._gemms[key] = self.model.seconds(key[0], gemm, fmt) + exchanges
+            self._gemms[key] = self.model.seconds(key[0], gemm, fmt)
         return self._gemms[key]
 
     def option_times(self, formats: Iterable[Format]) -> OptionTimes:
-        """Return the seconds that every GEMM is charged in a budget of time, those of its exchanges included."""
-        kinds = self.layout.kinds
-        shapes = {kind: self.layout.shapes[row.name] for kind, row in kinds.items()}
-        packed = self.layout.communication != "bf16"
-        charge = (lambda kind, *to: self.exchanges.charge(kinds[kind], *to)) if packed else None
-        return OptionTimes.predict(self.model, shapes, formats, charge)
+        """Return the seconds that every GEMM is charged in a budget of time."""
+        shapes = {kind: self.layout.shapes[row.name] for kind, row in self.layout.kinds.items()}
+        return OptionTimes.predict(self.model, shapes, formats)
 
     # -- one stage -----------------------------------------------------------------------------------------------
     def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
@@ -229,7 +158,7 @@ class StepModel:
             ),
             "ends": layout.microbatches * self._ends(stage),
             "tensor_parallel": math.fsum(
-                layout.shapes[row.name].microbatches * self.exchanges.fixed(row) for row, _ in linears
+                layout.shapes[row.name].microbatches * self._exchanged(row) for row, _ in linears
             ),
             "experts": layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
             "stock": math.fsum(self.model.stock(layout.shapes[row.name]) for row, each in linears if each == ALL_BF16),
@@ -296,6 +225,23 @@ class StepModel:
         return seconds
 
     # -- communication -------------------------------------------------------------------------------------------
+    def _exchanged(self, row: LinearRow) -> float:
+        """Return the exposed seconds of one microbatch in which tensor parallel ranks exchange a linear's X, Y and G.
+
+        They exchange the matrix whose features are not split: X and ∂L/∂X where they share the output, Y and G where
+        they share the input. Gathers for weight gradients and sums of ∂L/∂X overlap with GEMMs. Linears of experts
+        exchange nothing here: the dispatcher does.
+        """
+        layout, shape = self.layout, self.layout.shapes[row.name]
+        if layout.tp == 1 or row.experts > 1 or row.sharded is Side.NEITHER:
+            return 0.0
+        column = row.sharded is Side.OUTPUT
+        share = 2.0 * shape.tokens * (shape.k if column else shape.n) * (layout.tp - 1) / layout.tp
+        sent = share / self.links.of(layout.tp)
+        if not layout.sequence_parallel:  # an all-reduce of Y
+            return 0.0 if column else 2 * shape.forwards * sent
+        return shape.forwards * sent if column else (1 + shape.forwards) * sent
+
     def _dispatch(self, row: LinearRow) -> float:
         """Return the seconds of one microbatch in which tokens go to their experts and back, and so their gradients."""
         layout = self.layout
@@ -324,10 +270,6 @@ class StepModel:
             return 0.0, optimizer
         ring = (ranks - 1) / ranks / self.links.of(layout.tp * ranks)
         gradients = layout.gradient_bytes * parameters * ring * (1 if layout.distributed_optimizer else 2)
-        if layout.gradient_reduction != "fp32":
-            each = packed_bytes(Format.FP8)
-            moved = 4.0 + 2 * each + 8.0 / ranks  # quantised, and added to a part
-            gradients = each * parameters * ring + self.rates.memory(moved * parameters)
         weights = 2.0 * parameters * ring if layout.distributed_optimizer else 0.0
         microbatch = slowest / layout.microbatches
         if layout.overlap_grad_reduce:

@@ -54,17 +54,12 @@ class Stored:
 
     def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
         """Return the predicted times of the run's linears by a cost model: the name of a device's table, a file of
-        ``snip calibrate``, or ``flops``. Those of exchanges are the ones that the run stored, if any.
+        ``snip calibrate``, or ``flops``.
 
         Raises SnipError if the run stores no shapes, or the cost model cannot be loaded.
         """
         shapes = parse_shapes(self._fact("linear_shapes"), str(self.run / CONFIG))
-        times = OptionTimes.predict(load_cost_model(cost), shapes, [Format(f) for f in formats])
-        body = self._fact("request").get("times") or read_config(self.run)["facts"].get("predicted_times")
-        if body is None:
-            return times
-        own = OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
-        return dataclasses.replace(times, exchanges=own.exchanges)
+        return OptionTimes.predict(load_cost_model(cost), shapes, [Format(f) for f in formats])
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Return the map with its fp4 share of FLOPs, unless that was the budget, or the run stores no statistics."""

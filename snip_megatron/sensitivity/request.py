@@ -31,11 +31,10 @@ class SolveRequest(JsonFields):
 
     Attributes:
         budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder
-            linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage, exchanges whose bytes
-            formats decide included; or the largest Σ of scores that the fastest map may have, in the policy's unit
-            (nats).
+            linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage; or the largest Σ of scores
+            that the fastest map may have, in the policy's unit (nats).
         stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None: no stage constraint.
-        times: predicted seconds of every GEMM and its exchanges, required by ``speedup`` and ``loss``.
+        times: predicted seconds of every GEMM, required by ``speedup`` and ``loss``.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates

@@ -1,4 +1,4 @@
-"""Predicted seconds of every GEMM of a run and its exchanges: the costs of options under budgets of time and loss."""
+"""Predicted seconds of every GEMM of a run: the costs of options under budgets of time and loss."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class OptionTimes(JsonFields):
         seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank,
             quantisation for this GEMM alone included. A name takes precedence over a path.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
-        exchanges: as ``seconds``: seconds per step in which tensor parallel ranks exchange what this GEMM takes or
-            makes, as far as its format decides them. Empty if no format decides any.
         joint: as ``seconds``, of fprop and dgrad: what a step saves if wgrad is in the same format, because one call
             quantises the operand of both. Empty if not known.
         stock: name of a linear or path → seconds by which a step of bf16 alone is longer, in which Megatron's own code
@@ -40,13 +38,12 @@ class OptionTimes(JsonFields):
     model: str
     seconds: Seconds
     rest: Mapping[int, float] = field(default_factory=dict)
-    exchanges: Seconds = field(default_factory=dict)
     joint: Seconds = field(default_factory=dict)
     stock: Mapping[str, float] = field(default_factory=dict)
     bubble: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, table in (("seconds", self.seconds), ("exchanges", self.exchanges), ("joint", self.joint)):
+        for name, table in (("seconds", self.seconds), ("joint", self.joint)):
             for gemm, times in ((gemm, times) for by_gemm in table.values() for gemm, times in by_gemm.items()):
                 Gemm(gemm)
                 for fmt, value in times.items():
@@ -55,49 +52,32 @@ class OptionTimes(JsonFields):
                         raise ValueError(f"{name}: {quoted(value)} is no time")
 
     @classmethod
-    def predict(
-        cls,
-        model: CostModel,
-        shapes: Mapping[str, LinearShape],
-        formats: Iterable[Format],
-        exchanged: Callable[[str, Gemm, Format], float] | None = None,
-    ) -> OptionTimes:
+    def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
         """Predict all GEMMs of ``shapes``, by the linear's name or its path in the layer, in bf16 and in ``formats``.
         Raises SnipError if the model has no figures for a format.
-
-        ``exchanged`` is name or path, GEMM, format → seconds of exchanges of one microbatch. They are predicted for all
-        formats of the model, for the sake of other requests about the same run.
         """
+        ordered = sorted({Format.BF16, *formats}, key=lambda fmt: fmt.code)
 
-        def table(of: Callable[[str, LinearShape, Gemm, Format], float], wanted: Iterable[Format]) -> Seconds:
-            ordered = sorted({Format.BF16, *wanted}, key=lambda fmt: fmt.code)
+        def table(of: Callable[[LinearShape, Gemm, Format], float]) -> Seconds:
             return {
-                name: {gemm.value: {fmt.value: float(of(name, shape, gemm, fmt)) for fmt in ordered} for gemm in Gemm}
+                name: {gemm.value: {fmt.value: float(of(shape, gemm, fmt)) for fmt in ordered} for gemm in Gemm}
                 for name, shape in shapes.items()
             }
 
-        seconds = table(lambda _, shape, gemm, fmt: model.seconds(shape, gemm, fmt), formats)
-        joint = table(lambda _, shape, gemm, fmt: model.joint(shape, gemm, fmt), formats)
         stock = {name: longer for name, shape in shapes.items() if (longer := model.stock(shape))}
-        if exchanged is None:
-            return cls(model.name, seconds, joint=joint, stock=stock)
-        exchanges = table(
-            lambda name, shape, *to: shape.microbatches * exchanged(name, *to), {*formats, *model.formats}
-        )
-        return cls(model.name, seconds, exchanges=exchanges, joint=joint, stock=stock)
+        return cls(model.name, table(model.seconds), joint=table(model.joint), stock=stock)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
-        """Return the seconds of one GEMM and its exchanges, or of all three if ``gemm`` is None. Raises SnipError if
-        they are not known.
+        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if they are not
+        known.
         """
         if gemm is None:
             return self._of_gemms(linear, dict.fromkeys(Gemm, fmt))
         known = _of_linear(self.seconds, linear)
         if known is None:
             raise SnipError(f"{linear}: its predicted time is not known")
-        parts = [known] if (exchanges := _of_linear(self.exchanges, linear)) is None else [known, exchanges]
         try:
-            return math.fsum(part[gemm.value][fmt] for part in parts)
+            return known[gemm.value][fmt]
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 

@@ -1,5 +1,6 @@
 """Shapes and times of a run's linears, from Megatron's arguments."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,11 @@ from refusal import refusal
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.step_costs import layout_of, option_times
+from snip_megatron.planner.request import formats_of_map
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Side
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Side, option_id
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.shapes import ALL_BF16, LinearShape
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
@@ -114,16 +116,27 @@ def test_times_of_a_table_and_of_flops() -> None:
     assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
 
 
-def test_the_rest_of_the_step_has_the_gradients_of_the_run() -> None:
-    """Reduced in FP8 they take a quarter of the bytes, so that a share saved of the linears is more of the step."""
-    args = run_arguments()
-    found = {}
-    for way in ("fp32", "fp8"):
-        config = SnipConfig(**WANTED, timings="h200", gradient_reduction=way)
-        found[way] = option_times(config, args, linears(args).covered).rest
-        planned = StepModel(layout_of(args, linears(args).covered, config), load_cost_model("h200"))
-        assert found[way] == planned.fixed_seconds()
-    assert all(found["fp8"][stage] < seconds for stage, seconds in found["fp32"].items())
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("cost", [{"timings": "h200"}, {"cost": "flops"}], ids=["h200", "flops"])
+def test_planned_steps_are_the_options_seconds_and_the_rest(cost: dict[str, str], recompute: str | None) -> None:
+    """TP 2 with sequence parallelism, two stages, any map."""
+    given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
+    args, formats = run_arguments(**given), ("bf16", "fp8", "fp8_tensor", "fp4")
+    config, rows = SnipConfig(**WANTED | {"formats": formats}, **cost), linears(args).covered
+    times = option_times(config, args, rows)
+    layout = replace(layout_of(args, rows, config), fused_swiglu=False)  # a run takes it for fixed
+    step = StepModel(layout, load_cost_model(cost.get("timings", "flops")))
+    assert times.rest == step.fixed_seconds()
+    stages, bf16 = {row.name: row.stage for row in rows}, step.step(lambda row: ALL_BF16).total
+    draws = random.Random(17)
+    for _ in range(10):
+        options = [option_id(name, gemm) for name in stages for gemm in Gemm]
+        chosen = PrecisionMap(choices={option: Format(draws.choice(formats)) for option in options})
+        predicted = step.step(formats_of_map(chosen)).total
+        seconds = times.by_stage(chosen, stages)
+        summed = step.layout.bubble * max(times.rest[stage] + found for stage, (_, found) in seconds.items())
+        assert summed == pytest.approx(predicted, rel=1e-9)
+        assert times.step_speedup(chosen, stages) == pytest.approx(bf16 / predicted, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from snip_megatron.planner.request import PlanRequest, build_problem, parse_requ
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import (
-    StatisticsTable,
-)
+from snip_megatron.solver import solve
+from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 
 from .formula import SMALL, layout, step_model, with_blocks
@@ -52,6 +51,17 @@ def test_a_speedup_of_the_linears(granularity: str) -> None:
     assert f"in training: --snip-budget speedup=1.5 --snip-formats bf16,fp8,fp4{argument}\n" in render(found)
     assert 1.5 <= found["steps"]["map"]["linears_speedup"] < 1.6
     assert found["steps"]["map"]["speedup"] < 1.5
+
+
+def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget() -> None:
+    """Of one map, and as an average over phases."""
+    step = step_model(layout(**PIPELINE, sequence_parallel=True))
+    asked = request("speedup=1.4", "bf16,fp8", schedule="auto", train_iters=400)
+    promised = solve(build_problem(asked, step)).speedup
+    found = make_plan(step, asked)
+    assert found["steps"]["map"]["linears_speedup"] == pytest.approx(promised, rel=1e-9)
+    assert found["phases"]["average_linears_speedup"] == pytest.approx(found["phases"]["achieved"], rel=1e-9)
+    assert found["phases"]["achieved"] >= 1.4 * (1 - 1e-9)
 
 
 def test_a_bound_on_the_loss() -> None:

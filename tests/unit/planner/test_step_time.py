@@ -2,19 +2,15 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
-from snip_megatron.planner.memory import packed_bytes
-from snip_megatron.planner.rates import ELEMENTWISE, STATED_COPY, Links
+from snip_megatron.planner.rates import ELEMENTWISE, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, Role, Side
-from snip_megatron.quantization.wire import bytes_per_element
-from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
+from snip_megatron.precision import Format, Role, Side
+from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import ALL_BF16
 
@@ -89,61 +85,15 @@ def test_tokens_go_to_experts_behind_a_latent_projection_in_its_width() -> None:
 
 
 LINKS = Links(node_size=8, within=1e11, between=1e10)
-PARALLEL = {"tp": 4, "sequence_parallel": True}
 
 
-def exposed(communication: str, formats: tuple[Format, Format, Format], model: CostModel | None = None) -> float:
-    """Seconds of tensor parallel communication of a block in a microbatch."""
-    chosen = layout("8b", communication=communication, **PARALLEL)
-    exchanges = StepModel(chosen, model or FlopsModel(), LINKS).exchanges
-    return sum(
-        exchanges.fixed(row) + sum(exchanges.charge(row, gemm, fmt) for gemm, fmt in zip(Gemm, formats, strict=True))
-        for row in chosen.stages[0][0]
-    )
-
-
-def test_quantised_communication() -> None:
-    """Two gathers of X, two sums of Y and two gathers of G, each of 3/4 of 8,192 tokens' hidden features.
-
-    Of the two sums of ∂L/∂X the kernels are exposed, the exchange is not.
-    """
+def test_tensor_parallel_communication() -> None:
+    """Two gathers of X, two sums of Y and two gathers of G, each of 3/4 of 8,192 tokens' hidden features."""
     one = 3 / 4 * 8192 * 4096 / 1e11
-    fp8 = (Format.FP8,) * 3
-    assert exposed("bf16", ALL_BF16) == exposed("bf16", FP4) == exposed("all", ALL_BF16) == pytest.approx(12 * one)
-    assert exposed("gather", FP4) == pytest.approx((2 * 0.53125 + 4 + 2 * 0.53125) * one)
-    assert exposed("gather", fp8) == pytest.approx((2 * 1.03125 + 4 + 4) * one)  # two 8-bit operands are not less
-    kernels = 8192 * 4096 * (2 + 2 * 1.03125 + 4 / 4) / (ELEMENTWISE * STATED_COPY)
-    assert exposed("all", FP4) == pytest.approx((4 * 0.53125 + 2 * 1.03125) * one + 4 * kernels)
-
-
-def test_gradients_in_fp8_are_a_quarter_of_the_bytes_and_kernels() -> None:
-    parameters = layout("8b").stage_parameters(0)
-    step = StepModel(layout("8b", dp=2, gradient_reduction="fp8"), FlopsModel(), LINKS).step(lambda row: FP4)
-    moved = 4 + 2 * 1.03125 + 4
-    expected = (1.03125 + 2) * parameters / 2 / 1e11 + moved * parameters / (ELEMENTWISE * STATED_COPY)
-    assert step.data_parallel == pytest.approx(expected)
-    with pytest.raises(SnipError, match="--gradient-reduction fp8: needs --dp 2 or more"):
-        layout("8b", gradient_reduction="fp8")
-    with pytest.raises(SnipError, match="--gradient-reduction fp8: needs --sequence-parallel with --tp 2"):
-        layout("8b", dp=2, tp=2, gradient_reduction="fp8")
-
-
-@pytest.mark.parametrize("fmt", Format)
-def test_bytes_of_an_element_are_those_of_training(fmt: Format) -> None:
-    assert packed_bytes(fmt) == bytes_per_element(fmt)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"tp": 4}, "--communication all: needs --sequence-parallel and --tp 2 or more"),
-        ({"sequence_parallel": True}, "--communication all: needs --sequence-parallel and --tp 2 or more"),
-        (PARALLEL | {"seq_length": 384}, "the 384 tokens of a microbatch on 4 ranks are 96 each, no multiple of 128"),
-    ],
-)
-def test_layouts_that_training_refuses(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SnipError, match=message):
-        layout("8b", communication="all", **sizes)
+    chosen = layout("8b", tp=4, sequence_parallel=True)
+    step = StepModel(chosen, FlopsModel(), LINKS).step(lambda row: FP4)
+    passes = chosen.microbatches * len(chosen.stages[0])
+    assert step.stages[0].seconds["tensor_parallel"] == pytest.approx(passes * 12 * one)
 
 
 @settings(max_examples=40)

@@ -9,7 +9,7 @@ import pytest
 from sensitivity.synthetic import SHAPES, make_table
 
 from snip_megatron.errors import SnipError
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, PrecisionMap
+from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import Change, Stored, find_stored, is_statistics, rebuild
@@ -81,30 +81,6 @@ def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None
     for run in (share, timed):
         for step in STEPS:
             assert rebuild(stored(run, step), Change(), None) == stored(run, step).problem()
-
-
-def test_exchanges_are_those_of_the_run_with_other_times_too(tmp_path: Path) -> None:
-    """Whether its request or, under a share of FLOPs, its predictions hold them."""
-    formats = ("bf16", "fp8", "fp8_tensor")
-    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
-    row = {"bf16": 0.5, "fp8": 0.25, "fp8_tensor": 0.125}
-    times = dataclasses.replace(
-        times, exchanges={"self_attention.linear_qkv": dict.fromkeys(("fprop", "dgrad", "wgrad"), row)}
-    )
-    budget, change = Budget("speedup", 1.4), Change({"formats": formats, "pins": ()}, cost="h200")
-    timed = write_run(tmp_path / "timed", SolveRequest(formats=formats, budget=Budget("speedup", 1.5), times=times))
-    share = write_run(tmp_path / "share", SolveRequest(budget=Budget("fp4", 0.5)))
-    config = json.loads((share / "config.json").read_text())
-    config["facts"]["predicted_times"] = times.as_dict()
-    (share / "config.json").write_text(json.dumps(config))
-    alone = load_cost_model("h200").seconds(LINEAR_SHAPES["self_attention.linear_qkv"], Gemm.FPROP, Format.BF16)
-    for run in (timed, share):
-        problem = rebuild(stored(run), change, budget)
-        assert problem.items[0].cost == pytest.approx(alone + 0.5)
-        assert problem.items[1].id.endswith("linear_qkv:dgrad")
-    wanted = Change({"formats": ("bf16", "fp4"), "pins": ()}, cost="h200")
-    with pytest.raises(SnipError, match="hold none in fp4"):
-        rebuild(stored(timed), wanted, budget)
 
 
 def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:

@@ -88,31 +88,6 @@ def test_pins_and_times_of_single_linears() -> None:
     assert pinned.choices[0].saving == pinned.cost - fp4
 
 
-EXCHANGED = {"fprop": {"bf16": 0.5, "fp8": 0.25, "fp8_tensor": 0.0}}
-EXCHANGED |= {gemm: dict.fromkeys(FORMATS, 0.0) for gemm in ("dgrad", "wgrad")}
-
-
-@pytest.mark.parametrize("granularity", ["gemm", "layer"])
-def test_exchanges_are_part_of_costs_and_savings(granularity: str) -> None:
-    """Of qkv; the other linears have none."""
-    kind = "self_attention.linear_qkv"
-    table = make_table(layers=2, formats=("fp8", "fp8_tensor"))
-    bare, _ = build_problem(table, request(granularity=granularity))
-    priced = replace(times(), exchanges={kind: EXCHANGED})
-    problem, _ = build_problem(table, request(granularity=granularity, times=priced))
-    for item, before in zip(problem.items, bare.items, strict=True):
-        linear, gemm = split_option_id(item.id)
-        if linear.path == kind and gemm in (Gemm.FPROP, None):
-            assert item.cost == pytest.approx(before.cost + 0.5)
-            gained = [c.saving - b.saving for c, b in zip(item.choices, before.choices, strict=True)]
-            assert gained == pytest.approx([0.0, 0.25, 0.5])
-        else:
-            assert item == before
-    stages = {f"decoder.layers.0.{kind}": 0, f"decoder.layers.1.{kind}": 0}
-    bf16 = PrecisionMap(choices={})
-    assert priced.by_stage(bf16, stages)[0][0] == pytest.approx(times().by_stage(bf16, stages)[0][0] + 2 * 0.5)
-
-
 def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
     kind = "self_attention.linear_qkv"
     stages = {f"decoder.layers.{layer}.{kind}": 0 for layer in range(2)}
@@ -171,7 +146,6 @@ def test_formats_without_figures_are_refused() -> None:
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
         request(granularity="layer"),
         request(budget=Budget("loss", 0.002), times=replace(times(), rest={0: 0.25, 1: 0.5})),
-        request(times=replace(times(), exchanges={"mlp.linear_fc1": EXCHANGED})),
     ],
 )
 def test_a_request_survives_json(made: SolveRequest) -> None:
