@@ -49,6 +49,13 @@ class GemmBackend:
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
 
+    def check_library(self, device: torch.device | str) -> str | None:
+        """Compare an optional library with the one that every machine has, and leave it if they differ.
+
+        Returns what is wrong, or None. This base class uses none.
+        """
+        return None
+
     def check_gathers(self, formats: Collection[Format]) -> None:
         """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
         if turned := sorted(fmt.value for fmt in formats if fmt in ROTATED):

@@ -61,6 +61,12 @@ class HopperBackend(GemmBackend):
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
+    def check_library(self, device: torch.device | str) -> str | None:
+        fault = self._products.check(device)
+        if fault is not None:
+            self._groups = None
+        return fault
+
     def check_gathers(self, formats: Collection[Format]) -> None:
         if others := set(formats) - NATIVE:
             self._others.check_gathers(others)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from snip_megatron.gemm.cublaslt import CublasLt
-from snip_megatron.gemm.deepgemm import DeepGemm
+from snip_megatron.gemm.deepgemm import DeepGemm, difference
 from snip_megatron.gemm.proposals import Choices
 from snip_megatron.quantization.packed import Operand
 
@@ -49,6 +49,16 @@ class ScaledProducts:
         self._library = library
         self._choices = choices
         self._faster = faster
+
+    def check(self, device: torch.device | str) -> str | None:
+        """Compare DeepGEMM with cuBLASLt, which multiplies from now on if they differ. Returns what is wrong, or None.
+
+        DeepGEMM compiles a kernel for it, unless its cache has the kernel.
+        """
+        fault = None if self._faster is None else difference(self._faster, self._library, device)
+        if fault is not None:
+            self._faster = None
+        return fault
 
     def multiply(
         self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = True, out: Tensor | None = None

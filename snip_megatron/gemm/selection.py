@@ -37,7 +37,7 @@ def select_backend(
     *,
     tensor_parallel: bool = False,
     library: str = "auto",
-    replays: bool = True,
+    checks: bool = True,
 ) -> Selection:
     """Return the backend for a value of ``--snip-gemm``.
 
@@ -49,13 +49,17 @@ def select_backend(
         formats: the formats that GEMMs will use; None if they are unknown.
         tensor_parallel: whether weights are sharded over tensor parallel ranks.
         library: ``gemm_library``, one of ``LIBRARIES``.
-        replays: whether C++ may launch the kernels of the Hopper backend.
+        checks: whether :func:`check_library` and :func:`launch_from_cpp` complete the Hopper backend now.
     """
     if name not in BACKENDS:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    return _select(name, formats, tensor_parallel, library, replays)
+    selection = _select(name, formats, tensor_parallel, library)
+    if checks and selection.backend.name == "hopper":
+        said = selection.reason, check_library(selection.backend), launch_from_cpp(selection.backend)
+        return replace(selection, reason="; ".join(filter(None, said)))
+    return selection
 
 
 def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
@@ -67,16 +71,14 @@ def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
     return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
 
 
-def _select(
-    name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str, replays: bool
-) -> Selection:
+def _select(name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
     if name == "transformer_engine":
         missing = why_not_transformer_engine(formats)
         if missing is not None:
             raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm auto")
-        selection = _select("auto", formats, tensor_parallel, library, replays)
+        selection = _select("auto", formats, tensor_parallel, library)
         return replace(selection, reason=f"probes; training by Transformer Engine's linears; {selection.reason}")
     if name == "emulated":
         missing = _why_not_emulated() or _fault(formats)
@@ -88,7 +90,7 @@ def _select(
     missing = why_not_hopper()
     if missing is None:
         fault = None if formats is None or NATIVE.issuperset(formats) else _fault(set(formats) - NATIVE)
-        backend, products = _hopper(library, emulates=fault is None, replays=replays)
+        backend, products = _hopper(library, emulates=fault is None)
         if fault is not None:
             products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
         return Selection(backend, f"{_device()}; {products}")
@@ -185,7 +187,7 @@ def why_not_hopper() -> str | None:
 
 
 @functools.cache
-def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -> tuple[GemmBackend, str]:
+def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
     """Return the backend, and the name of the library that multiplies."""
     # Triton is installed only on machines with a GPU.
     from snip_megatron.gemm.cublaslt import cublaslt
@@ -206,10 +208,16 @@ def _hopper(library_name: str, *, emulates: bool = True, replays: bool = True) -
     others = _emulated() if emulates else REFERENCE
 
     groups = None if faster is None else grouped_library()
-    backend = HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad)
-    if replays:
-        products += f"; {launch_from_cpp(backend)}"
-    return backend, products
+    return HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad), products
+
+
+def check_library(backend: GemmBackend) -> str | None:
+    """Compare DeepGEMM with cuBLASLt, which multiplies from now on if they differ. Returns a phrase for the log then.
+
+    A training calls this before its first map, when the kernel of the comparison is compiled.
+    """
+    fault = backend.check_library("cuda")
+    return None if fault is None else f"cuBLASLt multiplies; {fault}"
 
 
 def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:

@@ -67,8 +67,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
     tensor_parallel = model_config.tensor_model_parallel_size > 1
     formats = formats_in_use(config)
-    selection = select_backend(  # C++ replays launches as soon as it is compiled: megatron/warmup.py
-        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library, replays=False
+    selection = select_backend(  # completed when its kernels are compiled: megatron/warmup.py
+        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library, checks=False
     )
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:

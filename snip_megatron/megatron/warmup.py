@@ -21,7 +21,7 @@ import torch.distributed as dist
 from snip_megatron.config import SnipConfig
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
-from snip_megatron.gemm.selection import launch_from_cpp
+from snip_megatron.gemm.selection import check_library, launch_from_cpp
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
@@ -59,6 +59,7 @@ class WarmUp:
     drift: bool
     times: Callable[[], None] | None
     _compilation: Compilation | None = None
+    _library_checked: bool = False
 
     @property
     def _replays(self) -> bool:
@@ -79,6 +80,7 @@ class WarmUp:
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
+            self._check_library()
         self._compilation = self._compiling(now | later)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
@@ -88,13 +90,19 @@ class WarmUp:
         return not float(running)
 
     def finish(self, seconds: float = math.inf) -> bool:
-        return self._compilation is None or not self._compilation.running(seconds)
+        if self._compilation is None:
+            return True
+        ended = not self._compilation.running(seconds)
+        if ended:
+            self._check_library()
+        return ended
 
     def complete(self) -> Mapping[str, float]:
         """See :class:`Kernels`. From now on, C++ launches the kernels of linears outside of CUDA graphs."""
         found = self._compilation
         if found is None:
             return {}
+        self._check_library()
         if found.left:
             print(
                 f"snip: processes that compile kernels died or hung: {found.left} of {found.kernels} kernels of rank"
@@ -106,6 +114,13 @@ class WarmUp:
         if self._replays:
             say(launch_from_cpp(self.registry.context.backend, self._checked))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
+
+    def _check_library(self) -> None:
+        """Compare DeepGEMM with cuBLASLt before a map uses it, once, when the kernel for it is compiled."""
+        fault = None if self._library_checked else check_library(self.registry.context.backend)
+        self._library_checked = True
+        if fault is not None:
+            print(f"snip: rank {dist.get_rank()}: {fault}", flush=True)
 
     def close(self) -> None:
         if self._compilation is not None:
@@ -138,12 +153,17 @@ class WarmUp:
     def _listed(self, *, in_force: bool) -> list[Variant | Source]:
         from snip_megatron.quantization.kernels.listing import listed
 
+        backend = self.registry.context.backend
         with listed(run=False, rows=self.host.tokens or 0) as listing:
             self.run_once(in_force=in_force)
             if self.times is not None and not in_force:
                 self.times()
-            for fmt in self._checked if self._replays and not in_force else ():
-                wrong_numbers(self.registry.context.backend, "cuda", [fmt])  # when C++ launches kernels
+        if not in_force or listing.variants:
+            with listed(run=False) as compared:  # small matrices, which stand for themselves
+                backend.check_library("cuda")
+                for fmt in self._checked if self._replays and not in_force else ():
+                    wrong_numbers(backend, "cuda", [fmt])
+            listing.variants |= compared.variants
         return list(listing.variants)
 
     @property

@@ -1,6 +1,7 @@
 """DeepGEMM behind the products: the layouts it is given, what it is not asked for, and when it is trusted."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from snip_megatron.gemm import deepgemm
 from snip_megatron.gemm.deepgemm import DeepGemm, difference
+from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
+from snip_megatron.quantization.kernels.listing import listed
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 
@@ -41,7 +44,7 @@ class Library:
     def __init__(self, wrong: float = 0.0) -> None:
         self.wrong = wrong
 
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, **_: Any) -> Tensor:
         return ScaledProducts(scaled_mm).multiply(a, b, dtype) + self.wrong
 
 
@@ -74,15 +77,30 @@ def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
     assert products.multiply(whole, other, torch.bfloat16).shape == (64, 48)
 
 
-def test_another_result_than_cublas_is_not_trusted() -> None:
-    cpu = torch.device("cpu")
-    assert difference(DeepGemm(fp8_gemm_nt), Library(), cpu) is None
-    assert "does not give cuBLASLt's bits" in difference(DeepGemm(fp8_gemm_nt), Library(wrong=1.0), cpu)
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
+    library: Any = Library(wrong)
+    products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
+    backend = HopperBackend(packed, products, groups=SimpleNamespace())
+    with listed(run=False):  # results are uninitialised memory
+        assert backend.check_library("cpu") is None
+    fault = backend.check_library("cpu")
+    assert (fault is None) == (wrong == 0)
+    assert fault is None or "does not give cuBLASLt's bits" in fault
+    assert (Format.FP8 in backend.grouped(256, 256, torch.bfloat16).in_one_launch) == (wrong == 0)
+    a, b = operand(matrix(64, 256), Format.FP8), operand(matrix(48, 256, 1), Format.FP8, weight=True)
+    assert torch.equal(
+        products.multiply(a, b, torch.bfloat16), ScaledProducts(scaled_mm).multiply(a, b, torch.bfloat16) + wrong
+    )
 
+
+def test_a_library_that_fails_is_not_trusted() -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("dim == 2\nor dim == 3")
 
-    assert "fails: RuntimeError: dim == 2 or dim == 3" in difference(DeepGemm(broken), Library(), cpu)
+    fault = difference(DeepGemm(broken), Library(), "cpu")
+    assert fault is not None
+    assert "fails: RuntimeError: dim == 2 or dim == 3" in fault
 
 
 @pytest.mark.parametrize(
