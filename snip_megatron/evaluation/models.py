@@ -83,9 +83,6 @@ MODELS: Mapping[str, Model] = {
         f" --moe-shared-expert-gate --moe-ffn-hidden-size 768 --moe-router-topk 2 {_EXPERTS} 8",
     ),
     "1b": Model(layers=22, hidden=2048, ffn=5632, heads=32, groups=4),
-    "3b": Model(layers=26, hidden=3200, ffn=8640, heads=32, groups=32),
-    "7b": Model(layers=32, hidden=4096, ffn=11008, heads=32, groups=32),
-    "70b": Model(layers=80, hidden=8192, ffn=28672, heads=64, groups=8),
 }
 """The models by name. They use grouped-query attention if the published model does."""
 

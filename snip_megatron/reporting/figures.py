@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
-from snip_megatron.records.run_data import Adoption, RunData, Update, number
+from snip_megatron.records.run_data import Adoption, RunData, number
 from snip_megatron.reporting.front import Front, Point
 
 MAX_POINTS = 2000
@@ -59,15 +59,6 @@ class Figure:
         marker = {"color": colour, "size": 9, "symbol": symbol}
         trace = {"type": "scatter", "mode": "markers", "name": name, "hovertemplate": "%{text}", "marker": marker}
         self.data.append(trace | {"x": list(x), "y": list(y), "text": list(texts)})
-
-    def bars(
-        self, name: str, x: Sequence[str], y: Sequence[float | None], colour: str, form: str, group: str = ""
-    ) -> None:
-        """Add bars over categories. Those of one group are stacked."""
-        trace = {"type": "bar", "name": html.escape(name, quote=False), "hovertemplate": form}
-        places = [html.escape(each) for each in x]
-        self.data.append(trace | {"marker": {"color": colour}, "x": places, "y": list(y), "offsetgroup": group})
-        self.layout |= {"barmode": "stack", "bargap": 0.3, "xaxis": {"title": {"text": ""}, "type": "category"}}
 
     def as_dict(self) -> dict[str, Any]:
         """Return data and layout as plotly.js takes them."""
@@ -150,23 +141,6 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
     if run.budget is not None and run.budget.kind == "fp4":
         figure.line("four bits asked", [x[0], x[-1]], [run.budget.value] * 2, FAULT, **DASHED)
     return figure.as_dict()
-
-
-def timing_figure(updates: Sequence[Update]) -> dict[str, Any] | None:
-    """Draw the parts of each update as a stacked bar beside the time that it blocked training; None without times."""
-    kinds = dict.fromkeys(kind for u in updates for kind in u.probes_s)
-    parts: dict[str, list[float | None]] = {"collect": [u.collect_s for u in updates]}
-    parts |= {f"probe: {kind.replace('_', ' ')}": [u.probes_s.get(kind) for u in updates] for kind in kinds}
-    parts["solve"] = [u.solve_s for u in updates]
-    lags = [None if u.latency_s is None else max(0.0, u.latency_s - (u.solve_s or 0.0)) for u in updates]
-    parts |= {"rest of the sidecar's lag": lags, "training blocked": [u.wait_s for u in updates]}
-    figure = Figure("seconds", zero=True)
-    for (name, seconds), colour in zip(parts.items(), itertools.cycle(STAGE_COLOURS), strict=False):
-        if any(seconds):
-            style = (FAULT, "%{y:.3g} s", "blocked") if name == "training blocked" else (colour, "%{y:.3g} s", "parts")
-            figure.bars(name, [u.name for u in updates], seconds, *style)
-    figure.layout.setdefault("xaxis", {})["title"] = {"text": "update"}
-    return figure.as_dict() if figure.data else None
 
 
 def front_figure(front: Front | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.records.storage import flatten
-from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload, timing_figure
+from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_view
@@ -50,7 +50,6 @@ def render(run: RunData, *, live: bool = False) -> str:
         "loss": loss_figure(run),
         "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
         "front": front_figure(front),
-        "timing": timing_figure(run.updates),
     }
     return render_page(
         "report.html",

@@ -102,7 +102,7 @@ def scripts_of(page: Page):
 
 
 def test_all_figures_are_there(page):
-    assert {"loss", "map", "slider", "formats", "timing", "choices"} <= page.ids()
+    assert {"loss", "map", "slider", "formats", "choices"} <= page.ids()
     loss = page.data("figures-data")["loss"]["data"]
     assert [trace["name"] for trace in loss] == ["training loss", "validation", "map adopted", "guard"]
     assert loss[0]["x"] == list(range(synthetic_run.STEPS))
@@ -113,14 +113,6 @@ def test_all_figures_are_there(page):
     assert [trace["x"] for trace in formats] == [[0, 15, 35, 55, 75, 95, synthetic_run.STEPS - 1]] * 3
     assert [trace["y"] for trace in formats] == [[0.0, *[0.75] * 6], [0.0, *[0.25] * 6], [1.0, *[0.0] * 6]]
     assert set(asked["y"]) == {0.75}
-    timing = page.data("figures-data")["timing"]["data"]
-    assert [(trace["name"], trace["offsetgroup"]) for trace in timing] == [
-        ("collect", "parts"), ("probe: statistics", "parts"), ("probe: forward noise", "parts"), ("solve", "parts"),
-        ("rest of the sidecar's lag", "parts"), ("training blocked", "blocked"),
-    ]  # fmt: skip
-    assert timing[0]["x"] == ["v1", "v2", "v3", "v4", "v5"]
-    for solve, rest in zip(timing[3]["y"], timing[4]["y"], strict=True):
-        assert solve + rest == pytest.approx(0.8)
 
 
 def test_the_grid_is_the_map(page, whole_run):
@@ -161,7 +153,6 @@ def test_a_bf16_run(tmp_path):
     assert page.data("maps-data") is None
     figures = page.data("figures-data")
     assert figures["loss"] is not None
-    assert figures["timing"] is None
     assert figures["formats"] is None
     assert "No fault is recorded." in page.texts
     assert "slider" not in page.ids()
@@ -169,7 +160,7 @@ def test_a_bf16_run(tmp_path):
 
 def test_a_run_that_has_just_begun(tmp_path):
     page = page_of(synthetic_run.write_run(tmp_path / "run", steps=0))
-    assert page.data("figures-data") == dict.fromkeys(("loss", "formats", "front", "timing"))
+    assert page.data("figures-data") == dict.fromkeys(("loss", "formats", "front"))
     assert "No loss is recorded yet." in page.texts
 
 
@@ -212,10 +203,8 @@ def test_everything_from_the_files_is_escaped(tmp_path):
     assert not any(set(text) & set("<>&") for text in data)
     figures = page.data("figures-data")
     texts = [t for trace in figures["loss"]["data"] for t in trace.get("text", [])]
-    names = [trace["name"] for name in ("formats", "timing") for trace in figures[name]["data"]]
     assert any("alert" in text for text in texts)
-    assert any("alert" in name for name in names)
-    assert not any("<script" in text or "<img" in text for text in [*texts, *names])  # plotly reads some HTML in texts
+    assert not any("<script" in text or "<img" in text for text in texts)  # plotly reads some HTML in texts
     assert any("{{ 7*7 }}" in text for text in page.texts)
 
 
