@@ -2,10 +2,10 @@
 
     python -m benchmarks.jobs.first_start --model 1b --out results/jobs/F.json [--commit SHA] [-- --cuda-graph-impl …]
 
-Real runs of ``snip_megatron.pretrain_gpt`` on mock data follow one another: without ``--snip``, with it, with it again,
-and with a fixed map. All but the third begin with empty caches of kernels and of times. Arguments after ``--`` are
-passed to every run. ``first_step_s`` is the time to the end of the first step, ``first_map_s`` to the first adoption,
-and ``events`` has the events that say what was waited for.
+Real runs of ``snip_megatron.pretrain_gpt`` on mock data follow one another: in Megatron's bf16, in its tensorwise FP8,
+with ``--snip``, and with it again. All but the last begin with empty caches of kernels and of times. Arguments after
+``--`` are passed to every run. ``first_step_s`` is the time to the end of the first step, ``first_map_s`` to the first
+adoption, and ``events`` has the events that say what was waited for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, header, write
-from benchmarks.jobs.contenders import MODELS, Model
+from benchmarks.jobs.contenders import MODELS
 from benchmarks.jobs.multi_gpu_runs import LLAMA
-from snip_megatron.precision import DENSE_LAYER, Format, LinearId, PrecisionMap
 from snip_megatron.records.readers import read_events
 
 UPDATES = ["--snip-first-update", "20", "--snip-update-interval", "60", "--snip-lag", "10"]
+FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 TOLD = ("compile", "postpone", "dropped", "probe", "collect", "adopt", "recapture")
 
 
@@ -37,6 +37,7 @@ def started(name: str, given: Sequence[str], steps: int, caches: Path) -> dict[s
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
     command += ["snip_megatron.pretrain_gpt", *LLAMA, "--train-iters", str(steps), *given, *run]
     variables = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cache"}
+    variables["DG_JIT_CACHE_DIR"] = "deepgemm"
     environment = os.environ | {variable: str(caches / place) for variable, place in variables.items()}
     begun, log = time.time(), folder / "log"
     with log.open("w") as out:
@@ -55,13 +56,6 @@ def started(name: str, given: Sequence[str], steps: int, caches: Path) -> dict[s
     return {"first_step_s": first, "first_map_s": maps[0] if maps else None, "events": events, "lines": lines}
 
 
-def fixed_map(model: Model, path: Path) -> list[str]:
-    """Write a map with fp8_tensor in every GEMM. Returns the arguments of a run under it."""
-    names = [str(LinearId("decoder", layer, kind)) for layer in range(model.layers) for kind in DENSE_LAYER]
-    path.write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json(), encoding="utf-8")
-    return ["--snip", "--snip-map", str(path)]
-
-
 def main() -> int:
     """Run the benchmark. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,15 +65,14 @@ def main() -> int:
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
     asked = parser.parse_args()
-    model = MODELS[asked.model]
-    base, found = [*model.arguments, *asked.megatron], {}
+    base, found = [*MODELS[asked.model].arguments, *asked.megatron], {}
+    snip = ["--snip", *UPDATES]
     with tempfile.TemporaryDirectory() as folder:
-        fixed = fixed_map(model, Path(folder) / "map.json")
         for name, caches, more, steps in (
-            ("without", "first", [], 2),
-            ("snip", "second", ["--snip", *UPDATES], asked.steps),
-            ("snip again", "second", ["--snip", *UPDATES], asked.steps),
-            ("a fixed map", "third", fixed, 2),
+            ("bf16", "bf16", [], 2),
+            ("fp8", "fp8", FP8, 2),
+            ("snip", "snip", snip, asked.steps),
+            ("snip again", "snip", snip, asked.steps),
         ):
             place = Path(folder) / caches
             place.mkdir(exist_ok=True)
