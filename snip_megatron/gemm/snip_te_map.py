@@ -81,10 +81,17 @@ def name_linears(model: Any) -> int:
                         raise ValueError(f"{name} is {found}, no linear of Transformer Engine 2.19 or later")
                     linear.name = name
                     named.add(linear)
-    for path, module in model.named_modules():  # other linears stay in bf16, as the output layer does
-        if hasattr(module, "get_quantizer_roles") and module not in named:
-            module.name = f"bf16.{path}"
+    for path, module in model.named_modules():
+        if hasattr(module, "get_quantizer_roles"):
+            module.get_extra_state = _no_state
+            if module not in named:  # it stays in bf16, as the output layer does
+                module.name = f"bf16.{path}"
     return len(named)
+
+
+def _no_state() -> Any:
+    """Return what a module without a recipe saves. Megatron's experts refuse to read this recipe."""
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _modules(layer: Any, path: str) -> list[Any]:

@@ -226,7 +226,8 @@ def test_maps_train_nearly_as_bf16(trained: Trained, family: str, whole: str, na
     assert len(mapped) == STEPS
     assert stock[-1] < stock[0]
     assert mapped != stock
-    assert sum(mapped[-5:]) / sum(stock[-5:]) == pytest.approx(1.0, abs=0.05)
+    ends = [sum(losses[-5:]) / 5 for losses in (stock, mapped)]
+    assert abs(ends[1] - ends[0]) < 0.01 * (stock[0] - stock[-1])  # of what was learnt: what is left is near 0
     if UPDATED in TRAININGS[name][0]:
         assert found.adoptions(name) == 2
         assert "stays bf16" not in found.stdout(name)

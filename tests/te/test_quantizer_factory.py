@@ -125,3 +125,21 @@ def test_linears_are_named_in_a_model(
     model.decoder.layers[1].mlp.linear_fc2 = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="linear_fc2 is Linear, no linear of"):
         module.name_linears(model)
+
+
+def test_checkpoints_keep_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_parallel_of_one: None
+) -> None:
+    """Megatron's experts read the states of their linears while a checkpoint is saved, and refuse a custom recipe."""
+    model = dense(num_layers=1, num_moe_experts=4, moe_ffn_hidden_size=128, moe_grouped_gemm=True)
+    paths = ("self_attention.linear_qkv", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+    names = [f"decoder.layers.0.{path}" for path in paths]
+    module = load(tmp_path, PrecisionMap(dict.fromkeys(names, Format.FP8)), monkeypatch)
+    assert module.name_linears(model) == 3
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for each in model.modules():
+        if isinstance(each, te.Linear | te.LayerNormLinear | te.GroupedLinear):  # as after a forward
+            each.fp8, each.fp8_meta["recipe"] = True, CustomRecipe(qfactory=module.quantizer_factory)
+    saved = [state.data for key, state in model.sharded_state_dict().items() if key.endswith("_extra_state")]
+    assert saved
+    assert all(state is None or not state.numel() for state in saved)
