@@ -3,25 +3,17 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from signals import heeding
-
-SNIP = Path(sys.executable).with_name("snip")
-
-
-def snip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(SNIP), "prepare-data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+from snip_command import ROOT, SNIP, snip_alone
 
 
-def test_standard_library_is_prepared_and_reused(tmp_path: Path) -> None:
+def test_the_standard_library_is_prepared(tmp_path: Path) -> None:
     output = tmp_path / "data"
     given = "--glob json/*.py --glob email/*.py --tokenizer bytes --holdout 0.2"
-    arguments = ("--output", output, *given.split())
-    made = snip(*arguments)
+    made = snip_alone("prepare-data", "--output", output, *given.split())
     assert made.returncode == 0, made.stderr
     assert "tokenizing train: 100%" in made.stderr
     assert "Traceback" not in made.stderr
@@ -32,21 +24,12 @@ def test_standard_library_is_prepared_and_reused(tmp_path: Path) -> None:
     assert f"--train-data-path {output}/train --valid-data-path {output}/valid" in last
     assert f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/tokenizer" in last
 
-    again = snip(*arguments, "--reuse")
-    assert again.returncode == 0
-    assert "is current" in again.stdout
-    refused = snip(*arguments)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines() == [
-        f"snip prepare-data: --output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one"
-    ]
-
 
 def test_a_stop_leaves_nothing_behind(tmp_path: Path) -> None:
     number = signal.SIGHUP
     output = tmp_path / "made" / "data"
-    command = heeding(number, [str(SNIP), "prepare-data", "--output", str(output), "--tokenizer", "bytes"])
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = heeding(number, [*SNIP, "prepare-data", "--output", str(output), "--tokenizer", "bytes"])
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("made/.*")):
             assert process.poll() is None
             time.sleep(0.01)

@@ -4,7 +4,6 @@ Stand-ins take the place of sbatch and of scontrol, which lists host names. test
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +26,6 @@ with open(os.environ["STUB_LOG"], "a") as log:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """The environment of a user, with SLURM's commands in PATH."""
@@ -44,27 +36,13 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (folder / name).chmod(0o755)
     (tmp_path / "log").touch()
     quiet = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SNIP_", "RANK", "WORLD", "LOCAL_"))}
-    return quiet | {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "SNIP": SNIP,
-        "STUB_LOG": str(tmp_path / "log"),
-    }
+    path = f"{folder}:{os.environ['PATH']}"
+    return quiet | {"PATH": path, "PYTHONPATH": str(ROOT), "SNIP": SNIP, "STUB_LOG": str(tmp_path / "log")}
 
 
-def job(cluster: dict[str, str], restart: int = 0) -> dict[str, str]:
+def job(cluster: dict[str, str]) -> dict[str, str]:
     """As SLURM sets it for a job of two nodes."""
-    return cluster | {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_RESTART_COUNT": str(restart),
-        "SNIP_PORT": str(free_port()),
-    }
+    return cluster | {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2"}
 
 
 def log(cluster: dict[str, str]) -> list[str]:

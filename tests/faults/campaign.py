@@ -1,30 +1,30 @@
 """``python -m faults.campaign --count 200 --seed N --out FILE.json``: faults into real trainings, each judged.
 
 Run it in the folder ``tests`` (or with it on PYTHONPATH). ``--resume`` goes on where a campaign was stopped: the plan
-follows from count, seed and kinds. The exit code is 1 if anything was lost.
+follows from count, seed and kinds. ``FILE.md`` gets a table of kinds and outcomes. The exit code is 1 if anything was
+lost.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import platform
-import queue
 import shutil
 import sys
 import tempfile
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from warm_ranks import WarmRanks
 
 from faults.delayed import run_delayed
+from faults.injection import write_json
 from faults.jobs import run_batch
 from faults.kinds import KINDS
 from faults.plan import Batch, make_plan
-from faults.storage import write_json
-from faults.table import write_table
 
 SCHEMA = "snip.faults/1"
 
@@ -41,72 +41,59 @@ def main(argv: list[str] | None = None) -> int:
     write_json(args.out, body)
     root = Path(tempfile.mkdtemp(prefix="faults-", dir=args.tmp))
     try:
-        for results in run_all([b for b in plan if b.index not in have], root, args.jobs):
+        for results in run_all([b for b in plan if b.index not in have], root):
             done.extend(results)
             done.sort(key=lambda result: result["number"])
             write_json(args.out, body)
             _report(results, len(done), args.count)
         if args.delay and body["delayed"] is None:
-            body["delayed"] = _delayed(root, args.delay)
+            with contextlib.closing(WarmRanks()) as warm:
+                body["delayed"] = run_delayed(warm, root / "delayed", args.delay)
+            print(f"solver delayed: {body['delayed']}", flush=True)
             write_json(args.out, body)
     finally:
         if args.keep:
             print(f"kept: {root}")
         else:
             shutil.rmtree(root, ignore_errors=True)
-    if args.docs is not None:
-        write_table(args.docs, body, args.out)
+    args.out.with_suffix(".md").write_text(table(body) + "\n")
     lost = [result for result in done if result["lost"]]
     print(f"{len(done)} faults of {len({r['kind'] for r in done})} kinds, {len(lost)} lost something")
     late = body["delayed"] is not None and body["delayed"]["wait_s"] >= body["delayed"]["step_s"]
     return 1 if lost or late else 0
 
 
-def run_all(batches: list[Batch], root: Path, jobs: int) -> Any:
-    """Results of batches as they end, ``jobs`` at a time, each worker with warm ranks of its own."""
-    todo: queue.SimpleQueue[Batch] = queue.SimpleQueue()
-    for batch in batches:
-        todo.put(batch)
-    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def work() -> None:
-        warm = WarmRanks()
-        try:
-            while True:
-                batch = todo.get_nowait()
-                results = run_batch(batch, warm, root)
-                if not any(result["lost"] for result in results):
-                    shutil.rmtree(root / f"batch{batch.index:03d}", ignore_errors=True)
-                ended.put(results)
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            ended.put(error)
-        finally:
-            warm.close()
-            ended.put(None)
-
-    for _ in range(jobs):
-        threading.Thread(target=work, daemon=True).start()
-    working = jobs
-    while working:
-        item = ended.get()
-        if item is None:
-            working -= 1
-        elif isinstance(item, BaseException):
-            raise item
-        else:
-            yield item
+def run_all(batches: list[Batch], root: Path) -> Iterator[list[dict[str, Any]]]:
+    """Results of batches as they end, on warm ranks."""
+    with contextlib.closing(WarmRanks()) as warm:
+        for batch in batches:
+            results = run_batch(batch, warm, root)
+            if not any(result["lost"] for result in results):
+                shutil.rmtree(root / f"batch{batch.index:03d}", ignore_errors=True)
+            yield results
 
 
-def _delayed(root: Path, delay_s: float) -> dict[str, Any]:
-    warm = WarmRanks()
-    try:
-        figures = run_delayed(warm, root / "delayed", delay_s)
-    finally:
-        warm.close()
-    print(f"solver delayed: {figures}", flush=True)
-    return figures
+def table(body: dict[str, Any]) -> str:
+    """Kinds × outcomes with how often each came, lost ones first."""
+    rows: dict[str, collections.Counter[str]] = {}
+    for result in body["results"]:
+        outcome = f"**lost**: {result['lost']}" if result["lost"] else result["outcome"]
+        rows.setdefault(result["kind"], collections.Counter())[outcome] += 1
+    total, lost = len(body["results"]), sum(bool(result["lost"]) for result in body["results"])
+    lines = [f"{total} faults of {len(rows)} kinds, seed {body['seed']}: {lost} lost something.", ""]
+    lines += ["| kind | faults | outcome (times) |", "|---|---:|---|"]
+    for kind, outcomes in rows.items():
+        text = "; ".join(f"{outcome} ({times})" for outcome, times in outcomes.most_common())
+        lines.append(f"| {kind} | {sum(outcomes.values())} | {text} |")
+    if (late := body.get("delayed")) is not None:
+        parts = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in late["waits"].items())
+        lines += [
+            "",
+            f"Solver delayed by {late['delay_s']:g} s: {late['steps_meanwhile']} steps trained meanwhile, the decision"
+            f" postponed {late['postponed']} times; Σ `wait_s` of the update {1e3 * late['wait_s']:.1f} ms ({parts}),"
+            f" one step {1e3 * late['step_s']:.1f} ms.",
+        ]
+    return "\n".join(lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -116,9 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="result file, written after every training")
     parser.add_argument("--resume", action="store_true", help="keep what is in the result file")
     parser.add_argument("--kinds", nargs="*", default=[], metavar="KIND", help="only these kinds")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--delay", type=float, default=60.0, help="seconds of the delayed solver's run; 0: none")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose generated section is rewritten")
     shared = Path("/dev/shm")
     default = shared if shared.is_dir() else None
     parser.add_argument("--tmp", type=Path, default=default, help="where trainings work; default: memory if there")

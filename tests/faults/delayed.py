@@ -9,12 +9,11 @@ from typing import Any
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from faults.injection import read_record
+from faults.injection import read_record, write_json
 from faults.jobs import MODULE, TIMEOUT_S, no_orphans
 from faults.judge import MARK
 from faults.kind import Lost
 from faults.plan import Fault
-from faults.storage import write_json
 from snip_megatron.records.readers import read_events, read_metrics
 
 UPDATE, LAG = 4, 5

@@ -36,6 +36,13 @@ def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
     return lines
 
 
+def write_json(path: Path, body: Any) -> None:
+    """By rename: a campaign that is killed keeps what it has."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(body, indent=1) + "\n")
+    os.replace(partial, path)
+
+
 def _has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

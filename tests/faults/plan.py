@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from faults.kind import Kind
@@ -39,9 +39,6 @@ class Batch:
     layout: tuple[str, ...]
     steps: int
     faults: tuple[Fault, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def window(step: int) -> range:

@@ -46,9 +46,10 @@ def test_a_job_that_has_lost_a_node_goes_on(cluster: Cluster, tmp_path: Path) ->
     [
         ("", ("--signal=TERM",), False),  # to the ranks: SLURM did not preempt the job
         ("always", ("--signal=TERM",), True),
+        ("", ("--batch", "--signal=USR1"), True),
         ("never", ("--batch", "--signal=USR1"), False),
     ],
-    ids=["term", "term-always", "usr1-never"],
+    ids=["term", "term-always", "usr1", "usr1-never"],
 )
 def test_who_is_queued_again(
     requeue: str, signal: tuple[str, ...], again: bool, cluster: Cluster, tmp_path: Path
@@ -58,6 +59,7 @@ def test_who_is_queued_again(
     cluster.run("scancel", *signal, job.number)
     if again:
         job.wait_for_requeue()
+        assert f"at step {job.saved} of" in job.text
         cluster.run("scancel", job.number)
     else:
         record = job.wait_for_end()
