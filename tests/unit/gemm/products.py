@@ -31,6 +31,13 @@ BACKENDS: dict[str, Callable[[], GemmBackend]] = {
 }
 
 
+class Dequantised(ScaledProducts):
+    """Products of dequantised operands in FP32: any device, any shape."""
+
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> Tensor:
+        return (a.dequantize() @ b.dequantize().t()).to(dtype)
+
+
 def operands(tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """X, W and G."""
     generator = torch.Generator().manual_seed(tokens + n + k)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from snip_megatron.gemm.check import decibel
-from snip_megatron.precision import Format
+from snip_megatron.gemm.operands import assemble, flatten
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.operands import OperandSpec
 
-from .products import BACKENDS, EVEN, operands, run
+from .products import BACKENDS, EVEN, keys, operands, run
 
 BF16, FP8 = Format.BF16, Format.FP8
 every_backend = pytest.mark.parametrize("name", BACKENDS)
@@ -52,3 +54,27 @@ def test_a_not_a_number_spoils_its_own_tiles_only(name: str) -> None:
     assert not y[6:].isnan().any()
     assert gw[:, 300].isnan().all()
     assert not gw[:, :300].isnan().any()
+
+
+@every_backend
+@pytest.mark.parametrize("fmt", [Format.FP8_TENSOR, Format.NVFP4], ids=lambda fmt: fmt.value)
+def test_a_shard_with_the_amax_of_the_whole_gives_its_share_of_the_whole(name: str, fmt: Format) -> None:
+    """A row parallel linear: rank 0 of two holds half of X's and W's columns, without the largest numbers."""
+    backend, (x, w, g) = BACKENDS[name](), operands(128, 256, 512)
+    x[0, -1], w[0, -1] = 100.0, -9.0
+
+    def gradients(x: torch.Tensor, w: torch.Tensor, *amaxes: torch.Tensor | None) -> list[torch.Tensor]:
+        _, kept = backend.quantize(x, OperandSpec(None, fmt, amax=amaxes[0]))
+        _, w_side = backend.quantize(w, OperandSpec(None, fmt, weight=True, amax=amaxes[1]))
+        g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys(256)))
+        return [
+            backend.multiply(Gemm.DGRAD, g_row, w_side, torch.float32),
+            backend.multiply(Gemm.WGRAD, g_col, assemble(flatten(kept)), torch.float32),
+        ]
+
+    whole = gradients(x, w, None, None)
+    share = gradients(x[:, :256], w[:, :256], x.float().abs().amax(), w.float().abs().amax())
+    own = gradients(x[:, :256], w[:, :256], None, None)
+    for all_columns, half, other in zip(whole, share, own, strict=True):
+        torch.testing.assert_close(half, all_columns[:, :256], rtol=1e-5, atol=1e-4)
+        assert not torch.allclose(other, all_columns[:, :256], rtol=1e-3, atol=1e-3)

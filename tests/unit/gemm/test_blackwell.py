@@ -81,16 +81,6 @@ def test_formats_without_a_gemm_here_are_the_reference_s() -> None:
     assert all(map(torch.equal, *both))
 
 
-def test_shards_scale_by_the_amax_of_the_whole() -> None:
-    x, _, _ = operands(*EVEN)
-    x[0, -1] = 300.0
-    half, amax = x[:, :256].contiguous(), x.float().abs().amax()
-    row, _ = backend().quantize(half, OperandSpec(NVFP4, None, amax=amax))
-    assert torch.equal(decoded(row), quantize_dequantize(x, "nvfp4")[:, :256])
-    assert not torch.equal(decoded(row), quantize_dequantize(half, "nvfp4"))
-    assert isinstance(backend().quantize(half, OperandSpec(MXFP8, None, amax=amax))[0], NativeOperand)
-
-
 # -- stochastic rounding -------------------------------------------------------------------------------------------
 def test_draws_depend_on_the_keys_and_leave_the_generator_alone() -> None:
     _, _, g = operands(*EVEN)

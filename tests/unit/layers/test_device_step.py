@@ -12,7 +12,6 @@ from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import Override, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.registry import LinearRegistry
@@ -22,21 +21,15 @@ from snip_megatron.precision import (
 )
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
+from tests.unit.gemm.products import Dequantised
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 
 
-class Products(ScaledProducts):
-    """Dequantised products in FP32: any device."""
-
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> torch.Tensor:
-        return (a.dequantize() @ b.dequantize().t()).to(dtype)
-
-
 def hopper() -> HopperBackend:
-    return HopperBackend(packed, Products())
+    return HopperBackend(packed, Dequantised())
 
 
 def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:

@@ -18,7 +18,6 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
@@ -27,6 +26,7 @@ from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.kernels import swiglu as kernels
+from tests.unit.gemm.products import Dequantised
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -53,13 +53,6 @@ BACKWARD = {
     **dict.fromkeys(("fp8", "mixed", "fc1 alone", "backward alone"), "quantize_swiglu_gradient"),
     **dict.fromkeys(("tensor", "tensor and tiles"), "swiglu_with_amax"),
 }
-
-
-class Products(ScaledProducts):
-    """Dequantised products in FP32: any device."""
-
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> torch.Tensor:
-        return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
 class Counting:
@@ -104,7 +97,7 @@ def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = Counting()
-BACKEND = HopperBackend(packed, Products(), activations=ACTIVATIONS)
+BACKEND = HopperBackend(packed, Dequantised(), activations=ACTIVATIONS)
 
 
 class Run:
