@@ -43,7 +43,7 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
 
     Where kernels are listed without being run, that for the rows of the training is listed.
     """
-    listing = active()
+    gemm, listing = partial(gemm, disable_ue8m0_cast=True), active()
     if listing is None or listing.runs:
         run_opaque(gemm, a, b, out, *experts)
         return
@@ -77,8 +77,7 @@ class DeepGemm:
         if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
-        gemm = partial(self.gemm, recipe=_BY_BLOCKS, disable_ue8m0_cast=True)
-        run(gemm, (a.values, a.scale), (b.values, _blocks(b)), out)
+        run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
         return out
 
 

@@ -21,11 +21,11 @@ class GroupLoop:
     Both functions are methods of a :class:`snip_megatron.gemm.backend.GemmBackend`.
 
     Attributes:
-        row_multiple: the number of rows of every expert must be a multiple of it.
+        pads: whether the number of rows of every expert must be a multiple of the width of a tile.
         in_one_launch: formats whose fprop and dgrad of all experts are one launch.
     """
 
-    row_multiple = 1
+    pads = False
     in_one_launch: frozenset[Format] = frozenset()
 
     def __init__(self, quantize: Callable[..., OperandPair], multiply: Callable[..., Tensor]) -> None:

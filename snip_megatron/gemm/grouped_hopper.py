@@ -13,7 +13,6 @@ overwrites the one tensor map of a multiprocessor at the next expert while loads
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from snip_megatron.gemm.deepgemm import run
 from snip_megatron.gemm.group_rows import GroupRows, rows_of
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import STORED, Operand
 
@@ -55,7 +53,7 @@ class HopperGroups(GroupLoop):
         swiglu: see :meth:`snip_megatron.gemm.backend.GemmBackend.swiglu`; None if SwiGLU is not fused.
     """
 
-    row_multiple = TILE
+    pads = True
 
     def __init__(
         self,
@@ -132,8 +130,7 @@ class HopperGroups(GroupLoop):
         left, right, rows = a.matrix, b, a.rows
         if isinstance(left, Operand):
             out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
-            gemm_of_groups = partial(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, disable_ue8m0_cast=True)
-            run(gemm_of_groups, left[:2], right[:2], out, rows.map.experts)
+            run(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, left[:2], right[:2], out, rows.map.experts)
             return out
         if not len(left):
             return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])

@@ -30,7 +30,7 @@ from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.formats import SPECS, TILE
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
@@ -137,8 +137,8 @@ def grouped_product(
     told: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return X_e·W_eᵀ of all experts, for X [rows, K]. The other arguments are those of :func:`grouped_call`."""
-    multiple, rows = grouped_products(handles[0]).row_multiple, None
-    if not isinstance(splits, GroupRows) and any(count % multiple for count in splits):
+    pads, rows = grouped_products(handles[0]).pads and not isinstance(splits, GroupRows), None
+    if pads and any(count % TILE for count in splits):
         splits = rows = group_rows(tuple(splits), x.device)
         x = pad(x, rows)
     call = grouped_call(handles, weights, splits, told).seen_by(x)

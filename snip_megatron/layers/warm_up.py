@@ -113,7 +113,7 @@ def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
 def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
     """Do the same between two linears of experts, with all rows for one of them, and at their padding's two ends."""
     handle, products, (fprop, dgrad, wgrad) = linear.handle, grouped_products(linear.handle), linear.handle.formats
-    if products.row_multiple == 1:
+    if not products.pads:
         return
     rows = group_rows((len(linear.x), *[0] * (linear.experts - 1)), linear.x.device, backwards=True)  # which moves rows
     probs = linear.x.new_zeros(len(linear.x), dtype=torch.float32)

@@ -118,7 +118,7 @@ def _is_weighted_swiglu(mlp: Any) -> bool:
 
 def _pads(handle: LinearHandle) -> bool:
     """Return whether the products of the next forward need padding. Every quantiser of Transformer Engine does."""
-    return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).row_multiple > 1)
+    return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).pads)
 
 
 CLASSES: dict[type, tuple[type, str]] = {

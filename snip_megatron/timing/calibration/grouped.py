@@ -11,6 +11,7 @@ from torch import Tensor
 
 from snip_megatron.gemm.backend import Formats, GemmBackend
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization.formats import TILE
 from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.timing.calibration.clock import Clock
 from snip_megatron.timing.calibration.workload import Size
@@ -42,7 +43,7 @@ class GroupedLinear:
         experts, tokens, n, k = size
         self._products = backend.grouped(n, k, torch.bfloat16)
         self._clock, self._normal, self._weights = clock, normal, (experts, n, k)
-        self._splits = uneven_splits(experts, tokens, self._products.row_multiple)
+        self._splits = uneven_splits(experts, tokens, TILE if self._products.pads else 1)
         self._rows = {
             "input": normal(sum(self._splits), k),
             "gradient": normal(sum(self._splits), n, scale=1e-3),
