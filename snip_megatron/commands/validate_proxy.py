@@ -13,7 +13,7 @@ from snip_megatron.commands.compare import (
     select_gpus,
     stop_on_signals,
 )
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.models import load_data
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
@@ -34,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=text)
     add_training_arguments(parser, Path("runs/proxy"), "proxy.json and proxy.md")
     parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
-    add = parser.add_argument_group("measuring an experiment's checkpoints").add_argument
-    add("--steps", metavar="N,N", help="steps of the checkpoints to measure; default: all that the warm run keeps")
-    add(
-        "--probe-microbatches", type=int, default=2, metavar="B", help="microbatches of each measured batch; default: 2"
-    )
+    text = "microbatches of each measured batch; default: 2"
+    parser.add_argument("--probe-microbatches", type=int, default=2, metavar="B", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,23 +74,15 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
         raise SnipError(f"{path}: has no warm checkpoint to measure")
     if args.data is None:
         raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
-    steps = (*experiment.warm.save, experiment.warm.steps) if args.steps is None else _steps(args.steps)
     deadline = None if args.time_limit is None else time.monotonic() + args.time_limit
     pool = Pool(devices(select_gpus(args.gpus), experiment.training.ranks, 1), ENVIRONMENT, deadline)
     work, data = (args.work or args.out / "work").resolve(), load_data(args.data, experiment.tokenizer)
     stopped = stop_on_signals(pool)
     with alone(work):
         try:
-            return record_truth(experiment, data, work, steps, args.format, args.probe_microbatches, pool)
+            return record_truth(experiment, data, work, args.format, args.probe_microbatches, pool)
         except SnipError as error:
             if not stopped:
                 raise
             why = f"stopped by {signal.Signals(stopped[0]).name}; the same command measures again"
             raise SnipError(why, exit_code=128 + stopped[0]) from error
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise SnipError(f"--steps {cut(text)}: expected numbers of steps, comma separated")
-    return tuple(dict.fromkeys(int(part) for part in parts))

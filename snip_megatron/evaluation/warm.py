@@ -110,22 +110,18 @@ def weights_sha256(checkpoint: Path) -> str:
 
 # -- sensitivities -----------------------------------------------------------------------------------------------
 def record_truth(
-    experiment: Experiment, data: Data, work: Path, steps: Sequence[int], fmt: str, microbatches: int, pool: Pool
+    experiment: Experiment, data: Data, work: Path, fmt: str, microbatches: int, pool: Pool
 ) -> list[tuple[int, Path]]:
-    """Measure at checkpoints of the warm run, which is trained if its checkpoints do not exist.
+    """Measure at all checkpoints of the warm run, which is trained if they do not exist.
 
     Each option alone is forced to ``fmt``, on two disjoint batches of so many microbatches. ``work`` is the folder for
-    checkpoints and run directories. Returns (step, run directory) of each checkpoint. Raises SnipError if the warm run
-    keeps no checkpoint of a step, a process fails twice, or the time is over.
+    checkpoints and run directories. Returns (step, run directory) of each checkpoint. Raises SnipError if a process
+    fails twice, or the time is over.
     """
     warm = warm_checkpoint(experiment, data, work)
-    known = (*warm.warm.save, warm.warm.steps)
-    for step in steps:
-        if step not in known:
-            raise SnipError(f"--steps {step}: the warm run keeps checkpoints of {', '.join(map(str, known))} steps")
     if warm.sha256 is None:
         _run(pool, [warm.job(work / "logs")])
-    folders = [(step, work / "proxy" / f"{warm.folder.name}_{step}") for step in steps]
+    folders = [(step, work / "proxy" / f"{warm.folder.name}_{step}") for step in (*warm.warm.save, warm.warm.steps)]
     _run(pool, [_job(warm, step, folder, fmt, microbatches, work / "logs") for step, folder in folders])
     return folders
 

@@ -1,6 +1,5 @@
 """``snip report RUN RUN …``: several runs on one page. Configuration values that all runs share are left out."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import numpy as np
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
-from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.reporting.figures import STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
@@ -89,14 +87,13 @@ def render_comparison(runs: Sequence[RunData]) -> str:
         "distance": _distance(runs, names),
         "share": _lines(runs, names, "fp4_fraction", Figure("fp4 share of FLOPs", share=True, zero=True)),
     }
-    bases = [None, *[_last_map(runs[0])] * (len(runs) - 1)]
     others = _against(runs, names, summaries)
     return render_page(
         "comparison.html",
         title=" · ".join(names),
         verdict=verdict(names[0], others),
         others=others,
-        rows=[_row(run, n, base, tail, s) for run, n, base, s in zip(runs, names, bases, summaries, strict=True)],
+        rows=[_row(*each, tail) for each in zip(runs, names, summaries, strict=True)],
         names=names,
         tail=tail,
         differences=differences(runs),
@@ -188,11 +185,9 @@ def _pace(run: RunData, summary: RunSummary) -> float | None:
     return summary.tokens_s * (1.0 - (summary.cost_share or 0.0))
 
 
-def _row(
-    run: RunData, name: str, base: PrecisionMap | None, tail: tuple[int, int] | None, summary: RunSummary
-) -> dict[str, Any]:
+def _row(run: RunData, name: str, summary: RunSummary, tail: tuple[int, int] | None) -> dict[str, Any]:
     """Return one run's row of the table, losses in nats per token. A figure that the run did not record is None."""
-    losses, validations, last = _losses(run), run.validations(), _last_map(run)
+    losses, validations = _losses(run), run.validations()
     validation = list(validations.get("map", validations.get("bf16", {})).values())
     now = next((m for m in reversed(summary.maps) if m.step_s), None)
     return {
@@ -205,7 +200,6 @@ def _row(
         "validation": validation[-1] if validation else None,
         "adopted": len(run.maps),
         "formats": formats_now(run),
-        "agreement": None if base is None or last is None else _agreement(base, last),
         "tokens_s": summary.tokens_s,
         "median_s": None if now is None else now.step_s,
         "mean_s": None if now is None else now.mean_s,
@@ -229,22 +223,6 @@ def _tail(runs: Sequence[RunData]) -> tuple[int, int] | None:
 
 def _losses(run: RunData) -> dict[int, float]:
     return {s: v for s, v in zip(*run.series("loss"), strict=True) if v is not None}
-
-
-def _last_map(run: RunData) -> PrecisionMap | None:
-    return next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
-
-
-def _formats_of(precision_map: PrecisionMap) -> dict[tuple[str, Gemm], Format]:
-    names = [str(linear) for linear in precision_map.linears()]
-    return {key: precision_map.format_of(*key) for key in itertools.product(names, Gemm)}
-
-
-def _agreement(base: PrecisionMap, other: PrecisionMap) -> float | None:
-    """Return the share of the GEMMs common to both maps that have the same format, or None without common GEMMs."""
-    one, two = _formats_of(base), _formats_of(other)
-    both = one.keys() & two.keys()
-    return sum(one[key] is two[key] for key in both) / len(both) if both else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
