@@ -16,8 +16,6 @@ from snip_megatron.precision.phases import AUTO, Schedule
 from snip_megatron.precision.strict import read_bytes
 
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
-LEAST_LOSSES = 10
-"""Minimum number of losses for a spike test. With fewer losses, the guard reacts only to NaN and Inf."""
 
 
 def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
@@ -38,13 +36,10 @@ def setting(
     *,
     choices: Iterable[str] | None = None,
     least: float | None = None,
-    most: float | None = None,
     positive: bool = False,
 ) -> Any:
-    """Make a dataclass field that is a setting. Its value is one of ``choices``, or a number in [``least``, ``most``],
-    above 0 if it must be ``positive``.
-    """
-    limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
+    """Make a dataclass field that is a setting: one of ``choices``, or a number, ``least`` or more or ``positive``."""
+    limits = {"help": text, "choices": choices, "least": least, "positive": positive}
     return dataclasses.field(default=default, metadata=limits)
 
 
@@ -66,14 +61,12 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
         return
     if limits["choices"] is not None and value not in limits["choices"]:
         raise SnipError(f"{flag(field)}{cut(value)}: unknown; choose one of {', '.join(limits['choices'])}")
-    least, most = limits["least"], limits["most"]
+    least = limits["least"]
     if limits["positive"] and not (math.isfinite(value) and value > 0):
         raise SnipError(f"{flag(field)}{value}: must be positive")
     if least is not None and not (math.isfinite(value) and value >= least):
         wanted = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
         raise SnipError(f"{flag(field)}{value}: must be {wanted}")
-    if most is not None and not value <= most:
-        raise SnipError(f"{flag(field)}{value}: must be at most {most}")
 
 
 def add_options(

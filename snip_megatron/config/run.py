@@ -12,7 +12,6 @@ from typing import Any
 from snip_megatron.config.conflicts import check as check_conflicts
 from snip_megatron.config.defaults import defaults
 from snip_megatron.config.options import (
-    LEAST_LOSSES,
     check_option,
     given_options,
     load_schedule,
@@ -27,7 +26,6 @@ from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.fixed import LATE
-from snip_megatron.sensitivity.phased import STANDING_SHARE
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
 
@@ -161,12 +159,6 @@ class SnipConfig:
         metavar="NAME",
     )
 
-    standing_share: float = setting(
-        STANDING_SHARE,
-        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
-        least=0,
-        most=1,
-    )
     cost: str = setting(
         "auto", "what a choice saves; auto: flops with fp4=, otherwise time", choices=("auto", "time", "flops")
     )
@@ -179,37 +171,14 @@ class SnipConfig:
     probe_tokens: int = setting(
         512, "tokens of each microbatch at which noise probes compare activations and gradients", least=1
     )
-    probe_noise: float = setting(
-        0.03, "size of the noise that noise probes add, relative to that of the tensor", positive=True
-    )
-    protected_kinds: tuple[str, ...] = setting(
-        ("mlp.linear_fc2", "self_attention.linear_proj"),
-        "with --snip-policy layer-type: kinds of linears to protect, the most protected first",
-    )
     gemm_library: str = setting(
         "auto",
         "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; cublas: cuBLAS"
         " alone",
         choices=LIBRARIES,
     )
-    solver_time: float = setting(
-        10.0, "time limit of the solver for an update, in CP-SAT's deterministic seconds", positive=True
-    )
     deadline: float = setting(
         600.0, "seconds after which a solver process that does not answer is killed and replaced", positive=True
-    )
-    guard_patience: int = setting(
-        3, "number of spikes in a row after which the guard restores the last good map", least=1
-    )
-    guard_window: int = setting(
-        50, "losses before the adoption from which mean and standard deviation are computed", least=LEAST_LOSSES
-    )
-    guard_bar: float = setting(
-        0.9,
-        "after the guard has restored a map: limit of the next map's predicted loss, as a multiple of the predicted"
-        " loss of the map that was taken back",
-        positive=True,
-        most=1,
     )
     truth: bool = setting(
         False, "for snip validate-proxy: force every option alone at each update, and record what that changes"
@@ -275,8 +244,7 @@ class SnipConfig:
         """
         shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in shared} | {"budget": self.wanted, "pins": self.pins}
-        values |= {"stage_tolerance": self.tolerance, "deterministic_time": self.solver_time}
-        return SolveRequest(**(values | facts))
+        return SolveRequest(**(values | {"stage_tolerance": self.tolerance} | facts))
 
     # -- validation --------------------------------------------------------------------------------------------
     def _validate(self) -> None:

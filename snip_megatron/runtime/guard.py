@@ -12,12 +12,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.config.options import LEAST_LOSSES
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.fields import JsonFields
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.step_report import StepFigures
+
+_LEAST_LOSSES, _WINDOW = 10, 50
+"""Least and largest number of losses before an adoption that mean and standard deviation are computed from. With fewer,
+the guard reacts only to NaN and Inf.
+"""
+
+_PATIENCE = 3
+"""Number of spikes in a row after which the last good map is restored."""
+
+_BAR = 0.9
+"""Limit of the predicted loss of the map after one that was taken back, as a multiple of that one's."""
 
 _LEAST_RISE = 0.01
 """A loss is a spike only if it is at least this share above the mean, even if the standard deviation is smaller."""
@@ -95,7 +105,7 @@ class Guard:
         predicted = predicted_loss(failed)
         # The absolute value makes the bar stricter also for negative predictions, which measured scores may give.
         if predicted is not None:
-            self.state.bar = predicted - (1 - self._config.guard_bar) * abs(predicted)
+            self.state.bar = predicted - (1 - _BAR) * abs(predicted)
 
     # -- figures -----------------------------------------------------------------------------------------------
     def observe(self, figures: StepFigures, in_force: PrecisionMap | None) -> Alarm | None:
@@ -110,16 +120,16 @@ class Guard:
         spike = figures.loss is not None and limit is not None and figures.loss > limit
         if on_probation:
             self.state.strikes = self.state.strikes + 1 if spike else 0
-            if self.state.strikes >= self._config.guard_patience:
+            if self.state.strikes >= _PATIENCE:
                 reason = f"{self.state.strikes} losses in a row above {limit:.4g}"
                 return Alarm(figures.step, reason, figures.loss, limit)
         elif spike and self.state.probation is None:
             self.state.spikes += 1
-            if self.state.spikes >= self._config.guard_window:
+            if self.state.spikes >= _WINDOW:
                 self.state.losses = ()
         elif figures.loss is not None and not figures.broken and not spike:
             self.state.spikes = 0
-            self.state.losses = (*self.state.losses, figures.loss)[-self._config.guard_window :]
+            self.state.losses = (*self.state.losses, figures.loss)[-_WINDOW:]
         self._end_probation(figures.step, in_force)
         return None
 
@@ -131,7 +141,7 @@ class Guard:
 
     def _limit(self) -> float | None:
         losses = self.state.losses
-        if len(losses) < LEAST_LOSSES:
+        if len(losses) < _LEAST_LOSSES:
             return None
         mean = statistics.fmean(losses)
         return mean + max(self._config.guard_sigma * statistics.pstdev(losses, mean), _LEAST_RISE * abs(mean))

@@ -20,7 +20,7 @@ from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import Schedule
 
 STANDING_SHARE = 0.8
-"""Share of an fprop's loss that disappears once the fprop is precise, the default of ``standing_share``.
+"""Share of an fprop's loss that disappears once the fprop is precise.
 
 It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
 (``tests/unit/sensitivity/test_persistence.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,

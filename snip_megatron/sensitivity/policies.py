@@ -30,6 +30,9 @@ ESTIMATORS = ("noise", "fisher")
 Q_RULES = ("split", "paper")
 """Values of ``--snip-q``; the first is the default."""
 
+_PROTECTED = ("mlp.linear_fc2", "self_attention.linear_proj")
+"""What ``layer-type`` protects, the most protected first."""
+
 # Score of an 8-bit format relative to a 4-bit one, for rules that only say what to keep out of 4 bits. It is enough for
 # the solver to prefer bf16 where that costs nothing.
 _EIGHT_BIT_SHARE = 1e-3
@@ -126,14 +129,10 @@ def _tail(table: StatisticsTable, request: SolveRequest) -> FloatArray:
 
 
 def _layer_type(table: StatisticsTable, request: SolveRequest) -> FloatArray:
-    """Protects the kinds ``request.protected_kinds``, each ten times more than the next."""
-    kinds = request.protected_kinds
-    levels = {kind: 10.0**-rank for rank, kind in enumerate(kinds)}
+    """Protects kinds of linears, each ten times more than the next."""
+    levels = {kind: 10.0**-rank for rank, kind in enumerate(_PROTECTED)}
     # The linears of experts count as those of the dense MLP that they replace.
     paths = [row.id.path.replace(".experts.", ".").replace(".shared_experts.", ".") for row in table.linears]
-    if unknown := [kind for kind in kinds if kind not in paths and kind not in SolveRequest.protected_kinds]:
-        known = ", ".join(dict.fromkeys(paths))
-        raise SnipError(f"--snip-settings protected_kinds={cut(unknown[0])}: unknown; choose among {known}")
     return _per_linear(levels.get(path, 0.0) for path in paths)
 
 

@@ -42,7 +42,6 @@ _NOISE = (
 _EVERYTHING = (
     "--snip --snip-formats fp4 --snip-first-update 10"
     " --snip-update-interval 42 --snip-lag 4 --snip-wait 240 --snip-settings probe_tokens=32 --snip-guard-steps 6"
-    " --snip-settings guard_window=10 --snip-settings guard_bar=1"
 )
 
 

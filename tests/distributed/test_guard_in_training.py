@@ -14,7 +14,7 @@ from snip_megatron.records.readers import read_events, read_maps, read_metrics
 STEPS = 24
 SNIP = shlex.split(
     "--snip --snip-first-update 10 --snip-update-interval 9 --snip-lag 4 --snip-wait 120 --snip-guard-steps 6"
-    " --snip-settings guard_window=10 --snip-settings guard_bar=0.3 --pipeline-model-parallel-size 2 --num-layers 2"
+    " --pipeline-model-parallel-size 2 --num-layers 2"
 )
 SPIKES = {"ALTER": "spike", "SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
 

@@ -23,6 +23,7 @@ from snip_megatron.runtime.probing.update_errors import UpdateErrors
 from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
 from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
 
+_NOISE_SIZE = 0.03
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
 
 
@@ -163,8 +164,8 @@ class ProbeRunner:
         return table
 
     def _sigma(self, table: PartialTable, scale: StepScale) -> float:
-        """Return the standard deviation of the noise: ``probe_noise`` times the root mean square of the residual stream
-        at the embedding.
+        """Return the standard deviation of the noise: a share of the root mean square of the residual stream at the
+        embedding.
         """
         power = float(table.arrays["boundary.h2"][0]) / (scale.tokens * self._host.hidden)
-        return float(self._config.probe_noise * power**0.5)
+        return float(_NOISE_SIZE * power**0.5)

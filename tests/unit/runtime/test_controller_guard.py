@@ -17,7 +17,7 @@ def spike(step: int) -> float:
 
 
 def guarded(script: Script, restored: ControllerState | None = None) -> Run:
-    return Run(script, restored, first_update=18, update_interval=6, guard_window=10, guard_steps=5)
+    return Run(script, restored, first_update=18, update_interval=6, guard_steps=5)
 
 
 def objective(decision: Decision, value: float) -> Decision:

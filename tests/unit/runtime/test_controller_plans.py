@@ -79,7 +79,7 @@ def test_a_late_plan_starts_in_the_phase_that_its_step_lies_in() -> None:
 # -- the guard -----------------------------------------------------------------------------------------------------
 def test_a_phase_that_spikes_is_taken_back_and_ends_the_plan() -> None:
     script = Script({1: [planned(1, 60, at_20=FP8, at_40=FP4, at_56=FP8)]})
-    fields = {"first_update": 18, "update_interval": 100, "guard_window": 10, "guard_steps": 4}
+    fields = {"first_update": 18, "update_interval": 100, "guard_steps": 4}
     run = Run(script, timeline=phased(last=60), **fields)
     run.steps(0, 60, loss=lambda step: 9.0 if step >= 41 else 3.0 + 0.01 * (step % 3))
     assert script.of("adopt") == [20, 40, 45]

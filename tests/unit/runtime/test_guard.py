@@ -12,7 +12,7 @@ from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures
 
 NAMES = ["decoder.layers.0.mlp.linear_fc1"]
-SETTINGS = SnipConfig(guard_steps=20, guard_sigma=5.0, guard_patience=3, guard_window=20, guard_bar=0.9)
+SETTINGS = SnipConfig(guard_steps=20, guard_sigma=5.0)
 
 
 def a_map(version: int = 1, objective: float | None = 1.0) -> PrecisionMap:
