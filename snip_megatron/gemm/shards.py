@@ -13,9 +13,9 @@ from torch import Tensor
 
 from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
-from snip_megatron.quantization.wire import WireMatrix, decode, encode, side_by_side
+from snip_megatron.quantization.reference import fake_quantize
+from snip_megatron.quantization.wire import side_by_side
 
 
 class QuantizedShard(NamedTuple):
@@ -35,30 +35,18 @@ class QuantizedShard(NamedTuple):
         return self.open(*gathered, *self.common)
 
 
-# -- matrices that GEMMs quantise themselves ---------------------------------------------------------------------------
 def unquantized_shard(shard: UnquantizedOperand) -> QuantizedShard:
-    """Return the shard [tokens, cols] of a matrix that is not quantised yet. In bf16 it is gathered as it is."""
-    if shard.format is Format.BF16:
-        how = shard.axis, shard.spec
-        return QuantizedShard((shard.tensor,), lambda x: UnquantizedOperand(x.flatten(0, 1), *how))
-    x, options = shard.spec.of(shard.tensor, shard.axis)
-    made = encode(x, **options)
-    sent = (made.elements,) if made.scales is None else (made.elements, made.scales)
-    common = () if made.tensor_scale is None else (made.tensor_scale,)
-    plain = shard.spec._replace(amax=None, keys=None)  # what the numbers no longer need
-    return QuantizedShard(sent, partial(_opened_wire, shard.axis, plain, x.shape[1], len(sent)), common)
+    """Return the shard [tokens, cols] of a matrix that the reference quantises in its GEMM.
+
+    In bf16 it is gathered as it is. In other formats its quantised numbers are, in FP32, which saves no bytes.
+    """
+    x, spec, quantized = shard.tensor, shard.spec, shard.format is not Format.BF16
+    if quantized:
+        x, options = spec.of(x, shard.axis)
+        x, spec = fake_quantize(x, **options), spec._replace(amax=None, keys=None)
+    return QuantizedShard((x,), lambda whole: UnquantizedOperand(whole.flatten(0, 1), shard.axis, spec, quantized))
 
 
-def _opened_wire(axis: int, spec: OperandSpec, cols: int, sent: int, *tensors: Tensor) -> UnquantizedOperand:
-    fmt = spec.formats[1 - axis]
-    assert fmt is not None
-    elements, *scales = (t.flatten(0, 1) for t in tensors[:sent])
-    common = tensors[sent] if len(tensors) > sent else None
-    numbers = decode(WireMatrix(elements, scales[0] if scales else None, common), fmt, axis, cols)
-    return UnquantizedOperand(numbers, axis, spec, quantized=True)
-
-
-# -- operands of Hopper's GEMMs ----------------------------------------------------------------------------------------
 def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Any) -> QuantizedShard:
     """Return the shard of an operand with scales of tiles, or of a whole tensor that all ranks share.
 

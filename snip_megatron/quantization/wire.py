@@ -1,8 +1,4 @@
-"""What ranks exchange, in plain torch: quantised matrices as bytes, and partial sums of matrices.
-
-Elements have 8 bits, or 4, of which two lie in a byte; scales are as their format stores them. Decoding gives the
-numbers of :func:`snip_megatron.quantization.fake_quantize`, bit for bit. The reference GEMMs use this, for all formats.
-The operands of Hopper's GEMMs have this form already (:mod:`snip_megatron.quantization.packed`).
+"""What ranks exchange, in plain torch: fp4 numbers, two to a byte, and partial sums of matrices.
 
 Each of R ranks may hold a term of a sum of matrices, and want some rows of the sum. A rank quantises its term to FP8
 (E4M3) with one FP32 scale for each 1×128 tile, sends every other rank the rows that this one wants, and adds what it
@@ -12,22 +8,14 @@ along a row, so that no choice of rows cuts them.
 :mod:`snip_megatron.quantization.kernels.wire` has the functions of packed fp4 and of partial sums in Triton.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from snip_megatron.precision import Format
-from snip_megatron.quantization.formats import E2M1, SPECS, FormatSpec, Scaling
+from snip_megatron.quantization.formats import E2M1, SPECS, TILE, Scaling
 from snip_megatron.quantization.reference import Quantized, quantize
 
 _SCALE_BYTES = {Scaling.FP32: 4, Scaling.FP32_TENSOR: 0, Scaling.E4M3_FP32: 1, Scaling.E8M0: 1}
-_LOWEST_E8M0 = 0x00400000  # 2^-127 in FP32, which is subnormal there
-
-FORMAT = Format.FP8
-"""The format in which partial sums are exchanged: 1.031 bytes an element."""
 
 
 # -- packed fp4 --------------------------------------------------------------------------------------------------------
@@ -73,22 +61,6 @@ def side_by_side(parts: Tensor) -> Tensor:
     return torch.cat(parts.unbind(), 1)
 
 
-# -- quantised matrices -----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class WireMatrix:
-    """A quantised matrix [rows, cols]. Concatenated along rows, the tensors of several matrices form one matrix.
-
-    Attributes:
-        elements: uint8 [rows, cols] (E4M3) or [rows, ceil(cols/2)] (E2M1, see :func:`pack_fp4`).
-        scales: scales of the tiles: FP32, or uint8 for E4M3 and E8M0. None if the whole tensor has one scale.
-        tensor_scale: 0-dim FP32, the scale of the whole tensor. None if the format has none.
-    """
-
-    elements: Tensor
-    scales: Tensor | None
-    tensor_scale: Tensor | None
-
-
 def bytes_per_element(format: Format | None, *, unquantised: int = 2) -> float:
     """Return the bytes of an element with its share of the scales; 0 for None.
 
@@ -103,52 +75,6 @@ def bytes_per_element(format: Format | None, *, unquantised: int = 2) -> float:
     return element + (_SCALE_BYTES[spec.scaling] / spec.tile if spec.tile else 0.0)
 
 
-def encode(x: Tensor, format: Format, axis: int, **options: Any) -> WireMatrix:
-    """Quantise ``x`` [rows, cols] in tiles along ``axis`` (0 or 1).
-
-    The other arguments are those of :func:`snip_megatron.quantization.quantize`. If tiles run along the rows, the
-    number of rows must be a multiple of the tile for parts to be concatenated.
-    """
-    spec = SPECS[format]
-    q = quantize(x, format, axis=axis, **options)
-    values = q.values.to(torch.float8_e4m3fn).view(torch.uint8)
-    if spec.element is E2M1:
-        values = pack_fp4(functional.pad(values, (0, values.shape[1] % 2)))
-    if spec.scaling is Scaling.FP32_TENSOR:
-        return WireMatrix(values, None, q.scale.reshape(-1)[0])
-    if spec.scaling is Scaling.E8M0:
-        return WireMatrix(values, (q.scale.view(torch.int32) >> 23).to(torch.uint8), None)
-    if spec.scaling is Scaling.FP32:
-        return WireMatrix(values, q.scale.contiguous(), None)
-    assert q.factors is not None
-    tile_scale, tensor_scale = q.factors
-    return WireMatrix(values, tile_scale.to(torch.float8_e4m3fn).view(torch.uint8), tensor_scale)
-
-
-def decode(matrix: WireMatrix, format: Format, axis: int, cols: int) -> Tensor:
-    """Return the numbers of a matrix that :func:`encode` made, FP32 [rows, cols]."""
-    spec, elements = SPECS[format], matrix.elements
-    if spec.element is E2M1:
-        elements = unpack_fp4(elements.unsqueeze(0))[:, :cols]
-    values = elements.view(torch.float8_e4m3fn).to(torch.float32)
-    if matrix.scales is None:
-        assert matrix.tensor_scale is not None
-        return values * matrix.tensor_scale
-    return Quantized(values, _scales(matrix, spec), spec.tile_shape(axis, block=False)).dequantize()
-
-
-def _scales(matrix: WireMatrix, spec: FormatSpec) -> Tensor:
-    assert matrix.scales is not None
-    if spec.scaling is Scaling.FP32:
-        return matrix.scales
-    if spec.scaling is Scaling.E4M3_FP32:
-        assert matrix.tensor_scale is not None
-        return matrix.scales.view(torch.float8_e4m3fn).to(torch.float32) * matrix.tensor_scale
-    bits = matrix.scales.to(torch.int32) << 23
-    power = torch.where(bits == 0, _LOWEST_E8M0, bits).view(torch.float32)
-    return torch.where(matrix.scales == 0xFF, torch.nan, power)
-
-
 # -- partial sums ------------------------------------------------------------------------------------------------------
 def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a partial sum, to nearest.
@@ -160,9 +86,8 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
         The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)]; both contiguous. A
         tile that holds a NaN or an Inf has a scale that is NaN.
     """
-    made = encode(x.detach(), FORMAT, 1)
-    assert made.scales is not None
-    return made.elements, made.scales
+    q = quantize(x, Format.FP8, axis=1)
+    return q.values.to(torch.float8_e4m3fn).view(torch.uint8), q.scale.contiguous()
 
 
 def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
@@ -180,7 +105,9 @@ def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Te
         [rows, cols] in the dtype of ``own``.
     """
     terms = [
-        own.to(torch.float32) if place == rank else decode(WireMatrix(values, scale, None), FORMAT, 1, own.shape[1])
+        own.to(torch.float32)
+        if place == rank
+        else Quantized(values.view(torch.float8_e4m3fn).to(torch.float32), scale, (1, TILE)).dequantize()
         for place, (values, scale) in enumerate(zip(elements, scales, strict=True))
     ]
     total = terms[0]
