@@ -13,7 +13,8 @@ from torch import Tensor
 
 from snip_megatron.gemm.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.quantization.packed import Operand
+from snip_megatron.quantization import wire
+from snip_megatron.quantization.packed import Operand, quantize_operands
 from snip_megatron.quantization.reference import fake_quantize
 from snip_megatron.quantization.wire import side_by_side
 
@@ -38,13 +39,27 @@ class QuantizedShard(NamedTuple):
 def unquantized_shard(shard: UnquantizedOperand) -> QuantizedShard:
     """Return the shard [tokens, cols] of a matrix that the reference quantises in its GEMM.
 
-    In bf16 it is gathered as it is. In other formats its quantised numbers are, in FP32, which saves no bytes.
+    In bf16 it is gathered as it is, and in formats of Hopper's GEMMs as theirs are. In other formats its quantised
+    numbers are gathered in FP32, which saves no bytes.
     """
-    x, spec, quantized = shard.tensor, shard.spec, shard.format is not Format.BF16
-    if quantized:
-        x, options = spec.of(x, shard.axis)
-        x, spec = fake_quantize(x, **options), spec._replace(amax=None, keys=None)
-    return QuantizedShard((x,), lambda whole: UnquantizedOperand(whole.flatten(0, 1), shard.axis, spec, quantized))
+    x, spec, axis, fmt = shard.tensor, shard.spec, shard.axis, shard.format
+    if fmt is None or fmt is Format.BF16:
+        return QuantizedShard((x,), lambda whole: UnquantizedOperand(whole.flatten(0, 1), axis, spec))
+    plain = spec._replace(amax=None, keys=None)  # what the numbers no longer need
+    operand = quantize_operands(x, spec)[1 - axis]
+    if operand is None:
+        x, options = spec.of(x, axis)
+        made = fake_quantize(x, **options)
+        return QuantizedShard((made,), lambda whole: UnquantizedOperand(whole.flatten(0, 1), axis, plain, True))
+    packed = operand_shard(operand, fmt, axis, wire)
+
+    def opened(*tensors: Tensor) -> UnquantizedOperand:
+        whole = packed.open(*tensors)
+        assert isinstance(whole, Operand)
+        numbers = whole.dequantize()
+        return UnquantizedOperand(numbers if axis else numbers.t(), axis, plain, quantized=True)
+
+    return packed._replace(open=opened)
 
 
 def operand_shard(shard: Operand, fmt: Format, axis: int, packing: Any) -> QuantizedShard:

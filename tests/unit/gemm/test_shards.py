@@ -78,10 +78,11 @@ def test_bits_are_those_of_the_whole(name: str, formats: Any) -> None:
     assert not differing(BACKENDS[name](), formats)
 
 
+@pytest.mark.parametrize("name", ["reference", "hopper"])
 @pytest.mark.parametrize("fmt", [FP8, FP4, TENSOR])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_shards_have_the_bytes_of_the_format(fmt: Format, axis: int) -> None:
-    backend, x = BACKENDS["hopper"](), operands(256, 128, 512)[0]
+def test_shards_have_the_bytes_of_the_format(name: str, fmt: Format, axis: int) -> None:
+    backend, x = BACKENDS[name](), operands(256, 128, 512)[0]
     side = backend.quantize(x, OperandSpec(fmt, fmt))[1 - axis]
     sent = sum(tensor.nbytes for tensor in backend.pack(side, fmt, axis).tensors)
     assert sent == bytes_per_element(fmt) * x.numel()
