@@ -13,8 +13,6 @@ from snip_megatron.evaluation.experiment import VALIDATIONS
 
 CONFIDENCE = 0.95
 ALPHA = 0.05
-REFERENCE = "snip"
-NONE = "no difference shown"
 
 Block = tuple[str | None, int]
 """The runs of a pair have the same block: hash of the warm weights (None for runs from scratch) and seed."""
@@ -66,7 +64,7 @@ class Difference:
     def verdict(self) -> str:
         """``better`` or ``worse`` if the adjusted p-value is below 5 %, else ``no difference shown``."""
         if self.adjusted is None or self.adjusted >= ALPHA:
-            return NONE
+            return "no difference shown"
         return "better" if self.mean > 0 else "worse"
 
 
@@ -100,20 +98,8 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [_row(key, members, losses) for key, members in groups.items()]
 
 
-def differences(table: Sequence[Row], kind: str, validation: str) -> list[Difference]:
-    """Compare ``snip`` with every other policy at the same budget. The p-values are adjusted together."""
-    own = [row for row in table if row.kind == kind and row.budget is not None]
-    pairs = [
-        _paired(ours, theirs, ours.budget, validation)
-        for ours in own
-        for theirs in own
-        if ours.label == REFERENCE and theirs.label != REFERENCE and ours.budget == theirs.budget
-    ]
-    return _adjusted(pairs)
-
-
-def planned_differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Make the comparisons that an experiment announced. Their p-values are adjusted together, and with no others.
+def differences(table: Sequence[Row], planned: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Make the comparisons that an experiment announced. Their p-values are adjusted together.
 
     Announced comparisons without enough runs count in the adjustment: which ones fail or are still missing must not
     make the others significant.
@@ -190,7 +176,7 @@ def _paired(ours: Row, theirs: Row, budget: float | None, validation: str) -> Di
     return Difference(ours.label, theirs.label, budget or 0.0, validation, len(values), *found)
 
 
-def _adjusted(pairs: Sequence[Difference], family: int = 0) -> list[Difference]:
+def _adjusted(pairs: Sequence[Difference], family: int) -> list[Difference]:
     """Drop pairs without a common block, and adjust the others by Holm's procedure.
 
     Of a larger ``family``, the p-values that are not known count as 1.

@@ -7,20 +7,16 @@ from typing import Any
 from snip_megatron.evaluation.experiment import VALIDATIONS
 from snip_megatron.evaluation.results import Results
 from snip_megatron.evaluation.statistics import (
-    NONE,
-    REFERENCE,
     Difference,
     Row,
     differences,
     latest,
     mean_std,
     planned_count,
-    planned_differences,
     rows,
 )
 
 TITLES = {"from_warm": "From the warm checkpoint", "from_scratch": "From scratch"}
-FORMATS = {"map": "validated in the map's formats", "bf16": "validated in bf16"}
 
 
 def markdown(results: Results) -> str:
@@ -30,12 +26,9 @@ def markdown(results: Results) -> str:
     for kind, title in TITLES.items():
         own = _ordered(results, [row for row in table if row.kind == kind])
         if own:
-            parts += [f"## {title}", *_verdict(own, differences(table, kind, VALIDATIONS[0])), _policies(own)]
-            for formats in VALIDATIONS:
-                if found := differences(table, kind, formats):
-                    parts += [f"### Gap recovered, {FORMATS[formats]}", _differences(found)]
+            parts += [f"## {title}", *_most(own), _policies(own)]
     planned = results.experiment.get("planned", [])
-    if announced := planned_differences(table, planned):
+    if announced := differences(table, planned):
         count = planned_count(planned)
         over = f"these {count}" if count == len(announced) else f"all {count}, of which {len(announced)} were made"
         parts += [f"## Planned comparisons (p by Holm over {over})", _differences(announced)]
@@ -66,22 +59,14 @@ def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
     return sorted(table, key=place)
 
 
-def _verdict(table: Sequence[Row], found: Sequence[Difference]) -> list[str]:
-    """Return a line for each budget, in one text: which policy recovers most, and what is shown about the others."""
+def _most(table: Sequence[Row]) -> list[str]:
+    """Return a line for each budget, in one text: which policy recovers most."""
     lines = []
     for budget in sorted({row.budget for row in table if row.budget is not None}):
         own = [row for row in table if row.budget == budget and row.recovered["map"]]
-        ranked = sorted((mean_std(list(row.recovered["map"].values()))[0], row.label) for row in own)
-        if ranked:
-            parts = [f"- {100 * budget:g} %: {ranked[-1][1]} recovers most, {ranked[-1][0]:.3f} of the gap"]
-            for verdict, said in (
-                ("better", "is better than"),
-                ("worse", "is worse than"),
-                (NONE, "shows no difference to"),
-            ):
-                if others := [d.theirs for d in found if d.budget == budget and d.verdict == verdict]:
-                    parts.append(f"{REFERENCE} {said} {', '.join(others)}")
-            lines.append("; ".join(parts) + ".")
+        if own:
+            mean, label = max((mean_std(list(row.recovered["map"].values()))[0], row.label) for row in own)
+            lines.append(f"- {100 * budget:g} %: {label} recovers most, {mean:.3f} of the gap.")
     return ["\n".join(lines)] if lines else []
 
 

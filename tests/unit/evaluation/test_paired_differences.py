@@ -17,12 +17,12 @@ from snip_megatron.evaluation.statistics import (
     differences,
     holm,
     paired,
-    planned_differences,
     recovered,
     rows,
 )
 from snip_megatron.evaluation.tables import markdown
 
+PLAN = {"kind": "from_warm", "budgets": [0.75], "validation": "map"}
 FACTS = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "-")
 
 
@@ -100,22 +100,24 @@ def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
             entry("fisher", ours - 2 * noise, seed, 0.75),
             entry("backward-first", ours + 0.01 + noise, seed, 0.75),
         ]
-    found = {d.theirs: d for d in differences(rows(entries), "from_warm", "map")}
+    plan = PLAN | {"ours": "snip", "theirs": ["random", "fisher", "backward-first"]}
+    found = {d.theirs: d for d in differences(rows(entries), [plan])}
     assert set(found) == {"random", "fisher", "backward-first"}
     assert found["random"].mean == pytest.approx(0.3)
     assert found["random"].verdict == "better"
     assert found["fisher"].verdict == "no difference shown"
     known = {str(i): entry | FACTS for i, entry in enumerate(entries)}
-    page = markdown(Results(Path("e.json"), {"name": "e", "model": "nano"}, {"tokens": 1, "sha256": "0"}, {}, known))
-    said = "snip is better than random, backward-first; snip shows no difference to fisher."
-    assert re.search(rf"- 75 %: (snip|fisher) recovers most, 0\.900 of the gap; {re.escape(said)}", page)
+    experiment = {"name": "e", "model": "nano", "planned": [plan]}
+    page = markdown(Results(Path("e.json"), experiment, {"tokens": 1, "sha256": "0"}, {}, known))
+    assert re.search(r"- 75 %: (snip|fisher) recovers most, 0\.900 of the gap\.", page)
+    assert re.search(r"snip − random \| \+0\.300 .* better \|", page)
     raw = [d.p for d in found.values() if d.p is not None]
     assert [d.adjusted for d in found.values()] == pytest.approx(holm(raw))
 
 
 def test_one_seed_has_no_interval() -> None:
     entries = [*references(), entry("snip", 2.01, 1, 0.75), entry("random", 2.05, 1, 0.75)]
-    (difference,) = differences(rows(entries), "from_warm", "map")
+    (difference,) = differences(rows(entries), [PLAN | {"ours": "snip", "theirs": ["random"]}])
     assert difference.mean == pytest.approx(0.4)
     assert (difference.low, difference.p, difference.adjusted) == (None, None, None)
     assert difference.verdict == "no difference shown"
@@ -152,8 +154,8 @@ def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
         entries += references(seed)
         losses = {"snip, auto": 2.01 + noise, "late-all": 2.02, "random": 2.05, "snip, static": 2.01}
         entries += [entry(label, loss, seed, 0.9) for label, loss in losses.items()]
-    plan = {"kind": "from_warm", "ours": "snip, auto", "theirs": ["late-all", "snip, static"], "budgets": [0.9, 0.95]}
-    found = planned_differences(rows(entries), [plan | {"validation": "bf16"}])
+    plan = PLAN | {"ours": "snip, auto", "theirs": ["late-all", "snip, static"], "budgets": [0.9, 0.95]}
+    found = differences(rows(entries), [plan | {"validation": "bf16"}])
     assert [(d.ours, d.theirs, d.budget, d.validation) for d in found] == [
         ("snip, auto", "late-all", 0.9, "bf16"),
         ("snip, auto", "snip, static", 0.9, "bf16"),
