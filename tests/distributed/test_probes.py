@@ -44,7 +44,6 @@ LAYOUTS: dict[str, tuple[int, str]] = {
         " --moe-expert-capacity-factor 1.25",
     ),
 }
-ALL_BF16 = ("--snip", "--snip-policy", "bf16")
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
 PROBES = shlex.split(
     "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
@@ -99,13 +98,6 @@ def assert_same(runs: Runs, layout: str, snip: tuple[str, ...]) -> None:
 
 
 # -- bitwise ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", [pytest.param("world-1", marks=pytest.mark.matrix), "tensor-and-sequence-bf16"])
-def test_an_all_bf16_map_without_updates_is_training_without_snip(runs: Runs, layout: str) -> None:
-    assert_same(runs, layout, ALL_BF16)
-    _, _, directory = runs.run(layout, *ALL_BF16)
-    assert [event["event"] for event in read_events(directory)] == ["adopt"]
-
-
 @pytest.mark.parametrize("layout", [pytest.param("world-1", marks=pytest.mark.matrix), *list(LAYOUTS)[1:]])
 def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert_same(runs, layout, tuple(PROBES))

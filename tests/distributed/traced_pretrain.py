@@ -5,21 +5,17 @@ pipeline stage) and ``weights`` (SHA-256 of all parameters at the end).
 
 Latent attention, and ``TORCH_ATTENTION=1``: torch's attention in local layers, since Megatron's needs heads of one size
 and documents that are not packed. Conversations are read by a stand-in for the package datasets, where that is missing.
-``PROBE_STEP=<n>``: before that step, a pass over its first microbatches that must leave nothing behind.
 """
 
 import hashlib
 import importlib.util
 import json
 import os
-import random
 import sys
 import types
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from snip_megatron.megatron.startup import prepare
@@ -37,8 +33,6 @@ class Recorder:
         def step(*args: Any, **kwargs: Any) -> Any:
             number = kwargs["iteration"] + 1
             self.model = args[2]
-            if number == int(os.environ.get("PROBE_STEP", "0")):
-                self.body["probe_losses"] = _probe(*args)
             result = train_step(*args, **kwargs)
             if result[0]:
                 self.body["losses"][number] = float(result[0]["lm loss"]).hex()
@@ -56,45 +50,6 @@ class Recorder:
             digest.update(parameter.detach().float().cpu().numpy().tobytes())
         self.body["weights"] = digest.hexdigest()
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(self.body))
-
-
-def _probe(
-    forward_step: Any, data_iterator: Any, model: Any, optimizer: Any, scheduler: Any, config: Any, schedule: Any
-) -> list[float]:
-    """A pass over the step's first microbatches, twice the same, and draws from every generator."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.training import get_args
-
-    from snip_megatron.megatron import compat
-
-    args = get_args()
-    count = 4 if isinstance(data_iterator, list) else 1
-    states = compat.rng_state()
-    seen = []
-    with compat.rerun_disabled(), compat.quiet_schedule(config):
-        for _ in range(2):
-            compat.set_rng_state(states)
-            with ExitStack() as stack:
-                for chunk in model:
-                    chunk.zero_grad_buffer()
-                    stack.enter_context(chunk.no_sync())
-                losses = schedule(
-                    forward_step_func=forward_step,
-                    data_iterator=compat.repeated(data_iterator, range(count)),
-                    model=model,
-                    num_microbatches=count,
-                    seq_length=args.seq_length,
-                    micro_batch_size=args.micro_batch_size,
-                    forward_only=False,
-                )
-            seen.append(float(sum(loss["lm loss"][0] for loss in losses)) if losses else 0.0)
-        _ = random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002 - the global state
-        with get_cuda_rng_tracker().fork():
-            torch.rand(1, device="cuda")
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    compat.set_rng_state(states)
-    return seen
 
 
 def _load_dataset(kind: str, data_files: str, split: str) -> list[Any]:

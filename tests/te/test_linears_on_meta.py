@@ -44,15 +44,6 @@ def test_what_sparse_attention_absorbs_stays_bf16() -> None:
     assert "self_attention.core_attention.indexer.linear_wq_b" in rows_of(found.covered, 0)
 
 
-def test_grouped_experts_have_one_row() -> None:
-    found = on_meta(
-        num_moe_experts=8, moe_router_topk=2, moe_grouped_gemm=True, moe_ffn_hidden_size=48, add_bias_linear=False,
-        expert_model_parallel_size=4, transformer_impl="transformer_engine", tensor_model_parallel_size=2,
-    )  # fmt: skip
-    second = rows_of((*found.covered, *found.left), 1)["mlp.experts.linear_fc2"]
-    assert (second.n, second.k, second.experts, second.active, second.role) == (64, 48, 8, 2, Role.WRITES)
-
-
 def test_mixers_latent_experts_and_attention_of_a_hybrid() -> None:
     """Mamba's kernels need a GPU and a package, which a model on the meta device does not."""
     found = on_meta(

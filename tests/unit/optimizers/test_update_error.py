@@ -37,18 +37,6 @@ def gradient(shape: tuple[int, ...], seed: int = 9) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).view(-1) * 1e-5
 
 
-def test_gradient_of_a_step() -> None:
-    """Deviation from the mean shrinks by ``noise``; the best known mean is AdamW's bias-corrected first moment."""
-    state = trained(5)
-    g = gradient((N, K))
-    mean = state.exp_avg / (1 - 0.9**5)
-    torch.testing.assert_close(gradient_of_a_step(g, state, 0.25), mean + 0.25 * (g - mean))
-    assert gradient_of_a_step(g, state, 1.0) is g
-    assert gradient_of_a_step(g, state, 3.0) is g
-    fresh = trained(0)
-    assert gradient_of_a_step(g, fresh, 0.25) is g
-
-
 def moved(g: torch.Tensor, error: torch.Tensor, state: AdamWState) -> float:
     """‖u(g + error) − u(g)‖² in float64, by the direction that test_compat_updates.py holds to torch's AdamW."""
     exact = replace(state, exp_avg=state.exp_avg.double(), exp_avg_sq=state.exp_avg_sq.double())
