@@ -26,7 +26,7 @@ def markdown(results: Results) -> str:
     for kind, title in TITLES.items():
         own = _ordered(results, [row for row in table if row.kind == kind])
         if own:
-            parts += [f"## {title}", *_most(own), _policies(own)]
+            parts += [f"## {title}", _policies(own)]
     planned = results.experiment.get("planned", [])
     if announced := differences(table, planned):
         count = planned_count(planned)
@@ -57,17 +57,6 @@ def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
         return row.budget is not None, row.budget or 0.0, labels.index(key) if key in labels else len(labels)
 
     return sorted(table, key=place)
-
-
-def _most(table: Sequence[Row]) -> list[str]:
-    """Return a line for each budget, in one text: which policy recovers most."""
-    lines = []
-    for budget in sorted({row.budget for row in table if row.budget is not None}):
-        own = [row for row in table if row.budget == budget and row.recovered["map"]]
-        if own:
-            mean, label = max((mean_std(list(row.recovered["map"].values()))[0], row.label) for row in own)
-            lines.append(f"- {100 * budget:g} %: {label} recovers most, {mean:.3f} of the gap.")
-    return ["\n".join(lines)] if lines else []
 
 
 def _policies(table: Sequence[Row]) -> str:
