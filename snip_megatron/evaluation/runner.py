@@ -124,7 +124,7 @@ class Pool:
             self._failed_once.add(job.name)
             print(f"{job.name} failed after {seconds:.0f} s and is tried again: {error}", file=sys.stderr, flush=True)
             job.log.replace(job.log.with_name(job.log.name + ".1"))
-            self._waiting.insert(0, job)
+            self._waiting.append(job)  # behind the others: a full GPU has room again at the end
             return
         ended(Outcome(job, error, seconds))
 

@@ -45,6 +45,7 @@ def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path, capsys: py
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # as a comparison sets it: the error is the last line of the log
     outcomes, left = run(Pool([None], unbuffered), [job(tmp_path, "bad", bad), job(tmp_path, "good", "pass")])
     assert left == 0
+    assert list(outcomes) == ["good", "bad"]  # the second try is behind the others
     assert outcomes["good"].error is None
     assert outcomes["bad"].error == "exit code 1: what went wrong"
     assert (tmp_path / "tries").read_text() == "xx"
