@@ -1,31 +1,7 @@
-"""Arguments of Megatron that cannot be combined with SNIP, and why. One entry refuses one argument."""
+"""Arguments of Megatron that cannot be combined with SNIP."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """One argument of Megatron that SNIP refuses.
-
-    Attributes:
-        why: The reason and what to do, printed after "cannot be combined with --snip: ".
-        present: Returns whether a value of the attribute conflicts with SNIP.
-        dest: Name in Megatron's parsed arguments, where it is not that of the argument.
-        derived: Whether Megatron computes the attribute from the argument. Its value is then not printed.
-    """
-
-    argument: str
-    why: str
-    present: Callable[[Any], bool] = bool
-    dest: str = ""
-    derived: bool = False
-
-    @property
-    def attribute(self) -> str:
-        """Name in Megatron's parsed arguments."""
-        return self.dest or self.argument.removeprefix("--").replace("-", "_")
 
 
 def _more_than_one(value: Any) -> bool:
@@ -34,30 +10,34 @@ def _more_than_one(value: Any) -> bool:
 
 _OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
 
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict("--te-precision-config-file", _OWN_PRECISION),
-    Conflict("--kitchen-config-file", _OWN_PRECISION),
-    Conflict("--use-kitchen", _OWN_PRECISION),
-    Conflict(
-        "--optimizer-cuda-graph",
+CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "--te-precision-config-file": ("te_precision_config_file", bool, _OWN_PRECISION),
+    "--kitchen-config-file": ("kitchen_config_file", bool, _OWN_PRECISION),
+    "--use-kitchen": ("use_kitchen", bool, _OWN_PRECISION),
+    "--optimizer-cuda-graph": (
+        "optimizer_cuda_graph",
+        bool,
         "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
     ),
-    Conflict(
-        "--tensor-parallel-num-weight-shards",
-        "quantised linears hold their whole shard of the weight; leave it out",
+    "--tensor-parallel-num-weight-shards": (
+        "gtp_weight_remat_size",
         _more_than_one,
-        dest="gtp_weight_remat_size",
-        derived=True,
+        "quantised linears hold their whole shard of the weight; leave it out",
     ),
-    Conflict("--mlp-chunks-for-training", "statistics would count each chunk as a microbatch; use 1", _more_than_one),
-    Conflict(
-        "--overlap-dispatch-backward-with-experts-wgrad",
+    "--mlp-chunks-for-training": (
+        "mlp_chunks_for_training",
+        _more_than_one,
+        "statistics would count each chunk as a microbatch; use 1",
+    ),
+    "--overlap-dispatch-backward-with-experts-wgrad": (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
         "quantised wgrad of experts runs in the backward of its linear; leave it out",
     ),
-    Conflict("--moe-single-grouped-weight", "quantised experts have one weight each; leave it out"),
-    Conflict(
-        "--non-persistent-ckpt-type",
-        "SNIP cannot tell whether such a checkpoint holds its state; use global",
+    "--non-persistent-ckpt-type local": (
+        "non_persistent_ckpt_type",
         lambda value: bool(value == "local"),
+        "SNIP cannot tell whether such a checkpoint holds its state; use global",
     ),
-)
+}
+"""Argument → the attribute that has its value, whether a value conflicts, and why, with what to do."""

@@ -30,11 +30,9 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
     Raises SnipError if two arguments cannot be combined. The message names both.
     """
-    for conflict in CONFLICTS:
-        value = getattr(args, conflict.attribute, None)
-        if conflict.present(value):
-            shown = "" if value is True or conflict.derived else f" {value}"
-            raise SnipError(f"{conflict.argument}{shown} cannot be combined with --snip: {conflict.why}")
+    for argument, (attribute, present, why) in CONFLICTS.items():
+        if present(getattr(args, attribute, None)):
+            raise SnipError(f"{argument} cannot be combined with --snip: {why}")
     _check_engine(args)
     if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
         raise SnipError(
@@ -202,6 +200,7 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
         return
     strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
     stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
+    overlaps = getattr(args, "overlap_moe_expert_parallel_comm", False)
     unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
     for refused, found, way in (
         (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
@@ -211,12 +210,7 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
         (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
         (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),
         (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
-        (getattr(args, "delay_wgrad_compute", False), "--delay-wgrad-compute", "leave it out"),
-        (
-            getattr(args, "overlap_moe_expert_parallel_comm", False),
-            "--overlap-moe-expert-parallel-comm",
-            "leave it out",
-        ),
+        (overlaps, "--overlap-moe-expert-parallel-comm", "leave it out"),
         (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
         (config.gemm == "transformer_engine", "--snip-gemm transformer_engine", "use --snip-gemm auto"),
         (config.truth, "the oracle", "leave it out"),
