@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED = 30, 10
-AT_ONCE = max(2, len(os.sched_getaffinity(0)) // 4)
+AT_ONCE = int(os.environ.get("AT_ONCE", max(2, len(os.sched_getaffinity(0)) // 4)))
 COMMON = """
 --num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --seq-length 256
 --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
