@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
@@ -39,26 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
     text = "what a choice saves: a table such as h200, a file that snip calibrate wrote, or flops; default: the run's"
     add_stored("--cost", metavar="NAME|FILE", help=text)
-    text = (
-        "write snip.sweep/1 instead of a map: solutions for POINTS budgets up to the highest reachable one; default: 41"
-    )
-    add("--sweep", type=int, nargs="?", const=41, metavar="POINTS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve and write the map, or the plan of a problem over phases. Returns 0. Raises SnipError (3 if infeasible)."""
-    from snip_megatron.solver import solve, sweep
-    from snip_megatron.solver.pareto import sweep_json
+    from snip_megatron.solver import solve
 
     check_folder("--out", args.out)
     problem, stored = _problem(args)
-    if problem.phases and args.sweep is not None:
-        raise SnipError(f"--sweep: {args.problem} has phases; that is for one map only")
-    options: dict[str, Any] = {"time_limit_s": args.time_limit, "solver": args.solver}
-    if args.sweep is not None:
-        deliver("--out", args.out, sweep_json(problem, sweep(problem, args.sweep, **options)))
-        return 0
-    solution = solve(problem, **options).met(str(args.problem))
+    solution = solve(problem, time_limit_s=args.time_limit, solver=args.solver).met(str(args.problem))
     if problem.phases:  # a plan, whose steps are counted from 0
         deliver("--out", args.out, solution.to_plan().to_json())
         return 0
@@ -89,9 +78,9 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
         return rebuild(stored, change, asked), stored
     else:
         problem = stored.problem()
-        planned = problem.phases and (asked is not None or args.sweep is not None)  # what is asked for is one map
-        if planned or (asked is not None and asked.timed != problem.budget.timed):
-            return rebuild(stored, change, asked), stored  # costs are FLOPs for fp4= budgets and seconds for the others
+        # Another budget asks for one map, and costs are FLOPs for fp4= budgets and seconds for the others.
+        if asked is not None and (problem.phases or asked.timed != problem.budget.timed):
+            return rebuild(stored, change, asked), stored
     return problem if asked is None else replace(problem, budget=asked), stored
 
 

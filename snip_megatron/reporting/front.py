@@ -18,7 +18,7 @@ POINTS = 17
 SECONDS = 10.0
 """Approximate limit of the solving time. Points that are not proven optimal by then are marked or left out."""
 MAX_BYTES = 32 << 20
-"""Size limit of a Problem file. ``snip solve --sweep`` draws the front of a larger one."""
+"""Size limit of a Problem file whose front is drawn."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def latest_front(
         step = max(files)
         content = read_file(files[step])
         if len(content) > MAX_BYTES:
-            raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB; draw it with snip solve --sweep")
+            raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB")
         problem = Problem.from_json(content, where=str(files[step]))
         if problem.phases:
             problem, updates = rebuild(Stored(run, step), Change(), None), ()

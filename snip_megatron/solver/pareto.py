@@ -1,8 +1,6 @@
-"""Solves a problem for a range of budgets (``snip solve --sweep``)."""
+"""Solves a problem for a range of budgets, as a report shows them."""
 
-import json
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,8 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution
 from snip_megatron.solver.table import Table
 
-SWEEP_SCHEMA = "snip.sweep/1"
-DEFAULT_POINTS = 41
 
-
-def sweep(problem: Problem, points: int = DEFAULT_POINTS, **options: Any) -> list[Solution]:
+def sweep(problem: Problem, points: int, **options: Any) -> list[Solution]:
     """Solve a problem at evenly spaced budgets of its kind, from the lowest useful to the highest reachable one.
 
     ``options`` are arguments of :func:`solve`. Raises SnipError if ``points`` is below 2, or nothing can be reached.
@@ -43,24 +38,6 @@ def _reachable(problem: Problem) -> tuple[float, float]:
     if fault.reachable is None:
         raise SnipError(f"nothing to sweep: {fault.why}", exit_code=3)
     return lowest, fault.reachable
-
-
-def sweep_json(problem: Problem, solutions: Sequence[Solution]) -> str:
-    """Return the text of a ``snip.sweep/1`` file: the figures of every point, and the share of the cost by format."""
-    cost = {item.id: item.cost for item in problem.items}
-    points = [
-        {
-            "budget": s.budget.value,
-            **{name: getattr(s, name) for name in ("status", "objective", "bound", "loss", "achieved")},
-            "speedup": s.finite_speedup,
-            "cost_share": cost_shares(s, cost),
-            "solve_seconds": s.solve_seconds,
-        }
-        for s in solutions
-    ]
-    kind = "target" if problem.budget.kind == "fp4" else problem.budget.kind
-    body = {"schema": SWEEP_SCHEMA, "kind": kind, "stage_tolerance": problem.stage_tolerance, "points": points}
-    return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 
 def cost_shares(solution: Solution, cost: dict[str, float]) -> dict[str, float]:

@@ -144,7 +144,5 @@ def test_phases_out_of_reach_and_misused(tmp_path: Path) -> None:
     path.write_text(json.dumps(phased(target=0.9, spent={"steps": 1200, "achieved": 0.25})))
     line = refused("solve", path, code=3)
     assert "the highest reachable target over the whole run is 0.4375 after 1200 steps at 0.25" in line
-    for points in (0, 3):
-        assert "has phases" in refused("solve", path, "--sweep", points)
     path.write_text(json.dumps(phased(phases=[{"steps": 0}])))
     assert "phases[0].steps: must be a number of steps from 1" in refused("solve", path)
