@@ -1,11 +1,14 @@
 """Mixtures of experts through the real entry, where the layouts' harness does not reach: of one expert, starved, and
-with the dispatchers, routings and recomputation that people train them with.
+with the dispatchers, routings and recomputation that people train them with. Other models and optimizers of the field
+beside them.
 """
 
+import json
 import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agreement import agree, worst_differences
@@ -106,7 +109,23 @@ DELTA = (
     " --linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 2"
     " --linear-num-value-heads 4"
 )
+_ATTENTION: list[dict[str, Any]] = [{}, {"replace_with_linear": True}, {}, {"no_op": True}]
+_MLPS: list[dict[str, Any]] = [{}, {}, {"no_op": True}, {"replace_with_linear": True}]
+_BLOCKS = [
+    {"attention": {"n_heads_in_group": None if own else 2, **own}, "ffn": {"ffn_hidden_size": 96, **mlp}}
+    for own, mlp in zip(_ATTENTION, _MLPS, strict=True)
+]
+_OF_BLOCKS = {
+    "hidden_act": "silu", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 10000,
+    "tie_word_embeddings": False, "rope_scaling": {"factor": 8.0}, "block_configs": _BLOCKS,
+}  # fmt: skip
+HETEROGENEOUS = (
+    f"--heterogeneous-layers-config-encoded-json {shlex.quote(json.dumps(_OF_BLOCKS))} --use-rope-scaling"
+    " --use-rotary-position-embeddings"
+)
 KINDS = {
+    "heterogeneous": f"{HETEROGENEOUS} {TP2}",
+    "muon": "--optimizer muon",
     "hybrid": f"{EXPERTS.replace(' --num-layers 2 --moe-layer-freq [0,1]', '')} {EP2} {SHARED} {DELTA}",
     "shared-overlapped": f"{EXPERTS} {EP2} {BESIDE}",
     "latent-recomputed": f"{LATENT} {EXPERTS} {EP2} {RECOMPUTED} mla_up_proj",
@@ -119,7 +138,7 @@ KINDS = {
     "recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} moe",
     "shared-recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} shared_experts mlp",
 }
-FAST = ("hybrid", "shared-overlapped", "latent-recomputed")
+FAST = ("heterogeneous", "muon", "hybrid", "shared-overlapped", "latent-recomputed")
 
 
 @pytest.mark.parametrize(

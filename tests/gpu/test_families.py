@@ -65,6 +65,7 @@ FAMILIES = {
     "delta_experts": f"{WHOLE} {DENSE} {DELTA} {EXPERTS} {SHARED} --moe-shared-expert-gate",
     "activations": f"{WHOLE} {DENSE} {EXPERTS} --fine-grained-activation-offloading --offload-modules qkv_linear"
     " core_attn attn_proj expert_fc1 moe_act --min-offloaded-tensor-size 1",
+    "layers_offloaded": f"{WHOLE} {DENSE} --cpu-offloading-num-layers 2",
     "offloaded": f"{WHOLE} {DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload"
     " --optimizer-offload-fraction 0.5",
 }
@@ -73,6 +74,7 @@ ON_TWO = {
     "experts_ep2": f"{FAMILIES['experts']} --expert-model-parallel-size 2",
     "tensor": f"{FAMILIES['dense']} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     " --tp-comm-bootstrap-backend nccl",
+    "pipeline": f"{WHOLE} {DENSE} --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
     "fsdp": f"--use-distributed-optimizer {FSDP} --no-gradient-accumulation-fusion {DENSE}",
     "fsdp_experts": f"--use-distributed-optimizer {FSDP} --no-gradient-accumulation-fusion {DENSE} {EXPERTS}"
     " --expert-model-parallel-size 2",
