@@ -46,7 +46,6 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
     command = [*SNIP, "report", "run", "--live", "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         url, tunnel = server.stdout.readline().split()[0], server.stdout.readline()
         with urllib.request.urlopen(url, timeout=60) as answer:
             page = gzip.decompress(answer.read()).decode()

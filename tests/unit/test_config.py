@@ -111,7 +111,6 @@ def test_arguments_that_are_valid_on_some_card_pass_before_the_card_is_known(arg
 
 def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
     line = dominated(Budget("fp4", 0.75), ("fp8", "fp4"), "hopper")
-    assert line is not None
     assert "fp8 everywhere" in line
     assert "--snip-budget loss=0.002 --snip-formats bf16,fp8,fp8_tensor" in line
     assert "for speed" not in (dominated(Budget("fp4", 0.75), ("fp8", "fp4"), "hopper", times=False) or "")
@@ -338,7 +337,6 @@ def test_a_schedule_is_static_auto_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     path.write_text('{"schema": "snip.schedule/1", "phases": [{"from": 0}, {"from": 0.9, "budget": "fp4=0.5"}]}')
     read = parse("--snip", "--snip-schedule", str(path)).phases
-    assert read is not None
     assert [phase.begin for phase in read.phases] == [0.0, 0.9]
     with pytest.raises(SnipError, match=r"phases\[1\].budget: fp4=0.5 cannot be combined with --snip-budget speedup="):
         parse("--snip", "--snip-schedule", str(path), "--snip-budget", "speedup=1.2")

@@ -23,14 +23,7 @@ from snip_megatron.planner.models import load_llama
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.records.readers import (
-    read_config,
-    read_events,
-    read_maps,
-    read_metrics,
-    read_scores,
-    replayed_maps,
-)
+from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores, replayed_maps
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import find_stored

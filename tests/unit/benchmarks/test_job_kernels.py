@@ -26,7 +26,6 @@ def test_a_step_is_summed_by_kind(tmp_path: Path) -> None:
     times = [(0.0, 500.0, "a"), (100.0, 200.0, "b"), (1500.0, 1600.0, "c"), (4600.0, 4700.0, "d"), (6700.0, 7e3, "c")]
     (tmp_path / FILE).write_text(json.dumps([rows, [*gaps_between(times), ("a", "c", 1.0)]]))
     found = summary(tmp_path)
-    assert found is not None
     assert found["ms"] == {"quantisation": 4.0, "gemm": 2.0, "other": 0.25}
     assert found["longest"][0] == {"kernel": "tile_kernel", "launches": 2, "ms": 4.0}
     assert found["idle"] == 7.0

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from snip_megatron.evaluation.results import Results
-from snip_megatron.evaluation.statistics import (
-    differences,
-    holm,
-    paired,
-    recovered,
-    rows,
-)
+from snip_megatron.evaluation.statistics import differences, holm, paired, recovered, rows
 from snip_megatron.evaluation.tables import markdown
 
 PLAN = {"kind": "from_warm", "budgets": [0.75], "validation": "map"}

@@ -39,18 +39,14 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     for quantity in QUANTITIES:
         for name in ("noise", CEILING):
             comparison = validation.of(quantity, name)
-            assert comparison is not None
             assert comparison.rho == pytest.approx(1.0)
     loss, pooled = validation.of("loss", "noise"), validation.of("drift: all", "noise")
-    assert loss is not None
-    assert pooled is not None
     assert (loss.options, pooled.options) == (16, 48)  # fprop only; all three GEMMs
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
 
 
 def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> None:
     table = table_with_truth()
-    assert table.truth is not None
     fc2 = [row.id.path == "mlp.linear_fc2" for row in table.linears]
     table.truth["loss"][fc2] *= 2.0
     kinds = {(each.kind, each.quantity): each for each in validate(table, "fp4", "run").kinds}
@@ -63,13 +59,11 @@ def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> No
 
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
     table = table_with_truth(0.3)
-    assert table.truth is not None
     drowned = np.zeros((16, 3, 2), dtype=bool)
     drowned[:8, FPROP] = True
     table.truth["floor"][drowned] = 1e6
     table.truth["drift"][drowned] = 0.0
     comparison = validate(table, "fp4", "run").of("drift: fprop", "noise")
-    assert comparison is not None
     assert (comparison.options, comparison.trusted) == (16, 8)
     assert comparison.trusted_rho != comparison.rho
 

@@ -14,15 +14,7 @@ from snip_command import refused, snip
 
 from snip_megatron.errors import SnipError
 from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
-from snip_megatron.precision import (
-    DENSE_LAYER,
-    Format,
-    Gemm,
-    LinearId,
-    PrecisionMap,
-    dense_names,
-    option_id,
-)
+from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, dense_names, option_id
 
 EXPECTED = {
     Format.BF16: (None, None),

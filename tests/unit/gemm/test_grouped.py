@@ -97,7 +97,6 @@ def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
 def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
     whole = torch.randn(3, 4, 8)
     found = stacked(list(whole.unbind(0)))
-    assert found is not None
     assert found.data_ptr() == whole.data_ptr()
     assert torch.equal(found, whole)
     for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):

@@ -59,7 +59,6 @@ def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, fo
     expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
     assert y.shape == (s, b, n)
     assert decibel(expected_y, y) > 120
-    assert x.grad is not None
     assert decibel(expected_d, x.grad) > 120
     assert decibel(expected_gw, main_grad) > 120
 
@@ -106,7 +105,6 @@ def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Form
     y, _ = linear(x)
     y.backward(g)
     assert y.shape == (0, 2, 96)
-    assert x.grad is not None
     assert x.grad.shape == (0, 2, 64)
     assert torch.equal(main_grad, torch.full((96, 64), 2.0))
 
@@ -122,7 +120,6 @@ def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext
     y = QuantizedLinear.apply(x, weight, None, call)  # type: ignore[no-untyped-call]
     assert y.shape == torch.nn.functional.linear(x, weight).shape
     y.sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == shape
 
 
@@ -232,7 +229,6 @@ def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, 
     handle.state.formats = (FP4, FP8, FP4)
     y.backward(g)
     _, expected_d, expected_gw = reference(x, linear.weight, g, (FP8, FP4, FP8), context)
-    assert x.grad is not None
     assert decibel(expected_d, x.grad) > 120
     assert decibel(expected_gw, main_grad) > 120
 
@@ -275,7 +271,6 @@ def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessG
         handle.state.backwards = backwards
         x.grad = None
         linear(x)[0].backward(g)
-        assert x.grad is not None
         return x.grad.clone(), linear.weight.grad
 
     variants = [
@@ -345,7 +340,6 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
     y = checkpoint(linear, x, use_reentrant=False)[0]
     y.backward(g)
     exact_y, exact_d, exact_gw = reference(x, linear.weight, g, ALL_BF16, context)
-    assert x.grad is not None
     assert decibel(exact_y, y) > 120
     assert decibel(exact_d, x.grad) > 120
     assert decibel(exact_gw, main_grad) > 120

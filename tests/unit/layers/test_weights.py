@@ -10,11 +10,7 @@ from linears import convert, operands, stock_linear
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import (
-    Format,
-    LinearRow,
-    PrecisionMap,
-)
+from snip_megatron.precision import Format, LinearRow, PrecisionMap
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4

@@ -11,11 +11,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
-from snip_megatron.precision import (
-    LinearId,
-    LinearRow,
-    dense_names,
-)
+from snip_megatron.precision import LinearId, LinearRow, dense_names
 
 
 def a_call() -> StepCall:

@@ -176,7 +176,6 @@ def test_the_optimizer_s_own_mean(name: str) -> None:
         trained.owner.step()
     update = trained.update_after(5)
     mean = update.mean()
-    assert mean is not None
     torch.testing.assert_close(mean, trained.mean.reshape(-1), rtol=1e-4, atol=1e-6)
     g = trained.random((N * K,), torch.float32)
     torch.testing.assert_close(gradient_of_a_step(g, update, 0.5), (g + mean) / 2)

@@ -41,5 +41,4 @@ def test_attention_logits_of_a_probe_do_not_clip_the_step() -> None:
     args = SimpleNamespace(seq_length=8, micro_batch_size=1)
     MegatronStep(call, args, ProbeGroups(None, None)).schedule([0])  # type: ignore[arg-type]
     assert fresh.current_max_attn_logits is None
-    assert used.current_max_attn_logits is not None
     assert used.current_max_attn_logits.tolist() == [1.0, 3.0]

@@ -63,7 +63,6 @@ def test_rates_are_relative_to_the_largest_and_cover_the_run_evenly() -> None:
 
 def test_the_carried_weights_of_a_run_follow_its_learning_rates() -> None:
     timeline = timeline_of(config(schedule="auto"), arguments(), SolveRequest(), LINEARS, scheduler(), 0)
-    assert timeline is not None
     weights = timeline.carried(0, (0, 25, 38, 45), STEPS)
     assert sum(weights) == pytest.approx(1.0)
     assert weights[3] < 0.01 < 0.5 < weights[0]  # the rate has fallen by then

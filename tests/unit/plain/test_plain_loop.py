@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[3]
 def load(name: str) -> Any:
     """Return a script of examples/ as a module."""
     spec = importlib.util.spec_from_file_location(f"{name}_example", ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -100,7 +98,6 @@ def test_an_update_leaves_weights_gradients_buffers_and_random_states_alone() ->
         model.get_buffer("counter").add_(1)
         return training.loss(3) + 0 * torch.rand(())
 
-    assert training.snip is not None
     assert training.snip.step(loss)
     assert torch.equal(torch.get_rng_state(), before[1])
     for name, value in model.state_dict().items():
@@ -111,7 +108,6 @@ def test_an_update_leaves_weights_gradients_buffers_and_random_states_alone() ->
 
 def test_an_update_on_a_loss_that_is_nan_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(budget="fp4=0.75", first_update=1, update_interval=2)
-    assert training.snip is not None
     training.run(range(3))
     assert training.snip.map.version == 1
     assert not training.snip.step(lambda: training.loss(3) * float("nan"))
@@ -124,7 +120,6 @@ def test_an_update_on_a_loss_that_is_nan_is_dropped(capsys: pytest.CaptureFixtur
 def test_an_update_without_a_gradient_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     """A loss mask may leave out all tokens of a batch: every option would score zero."""
     training = Training(budget="fp4=0.75", first_update=1, update_interval=2)
-    assert training.snip is not None
     training.run(range(1))
     assert not training.snip.step(lambda: 0.0 * training.loss(1))
     assert training.snip.map.version == 0
@@ -151,10 +146,8 @@ def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     for hook in hooks:
         hook.remove()
     gradients = [float(m.weight.grad.double().square().sum()) for m in linears]
-    assert training.snip is not None
     training.snip.step(lambda: training.loss(4))
     table = training.snip.table
-    assert table is not None
     count = len(linears)
     assert [row.id.path for row in table.linears] == ["qkv", "proj", "up", "down"] * 3
     assert [row.role for row in table.linears] == ["reads", "writes"] * 6
@@ -179,7 +172,6 @@ def test_a_resumed_loop_is_bitwise_the_uninterrupted_one() -> None:
     losses = whole.run(range(12))
     first = Training(**options)
     first.run(range(6))
-    assert first.snip is not None
     saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.snip.state_dict()))
     second = Training(**options)
     assert second.snip is not None
@@ -195,7 +187,6 @@ def test_sgd_of_bf16_weights_accumulates_gradients() -> None:
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
     training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2)
     training.run(range(3))
-    assert training.snip.table is not None
     assert training.snip.table.drift2.all()
     assert training.snip.map.version == 1
 
@@ -205,7 +196,6 @@ def test_embeddings_may_be_frozen() -> None:
     tables = []
     for frozen in (False, True):
         training = Training(first_update=0, update_interval=100, estimator="fisher")
-        assert training.snip is not None
         if frozen:
             training.model.tokens.requires_grad_(False)
             training.model.positions.requires_grad_(False)
@@ -220,9 +210,7 @@ def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
     """As with ``policy="bf16"``, to stop quantising."""
     first = Training(budget="fp4=0.75", first_update=1, update_interval=100)
     first.run(range(3))
-    assert first.snip is not None
     resumed = Training(policy="bf16")
-    assert resumed.snip is not None
     resumed.snip.load_state_dict(first.snip.state_dict())
     assert {fmt for handle in resumed.snip.registry for fmt in handle.formats} == {Format.BF16}
     assert resumed.snip.state_dict()["steps"] == 3
@@ -233,7 +221,6 @@ def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
 )
 def test_a_state_of_something_else_is_one_line(state: Any) -> None:
     training = Training(first_update=1, update_interval=100)
-    assert training.snip is not None
     with pytest.raises(SnipError, match="SNIP's state: "):
         training.snip.load_state_dict(state)
     assert training.snip.state_dict()["steps"] == 0
@@ -247,7 +234,6 @@ def test_autocast_quantises_in_its_dtype() -> None:
     assert found.dtype is torch.float32  # the residual stream, as without SNIP
     quantised.backward()
     grad = training.model.blocks[0].qkv.weight.grad
-    assert grad is not None
     assert grad.dtype is torch.float32
     plain = Training()
     with torch.autocast("cpu", torch.bfloat16):
@@ -316,7 +302,6 @@ def test_attention_beside_the_mlp_is_one_branch() -> None:
     training.run(range(1))
     places = {row.id.path: (row.sub_block, row.role) for row in training.snip.registry.rows if row.id.layer == 1}
     assert places == {"qkv": (1, "reads"), "proj": (1, "between"), "up": (1, "reads"), "down": (1, "writes")}
-    assert training.snip.table is not None
     assert training.snip.table.boundary["branch_h2"][:2].all()
     assert training.snip.map.version == 1
 
@@ -365,7 +350,6 @@ def test_maps_over_time_are_refused(options: dict[str, str]) -> None:
 def test_a_block_that_runs_twice_is_refused_and_the_model_stays_whole() -> None:
     training = Training(first_update=1, update_interval=10)
     training.run(range(1))
-    assert training.snip is not None
     with pytest.raises(SnipError, match="sub-block 0 ran 2 times forward"):
         training.snip.step(lambda: training.loss(1) + training.loss(2))
     assert not training.snip.registry.context.probing

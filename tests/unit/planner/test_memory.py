@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import (
-    layer_activations,
-    saved_input,
-    stage_memory,
-)
+from snip_megatron.planner.memory import layer_activations, saved_input, stage_memory
 from snip_megatron.planner.models import Llama
 from snip_megatron.precision import Format
 from snip_megatron.timing.shapes import Formats

@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snip_megatron.precision import Format
-from snip_megatron.quantization.wire import (
-    bytes_per_element,
-    pack_fp4,
-    unpack_fp4,
-)
+from snip_megatron.quantization.wire import bytes_per_element, pack_fp4, unpack_fp4
 
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 

@@ -9,14 +9,7 @@ from small_runs import CONFIG, FC1, new_run, recorded_run, strict_json
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.records.readers import (
-    read_config,
-    read_events,
-    read_maps,
-    read_metrics,
-    read_plans,
-    read_scores,
-)
+from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_plans, read_scores
 from snip_megatron.records.run_data import load_run
 
 

@@ -164,5 +164,4 @@ def test_an_update_of_phases_is_solved_again_for_one_map(tmp_path: Path) -> None
     other = rebuild(update, Change({"policy": "fisher"}), Budget("fp4", 0.7))
     assert (other.phases, other.budget) == ((), Budget("fp4", 0.7))
     front = latest_front(path, [], [], points=3)
-    assert front is not None
     assert [point.x for point in front.points] == pytest.approx([0, 0.5, 1], abs=0.03)

@@ -48,7 +48,6 @@ def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole: Path) -
     unreadable: list[str] = []
     front = latest_front(whole, run.updates, unreadable)
     assert unreadable == []
-    assert front is not None
     assert (front.step, front.share, front.asked) == (LAST, True, Budget("fp4", 0.75))
     assert len(front.points) == 17
     assert all(p.proven for p in front.points)
@@ -61,7 +60,6 @@ def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole: Path) -
     own = next(p for p in front.points if p.x == pytest.approx(0.75))
     assert front.chosen == pytest.approx((own.x, own.loss))
     figure = front_figure(front)
-    assert figure is not None
     assert [trace["name"] for trace in figure["data"]] == ["least loss of any map", "asked", "the run's map"]
     assert figure["layout"]["shapes"][0]["x0"] == 0.75
 
@@ -76,7 +74,6 @@ def test_time_and_loss_budgets_share_an_axis_of_speedup(tmp_path: Path, budget: 
         Update(1, version=2, speedup=own.speedup, loss=own.loss),
     ]
     front = latest_front(run, updates, [], points=5)
-    assert front is not None
     assert (front.step, front.share, front.asked) == (1, False, budget)
     assert front.points[0].x == 1.0
     assert front.points[-1].x == pytest.approx(2.0)
@@ -84,7 +81,6 @@ def test_time_and_loss_budgets_share_an_axis_of_speedup(tmp_path: Path, budget: 
     # No point of the front is both faster and better than the run's own.
     assert all(p.x <= own.speedup * (1 + 1e-4) or p.loss >= own.loss * (1 - 1e-4) for p in front.points)
     figure = front_figure(front)
-    assert figure is not None
     line = figure["layout"]["shapes"][0]
     assert (line["y0"] if budget.kind == "loss" else line["x0"]) == budget.value
 

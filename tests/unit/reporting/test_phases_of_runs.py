@@ -51,7 +51,6 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
     synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0))
     run = load_run(path)
     view = phase_view(run)
-    assert view is not None
     assert [(phase.begin, phase.steps, when) for phase, when, _ in view.rows] == [
         (15, 35, "over"), (50, 40, "in force"), (90, 30, "to come"),
     ]  # fmt: skip
@@ -79,7 +78,6 @@ def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path)
     assert spans(run)[-1] == (50, 55, 2)
     assert remaining_phases(run) == []
     view = phase_view(run)
-    assert view is not None
     assert view.expected is None
 
 
@@ -115,7 +113,6 @@ def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
 def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: Path) -> None:
     synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
     worth = summarise(adopted(timed_run, FAST))
-    assert worth.saved_s is not None
     assert worth.assumes == "the plan is followed"
     # 0.5 s were measured where a third of the step was predicted; SLOW is predicted to save half as much
     assert worth.saved_run_s == pytest.approx(worth.saved_s + 380 * 0.5 + 500 * 0.25)

@@ -59,9 +59,7 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
 def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
     worth = a_run(tmp_path, config={"q": "split"})
     adoption = load_run(tmp_path / "run").adoptions[-1]
-    assert adoption.precision_map is not None
     assert adoption.precision_map.objective is not None
-    assert worth.loss is not None
     assert (worth.loss.version, worth.loss.backward) == (1, True)
     assert worth.loss.nats == pytest.approx(adoption.precision_map.objective)
     assert worth.loss.low == pytest.approx(TRUE_OVER_PREDICTED[0] * worth.loss.nats)
@@ -95,13 +93,10 @@ def test_the_page_says_what_stays_in_bf16(tmp_path: Path) -> None:
 def test_scores_that_are_no_losses_count_with_their_fprops_alone(tmp_path: Path) -> None:
     worth = a_run(tmp_path, config={"q": "paper"})
     adoption = load_run(tmp_path / "run").adoptions[-1]
-    assert adoption.scores is not None
-    assert adoption.precision_map is not None
     wanted = 0.0
     for linear in synthetic_run.LINEARS:
         key = option_id(linear, Gemm.FPROP)
         wanted += adoption.scores[key][adoption.precision_map.choices[key].value]["delta_loss"]
-    assert worth.loss is not None
     assert (worth.loss.backward, worth.loss.nats) == (False, pytest.approx(wanted))
     assert "without the formats of dgrad and wgrad" in "\n".join(lines(worth))
 
@@ -136,7 +131,6 @@ def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     worth = summarise(load_run(path))
-    assert worth.loss is not None
     assert worth.loss.steps == pytest.approx(worth.loss.nats / 1e-6, rel=1e-3)
     assert worth.verdict == "no"
     assert "the predicted rise of the loss costs more training time than was saved" in worth.warnings[0]
@@ -145,7 +139,6 @@ def test_a_loss_that_costs_more_than_was_saved(tmp_path: Path) -> None:
         row["loss"] += 0.01  # the fall is there, but its noise is larger
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     noisy = summarise(load_run(path)).loss
-    assert noisy is not None
     assert noisy.steps is None
 
 
@@ -220,7 +213,6 @@ def test_validation_in_both_formats_is_named(
         for step, formats, loss in validations:
             run.event(step, "validation", formats=formats, loss=loss)
     worth = summarise(load_run(path))
-    assert worth.loss is not None
     assert worth.loss.measured == measured
     said = "the last validation differs by +0.12 between the map's formats and bf16"
     assert (said in "\n".join(lines(worth))) == (measured is not None)

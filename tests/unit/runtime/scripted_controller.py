@@ -12,13 +12,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.precision import (
-    Format,
-    LinearId,
-    LinearRow,
-    PrecisionMap,
-    dense_names,
-)
+from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap, dense_names
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import Decision, MapChannel

@@ -48,7 +48,6 @@ def test_an_update_asks_for_the_phases_that_remain_with_what_will_be_spent() -> 
     run = Run(script, timeline=phased(), update_interval=6)
     run.steps(0, 20)
     first, second, _ = script.phases
-    assert first is not None
     assert (first.begins, first.steps, first.budgets) == ((4, 10), (6, 10), (None, 0.25))
     assert first.change == (None, ("*:fprop",))
     assert (first.standing, first.carried) == ((0.0, 1.0), (0.3, 0.5))
@@ -111,7 +110,6 @@ def test_a_warm_checkpoint_s_steps_do_not_count() -> None:
     script = Script({1: [planned(1, 1020, at_1004=FP4, at_1010=FP8)]})
     run = Run(script, timeline=phased(last=1020), first_update=1002, update_interval=100)
     run.steps(1000, 1012)
-    assert script.phases[0] is not None
     assert script.phases[0].begins == (1004, 1010)
     assert run.controller.state.spent == BudgetSpent(1000, 12, shares=6.0, times=12.0, last=1020)
 
@@ -182,7 +180,6 @@ def test_a_late_policy_whose_end_moves_after_the_switch_counts_what_was_spent() 
     rest.steps(19, 40)
     assert [rest.formats[s] for s in (19, 36, 37, 39)] == [FP4, FP4, FP8, FP8]
     spent = rest.controller.state.spent
-    assert spent is not None
     assert spent.average(timed=False) == pytest.approx(0.9)
 
 

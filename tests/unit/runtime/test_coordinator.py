@@ -12,11 +12,7 @@ from scripted_controller import table
 from sidecar.jobs import make_job, wait_until
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.precision import (
-    Format,
-    PrecisionMap,
-    dense_names,
-)
+from snip_megatron.precision import Format, PrecisionMap, dense_names
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_data import load_run
@@ -43,7 +39,6 @@ def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsy
     run = RunDirectory(tmp_path, {}, overwrite=False, resume_step=None)
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True), SolveRequest(), (), None, run)
     sidecar = coordinator._sidecar
-    assert sidecar is not None
     wait_until(lambda: sidecar.pid)
     os.kill(sidecar.pid or 0, signal.SIGKILL)
     sidecar.submit(make_job())
@@ -69,7 +64,6 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     coordinator.submit(8, measured, version=2)
     decision = coordinator.decision(12, version=2)
     coordinator.close()
-    assert decision.precision_map is not None
     assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
 
 

@@ -12,8 +12,6 @@ from snip_megatron.records.run_directory import RunDirectory
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "demo_summary.py"
 specification = importlib.util.spec_from_file_location("demo_summary", SCRIPT)
-assert specification is not None
-assert specification.loader is not None
 demo_summary = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(demo_summary)
 

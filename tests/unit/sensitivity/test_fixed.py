@@ -2,14 +2,7 @@
 
 import pytest
 
-from snip_megatron.precision import (
-    Format,
-    Gemm,
-    LinearId,
-    PrecisionMap,
-    dense_names,
-    misplaced,
-)
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, dense_names, misplaced
 from snip_megatron.sensitivity.fixed import FIXED, fixed_map, formats_of
 from snip_megatron.sensitivity.policies import POLICIES
 

@@ -8,10 +8,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.fixed import fixed_map
-from snip_megatron.sensitivity.policies import (
-    divergences,
-    policy_scores,
-)
+from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
@@ -91,7 +88,6 @@ def test_experts_are_protected_like_the_mlp_in_whose_place_they_are() -> None:
 @pytest.mark.parametrize(("policy", "fmt"), [("uniform-fp8", "fp8"), ("uniform-fp4", "fp4"), ("bf16", "bf16")])
 def test_fixed_policies_choose_nothing(policy: str, fmt: str) -> None:
     fixed = fixed_map(policy, NAMES)
-    assert fixed is not None
     assert {fixed.format_of(n, g) for n in NAMES for g in Gemm} == {Format(fmt)}
     with pytest.raises(SnipError, match=f"{policy} fixes the map"):
         scores_of(make_table(), policy=policy)

@@ -312,8 +312,6 @@ def test_an_unreachable_average_says_what_is_reachable() -> None:
         problem = replace(problem, phases=tuple(Phase(p.steps) for p in problem.phases))
         asked = replace(problem, budget=replace(problem.budget, value=0.99 if kind == "fp4" else 1e3))
         fault = solve(asked).fault
-        assert fault is not None
-        assert fault.reachable is not None
         reached = replace(problem, budget=replace(problem.budget, value=fault.reachable))
         assert solve(reached).status in ("optimal", "feasible")
         beyond = replace(problem, budget=replace(problem.budget, value=fault.reachable * (1 + 1e-6)))

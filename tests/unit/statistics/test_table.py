@@ -11,9 +11,7 @@ import pytest
 from sensitivity.synthetic import make_table, with_experts
 
 from snip_megatron.errors import SnipError
-from snip_megatron.statistics.table import (
-    StatisticsTable,
-)
+from snip_megatron.statistics.table import StatisticsTable
 
 
 def table() -> StatisticsTable:

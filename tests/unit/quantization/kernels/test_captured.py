@@ -22,8 +22,6 @@ def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(found: Operand | None, expected: Operand | None) -> None:
-    assert found is not None
-    assert expected is not None
     assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
     assert torch.equal(found.scale, expected.scale)
 

@@ -12,12 +12,7 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.models import Llama
-from snip_megatron.precision import (
-    DENSE_LAYER,
-    Format,
-    LinearId,
-    LinearRow,
-)
+from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
 from snip_megatron.statistics.boundaries import TokenShard
