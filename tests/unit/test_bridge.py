@@ -72,24 +72,6 @@ def test_events_exist(bridge: Any) -> None:
     assert "total_loss_dict" in {field.name for field in dataclasses.fields(callbacks.CallbackContext)}
 
 
-def test_configuration_has_the_names_that_are_read(bridge: Any) -> None:
-    config = importlib.import_module("megatron.bridge.training.config")
-    provider = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
-    assert "hook" in inspect.signature(provider.register_pre_wrap_hook).parameters
-
-    def names(kind: type) -> set[str]:
-        return {field.name for field in dataclasses.fields(kind)}
-
-    parts = {"model", "optimizer", "ddp", "train", "validation", "checkpoint", "dist"}
-    assert parts <= names(config.ConfigContainer)
-    assert {"num_query_groups", "gated_linear_unit", "should_pad_vocab", "transformer_layer_spec"} <= names(provider)
-    assert {"load", "save", "finetune", "ckpt_step"} <= names(config.CheckpointConfig)
-    assert {"use_megatron_fsdp", "use_torch_fsdp2"} <= names(config.DistributedInitConfig)
-    assert {"global_batch_size", "micro_batch_size"} <= names(config.TrainingConfig)
-    assert "grad_reduce_in_fp32" in names(config.DistributedDataParallelConfig)
-    assert {"optimizer", "clip_grad"} <= names(config.OptimizerConfig)
-
-
 def test_the_example_trains(bridge: Any, tmp_path: Path) -> None:
     """A real job of Bridge's on one rank over gloo: its model is converted, and a map is adopted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(EXAMPLE)]

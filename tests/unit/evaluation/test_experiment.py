@@ -175,25 +175,17 @@ def test_the_name_is_that_of_the_file_and_text_that_is_no_json_is_refused(tmp_pa
         load_experiment(tmp_path / "e.json")
 
 
-def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(tmp_path: Path) -> None:
+def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(prepared: Path) -> None:
     with pytest.raises(SnipError, match="holds no prepared text; make it with: snip prepare-data --tokenizer bytes"):
-        load_data(tmp_path, "bytes")
-    manifest = {
-        "schema": "snip.data/1",
-        "files_sha256": {"train.bin": "1", "valid.bin": "2"},
-        "tokenizer": {"type": "bpe"},
-        "train": {"tokens": 5},
-        "valid": {"tokens": 2},
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(SnipError, match="its tokenizer is bpe, the experiment wants bytes"):
-        load_data(tmp_path, "bytes")
-    assert load_data(tmp_path, "bpe").tokens == 5
-    without: dict[str, Any] = {**manifest, "files_sha256": {"train.bin": "1"}, "valid": None}
-    (tmp_path / "manifest.json").write_text(json.dumps(without))
-    with pytest.raises(SnipError, match="has no hold-out for validation; make it with"):
-        load_data(tmp_path, "bpe")
-    manifest["files_sha256"] = {"valid.bin": "1"}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(SnipError, match=r"manifest\.json cannot be used"):
-        load_data(tmp_path, "bpe")
+        load_data(prepared.parent, "bytes")
+    with pytest.raises(SnipError, match="its tokenizer is bytes, the experiment wants bpe"):
+        load_data(prepared, "bpe")
+    assert load_data(prepared, "bytes").tokens == 1000
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    for change, words in (
+        ({"files_sha256": {"train.bin": "1"}, "valid": None}, "has no hold-out for validation; make it with"),
+        ({"files_sha256": {"valid.bin": "1"}}, r"manifest\.json cannot be used"),
+    ):
+        (prepared / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(SnipError, match=words):
+            load_data(prepared, "bytes")

@@ -158,7 +158,6 @@ def test_stochastic_rounding_is_reproducible_and_unbiased(fmt: str) -> None:
         assert (error[~saturated].sum() / standard.square().sum().sqrt()).abs().item() < 4
 
 
-# Signal to quantisation noise of normal numbers in dB, (tile, block), as measured on 2026-11-21.
 @every_format
 @pytest.mark.parametrize("block", [False, True])
 def test_quantize_holds_element_values_and_scales(fmt: str, block: bool) -> None:

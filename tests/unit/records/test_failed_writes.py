@@ -2,16 +2,14 @@
 
 import errno
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from small_runs import CONFIG, FC1, new_run, strict_json
+from small_runs import FC1, new_run, strict_json
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records import storage
-from snip_megatron.records.readers import read_events, read_maps, read_metrics
-from snip_megatron.records.run_data import load_run
+from snip_megatron.records.readers import read_maps, read_metrics
 
 
 class FullDisk:
@@ -50,22 +48,6 @@ def test_full_disk_warns_once_keeps_order_and_recovers(tmp_path, monkeypatch, ca
     assert [m["step"] for m in read_metrics(tmp_path)] == list(range(21))
     assert run.writer.lost == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_removed_directory_comes_back_with_what_follows(tmp_path):
-    with new_run(tmp_path / "run") as run:
-        run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
-        run.event(0, "adopt", version=1)
-        shutil.rmtree(tmp_path / "run")
-        for step in (1, 2):
-            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
-            run.event(step, "adopt", version=1)
-    assert [m["step"] for m in read_metrics(tmp_path / "run")] == [1, 2]
-    assert [e["step"] for e in read_events(tmp_path / "run")] == [1, 2]
-    assert run.writer.failures == run.writer.lost == 0
-    # Reports read it, and the job resumes in it.
-    assert load_run(tmp_path / "run").config == CONFIG
-    new_run(tmp_path / "run", resume_step=2).close()
 
 
 def test_two_writers_of_one_file_leave_one_of_their_files(tmp_path):

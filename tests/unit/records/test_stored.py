@@ -23,6 +23,8 @@ from snip_megatron.timing.shapes import LinearShape
 STEPS = (10, 30)
 MEASURED = ("fp8", "fp8_tensor", "fp4")
 LINEAR_SHAPES = {kind: LinearShape(256, *SHAPES[kind], microbatches=2) for kind in DENSE_LAYER}
+TIMED = ("bf16", "fp8", "fp8_tensor")
+TIMES = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in TIMED])
 
 
 def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:
@@ -46,9 +48,7 @@ def share(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def timed(tmp_path: Path) -> Path:
-    formats = ("bf16", "fp8", "fp8_tensor")
-    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
-    return write_run(tmp_path / "timed", SolveRequest(formats=formats, budget=Budget("speedup", 1.5), times=times))
+    return write_run(tmp_path / "timed", SolveRequest(formats=TIMED, budget=Budget("speedup", 1.5), times=TIMES))
 
 
 def stored(run: Path, step: int | None = None) -> Stored:
@@ -95,9 +95,7 @@ def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
 
 
 def test_a_share_of_a_run_without_a_four_bit_format_is_refused(tmp_path: Path) -> None:
-    formats = ("bf16", "fp8", "fp8_tensor")
-    times = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in formats])
-    run = write_run(tmp_path / "run", SolveRequest(formats=formats, budget=Budget("loss", 0.002), times=times))
+    run = write_run(tmp_path / "run", SolveRequest(formats=TIMED, budget=Budget("loss", 0.002), times=TIMES))
     with pytest.raises(SnipError, match=r"run: fp8,fp8_tensor: none has four bits, so --budget fp4=0.5 cannot be"):
         rebuild(stored(run), Change(), Budget("fp4", 0.5))
 
@@ -105,7 +103,7 @@ def test_a_share_of_a_run_without_a_four_bit_format_is_refused(tmp_path: Path) -
 def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
     request = SolveRequest(budget=Budget("fp4", 0.3), unquantised_stage_flops={0: 1e12, 1: 1e12})
     run = write_run(tmp_path / "experts", request)
-    change = Change({"formats": ("bf16", "fp8", "fp8_tensor")}, cost="h200")
+    change = Change({"formats": TIMED}, cost="h200")
     with pytest.raises(SnipError, match="times of its linears that stay bf16 are not predicted"):
         rebuild(stored(run), change, Budget("speedup", 1.4))
     assert rebuild(stored(run), Change(), Budget("fp4", 0.2)).budget.value == 0.2

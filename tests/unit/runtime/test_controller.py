@@ -4,8 +4,7 @@ import pytest
 from scripted_controller import LATE, LOST, NAMES, Run, Script, SlowKernels, a_map, measured, ready, table
 
 from snip_megatron.layers.context import ALL_BF16
-from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.controller import fp4_fraction
+from snip_megatron.precision import Format
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -141,13 +140,3 @@ def test_a_replay_that_begins_later_has_the_map_that_was_in_force(restored: Cont
     run.steps(5, 9)
     assert run.script.of("adopt") == [5, 7]
     assert [run.formats[s] for s in (5, 6, 7)] == [Format.FP4, Format.FP4, Format.FP8]
-
-
-# -- the share -------------------------------------------------------------------------------------------------
-def test_fp4_fraction_weighs_by_flops_and_counts_all_formats_of_four_bits() -> None:
-    flops = {"decoder.layers.0.mlp.linear_fc1": 3.0, "decoder.layers.0.mlp.linear_fc2": 1.0}
-    fc1, fc2 = flops
-    assert fp4_fraction(PrecisionMap(choices={f"{fc1}:fprop": Format.FP4}), flops) == 3 / 12
-    mixed = {fc2: Format.NVFP4, f"{fc2}:dgrad": Format.FP8, f"{fc1}:wgrad": Format.MXFP4}
-    assert fp4_fraction(PrecisionMap(choices=mixed), flops) == pytest.approx((2 * 1 + 3) / 12)
-    assert fp4_fraction(PrecisionMap(choices={}), {}) == 0.0
