@@ -12,21 +12,21 @@ from typing import Any
 import psutil
 import pytest
 from signals import heeding
-from snip_command import ROOT, SNIP, snip_alone
+from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
 NANO = ROOT / "benchmarks/quality/experiments" / "nano.json"
 TEXT = ROOT / "snip_megatron"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
 
 
-def snip(*arguments: object) -> subprocess.CompletedProcess[str]:
+def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
     return snip_alone(*arguments, SNIP_COMMIT="c0ffee")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compare") / "data"
-    made = snip("prepare-data", TEXT, "--glob", "*.py", "--tokenizer", "bytes", "--holdout", "0.2", "--output", folder)
+    made = alone("prepare-data", TEXT, "--glob", "*.py", "--tokenizer", "bytes", "--holdout", "0.2", "--output", folder)
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -63,11 +63,9 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
     assert [run["status"] for run in results(first)["runs"]] == ["done"]
     kept = results(first)["runs"][0]
 
-    refused = snip(*arguments, "--out", first)
-    assert refused.returncode == 2
-    assert "add --resume to go on from it" in refused.stderr
+    assert "add --resume to go on from it" in refused(*arguments, "--out", first)
 
-    resumed = snip(*arguments, "--out", first, "--resume", "--per-gpu", "2")
+    resumed = alone(*arguments, "--out", first, "--resume", "--per-gpu", "2")
     assert resumed.returncode == 0, resumed.stderr
     assert kept in results(first)["runs"]
     assert "warm checkpoint" not in resumed.stderr  # it was there
@@ -80,7 +78,7 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
     assert 0.4 < average < 0.75  # bf16 in the first two of six steps
     assert f"| 75 % | snip | {average:.3f} |" in (first / "nano.md").read_text()
 
-    nothing_to_do = snip(*arguments, "--out", first, "--resume")
+    nothing_to_do = alone(*arguments, "--out", first, "--resume")
     assert nothing_to_do.returncode == 0
     assert nothing_to_do.stdout.strip() == (first / "nano.md").read_text().strip()
 
@@ -95,21 +93,24 @@ def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     experiment = tmp_path / "ranks.json"
     experiment.write_text(json.dumps(body))
     out = tmp_path / "out"
-    done = snip("compare", experiment, "--data", data, "--gpus", "0", "--out", out)
+    done = alone("compare", experiment, "--data", data, "--gpus", "0", "--out", out)
     assert done.returncode == 0, done.stderr
     (run,) = results(out)["runs"]
     assert (run["label"], run["status"]) == ("sums in fp8", "done")
     assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
 
-    shown = snip("compare", experiment, "--data", data, "--dry-run").stdout
-    assert shown.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 1
+    assert (
+        snip("compare", experiment, "--data", data, "--dry-run").stdout.count(
+            "torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt"
+        )
+        == 1
+    )
     body |= {"name": "one"}
     body["training"] |= {"ranks": 1, "arguments": []}
     one = tmp_path / "one.json"
     one.write_text(json.dumps(body))
-    mixed = snip("compare", experiment, one, "--data", data, "--gpus", "0", "--out", tmp_path / "mixed")
-    assert mixed.returncode == 2
-    assert mixed.stderr == "snip compare: training.ranks: 1, 2: compare these experiments one by one\n"
+    mixed = ("compare", experiment, one, "--data", data, "--gpus", "0", "--out", tmp_path / "mixed")
+    assert refused(*mixed) == "training.ranks: 1, 2: compare these experiments one by one"
 
 
 def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
 
 def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, work: Path, tmp_path: Path) -> None:
     arguments = ("--data", data, "--work", work, "--out", tmp_path, "--probe-microbatches", "1")
-    done = snip("validate-proxy", NANO, *arguments, "--gpus", "0")
+    done = alone("validate-proxy", NANO, *arguments, "--gpus", "0")
     assert done.returncode == 0, done.stderr
     early, validation = json.loads((tmp_path / "proxy.json").read_text())["validations"]
     assert early["step"] == 5

@@ -43,21 +43,22 @@ class _NotANumber(GemmBackend):
         return super().multiply(gemm, a, b, dtype, out) * float("nan")
 
 
-def test_wrong_numbers_fail(monkeypatch):
-    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(_NotANumber(), "under test"))
-    found = [check for check in hardware.check_backends() if check.name == "auto"]
-    assert found[0].status is Status.FAIL
-    assert "fp4 gives a signal to noise ratio of nan dB in fprop" in found[0].found
-
-
 class _WithoutCompiler(GemmBackend):
+    """Triton compiles when the first kernel runs, which raises anything."""
+
     def quantize(self, x, spec, cached=None):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
 
-def test_a_backend_that_raises_fails(monkeypatch):
-    """Triton compiles when the first kernel runs, which raises anything."""
-    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(_WithoutCompiler(), "under test"))
-    found = next(check for check in hardware.check_backends() if check.name == "auto")
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (_NotANumber(), "fp4 gives a signal to noise ratio of nan dB in fprop"),
+        (_WithoutCompiler(), "fp8 fails (RuntimeError: Failed to find C compiler.) on this device"),
+    ],
+)
+def test_wrong_numbers_and_failures_fail(monkeypatch, backend, said):
+    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(backend, "under test"))
+    (found,) = [check for check in hardware.check_backends() if check.name == "auto"]
     assert found.status is Status.FAIL
-    assert "fp8 fails (RuntimeError: Failed to find C compiler.) on this device" in found.found
+    assert said in found.found

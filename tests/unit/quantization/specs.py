@@ -1,4 +1,4 @@
-"""How a matrix is quantised, in the names of formats."""
+"""A matrix, and how it is quantised in the names of formats."""
 
 from typing import Any
 
@@ -21,3 +21,10 @@ def spec(
     formats = (None if name is None else Format(name) for name in (row, col))
     keys = GradientKeys(row_seed, col_seed, cols, first_row, paired=cols is None)
     return OperandSpec(*formats, keys=None if row_seed is col_seed is None else keys, **more)
+
+
+def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """bf16, with rows of very different size."""
+    generator = torch.Generator().manual_seed(rows + cols + seed)
+    spread = torch.randn(rows, 1, generator=generator).mul(3).exp()
+    return (torch.randn(rows, cols, generator=generator) * spread).bfloat16()

@@ -8,16 +8,10 @@ from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 
 from . import oracle
-from .specs import spec
+from .specs import matrix, spec
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor")
 FOLDED = ("nvfp4", "mxfp4", "mxfp8")
-
-
-def matrix(rows: int, cols: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows + cols)
-    spread = torch.randn(rows, 1, generator=generator).mul(3).exp()
-    return (torch.randn(rows, cols, generator=generator) * spread).bfloat16()
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -6,14 +6,9 @@ import torch
 from snip_megatron.quantization import fake_quantize
 from snip_megatron.quantization.packed import quantize_operands
 
-from .specs import spec
+from .specs import matrix, spec
 
 SHAPES = [(256, 384), (200, 300), (1, 1), (129, 128)]
-
-
-def matrix(rows: int, cols: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows * 1000 + cols)
-    return (torch.randn(rows, cols, generator=generator) * torch.rand(rows, 1, generator=generator)).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -11,14 +11,10 @@ from snip_megatron.quantization.device_keys import DeviceKeys, Identity, advance
 from snip_megatron.quantization.operands import CachedPair, OperandPair
 from snip_megatron.quantization.packed import Operand
 
-from ..specs import spec
+from ..specs import matrix, spec
 from .interpreter import Quantizers
 
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
-
-
-def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def same(found: Operand | None, expected: Operand | None) -> None:
