@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
@@ -14,7 +14,7 @@ from snip_megatron.errors import SnipError, plain_arguments
 from snip_megatron.records.storage import check_folder, deliver
 
 if TYPE_CHECKING:
-    from snip_megatron.records.stored import Change, Stored
+    from snip_megatron.records.stored import Stored
     from snip_megatron.solver import Problem
 
 _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stored = stored.add_argument
     add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
     add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
-    text = "what a choice saves: a table such as h200, a file that snip calibrate wrote, or flops; default: the run's"
-    add_stored("--cost", metavar="NAME|FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +67,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
         if change or is_statistics(args.problem):
-            what = "--policy, --cost and the like" if change else "statistics"
+            what = "--policy and the like" if change else "statistics"
             raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
         problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
         if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
@@ -84,14 +82,11 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     return problem if asked is None else replace(problem, budget=asked), stored
 
 
-def _change(args: argparse.Namespace) -> Change:
-    """Return how the arguments change the run's own request."""
-    from snip_megatron.records.stored import Change
-
+def _change(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the run's own request that the arguments replace."""
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
-    fields = {name: value for name, value in given.items() if name != "pin"}
     if "pin" in given:
-        fields["pins"] = parse_pins(given["pin"])
+        given["pins"] = parse_pins(given.pop("pin"))
     if "stage_tolerance" in given:
-        fields["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
-    return Change(fields, args.cost)
+        given["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
+    return given

@@ -3,7 +3,7 @@
 import argparse
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from snip_megatron.gemm import EMULATIONS
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
-from snip_megatron.megatron.step_costs import layout_of, option_times
+from snip_megatron.megatron.step_costs import option_times
 from snip_megatron.precision import LinearRow
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
@@ -80,18 +80,9 @@ def open_run_directory(
         "linear_stages": {row.name: row.stage for row in linears.covered},
         "stays_bf16": list(stays),
         "unquantised_flops": {str(stage): flops for stage, flops in linears.left_flops.items()},
-        "linear_shapes": _linear_shapes(config, args, linears.covered),
     }
     resume = step if args.load or step > 0 else None
     return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
-
-
-def _linear_shapes(
-    config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow]
-) -> dict[str, dict[str, Any]]:
-    """Return the shapes with which later solves predict times: by path in the layer, or by name if they differ."""
-    layout = layout_of(args, linears, config)
-    return {kind: asdict(layout.shapes[row.name]) for kind, row in layout.kinds.items()}
 
 
 def _predicted_times(

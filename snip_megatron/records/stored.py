@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.config.defaults import backend_of, candidates
-from snip_megatron.errors import SnipError, cut, plain_arguments
+from snip_megatron.config.defaults import candidates
+from snip_megatron.errors import SnipError, plain_arguments
 from snip_megatron.precision import FOUR_BIT, Format, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.strict import mapping, read_file
+from snip_megatron.precision.strict import read_file
 from snip_megatron.records.readers import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,15 @@ class Stored:
         """Return the request with which the run solved its updates. Raises SnipError if it is missing or invalid."""
         return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
 
-    def times(self, cost: str, formats: tuple[str, ...]) -> OptionTimes:
-        """Return the predicted times of the run's linears by a cost model: the name of a device's table, a file of
-        ``snip calibrate``, or ``flops``.
-
-        Raises SnipError if the run stores no shapes, or the cost model cannot be loaded.
-        """
-        shapes = parse_shapes(self._fact("linear_shapes"), str(self.run / CONFIG))
-        return OptionTimes.predict(load_cost_model(cost), shapes, [Format(f) for f in formats])
+    def times(self) -> OptionTimes:
+        """Return the times of the run's linears that it stored. Raises SnipError if it stored none, or broken ones."""
+        body = self._fact("request").get("times") or self._fact("predicted_times")
+        if body is None:
+            raise SnipError(
+                f"{self.run}: its budget was a share of FLOPs and no times are stored; a training with --snip-budget"
+                " speedup= or loss= times its linears"
+            )
+        return OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
         """Return the map with its fp4 share of FLOPs, unless that was the budget, or the run stores no statistics."""
@@ -71,21 +70,8 @@ class Stored:
     def _fact(self, name: str) -> Any:
         facts = read_config(self.run)["facts"]
         if name not in facts:
-            raise SnipError(f"{self.run / CONFIG}: facts.{name}: missing; an earlier version wrote this run")
+            raise SnipError(f"{self.run / CONFIG}: facts.{name}: missing")
         return facts[name]
-
-
-@dataclass(frozen=True)
-class Change:
-    """Differences from the run's own solve request: new values of its fields, and the cost model of a ``speedup`` or
-    ``loss`` budget (None for the times that the run used).
-    """
-
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    cost: str | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.fields) or self.cost is not None
 
 
 def find_stored(source: Path, step: int | None) -> Stored | None:
@@ -110,34 +96,21 @@ def find_stored(source: Path, step: int | None) -> Stored | None:
     return None
 
 
-def parse_shapes(body: Any, where: str) -> dict[str, LinearShape]:
-    """Parse ``facts.linear_shapes``, by the linear's name. Raises SnipError naming ``where``."""
-    where = f"{where}: facts.linear_shapes"
-    shapes = {
-        name: LinearShape.from_dict(fields, f"{where}.{cut(name)}") for name, fields in mapping(body, where).items()
-    }
-    for name, shape in shapes.items():
-        if min(shape.tokens, shape.n, shape.k, shape.microbatches, shape.forwards, shape.matrices) < 1:
-            raise SnipError(f"{where}.{cut(name)}: sizes must be positive integers")
-    return shapes
-
-
 def is_statistics(path: Path) -> bool:
     """Return whether the content of a file is that of a ``stats/step_N.npz``."""
     return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
-def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
+def rebuild(stored: Stored, fields: Mapping[str, Any], budget: Budget | None) -> Problem:
     """Build a new problem of one map from stored statistics, although the run may have planned phases.
 
-    Without a ``budget`` it has the run's own. Raises SnipError if the statistics or the stored times lack what the new
-    request needs.
+    ``fields`` are new values of fields of the run's request. Without a ``budget`` it has the run's own. Raises
+    SnipError if the statistics or the stored times lack what the new request needs.
     """
     request = stored.request()
-    budget = budget or request.budget
-    fields = dict(change.fields)
+    budget, fields = budget or request.budget, dict(fields)
     if budget.timed != request.budget.timed and "formats" not in fields:
-        fields["formats"] = _candidates(stored, change, request, budget)
+        fields["formats"] = _candidates(stored, request, budget)
     with plain_arguments():
         request = dataclasses.replace(request, budget=budget, **fields)
     if not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(request.formats):
@@ -145,25 +118,19 @@ def rebuild(stored: Stored, change: Change, budget: Budget | None) -> Problem:
             f"{stored.run}: {','.join(request.formats)}: none has four bits, so --budget {budget} cannot be reached;"
             " a run with --snip-formats fp8,fp4 measures fp4"
         )
-    if request.budget.timed and request.unquantised_stage_flops:
+    if budget.timed and request.unquantised_stage_flops:
         raise SnipError(
             f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"
             " of FLOPs (fp4=)"
         )
-    if request.budget.timed and (change.cost is not None or request.times is None):
-        if change.cost is None:
-            raise SnipError(
-                f"{stored.run}: its budget was a share of FLOPs and no times are stored; give --cost, such as h200,"
-                " flops or a file of snip calibrate"
-            )
-        formats = (*request.formats, *(fmt for _, fmt in request.pins))
-        request = dataclasses.replace(request, times=stored.times(change.cost, formats))
+    if budget.timed:
+        request = dataclasses.replace(request, times=stored.times())
     table = stored.table()
     with plain_arguments():
         return build_problem(table, request)[0]
 
 
-def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
+def _candidates(stored: Stored, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
     """Return the candidates that a training with this budget has, as far as the run has measured them.
 
     Where it has measured none of them, and under a share of FLOPs, they are the run's own without bf16.
@@ -171,7 +138,6 @@ def _candidates(stored: Stored, change: Change, request: SolveRequest, budget: B
     own = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
     if budget.kind == "fp4":
         return own
-    cost, facts = change.cost, read_config(stored.run)["facts"]
-    backend = facts.get("gemm_backend") if cost is None else backend_of(load_cost_model(cost))
+    backend = read_config(stored.run)["facts"].get("gemm_backend")
     found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
     return found if set(own) & set(found) else own

@@ -10,7 +10,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.strict import read_file
 from snip_megatron.records.readers import step_files
 from snip_megatron.records.run_data import Update
-from snip_megatron.records.stored import Change, Stored, rebuild
+from snip_megatron.records.stored import Stored, rebuild
 from snip_megatron.solver import Problem, sweep
 from snip_megatron.solver.pareto import cost_shares
 
@@ -66,7 +66,7 @@ def latest_front(
             raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB")
         problem = Problem.from_json(content, where=str(files[step]))
         if problem.phases:
-            problem, updates = rebuild(Stored(run, step), Change(), None), ()
+            problem, updates = rebuild(Stored(run, step), {}, None), ()
         return _front(step, problem, updates, points, seconds)
     except SnipError as error:
         unreadable.append(str(error))

@@ -26,7 +26,7 @@ MAX_MAP_ROWS = 200
 """The same for the table of steps by map."""
 SILENT_S, SILENT_STEPS = 120.0, 20
 """A live run whose last record is older than both of these has stopped, or hangs."""
-_FACTS_TO_COMPUTE_WITH = ("request", "linear_shapes", "unquantised_flops", "predicted_times", "linear_stages")
+_FACTS_TO_COMPUTE_WITH = ("request", "unquantised_flops", "predicted_times", "linear_stages")
 
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from snip_megatron.precision import Format
-from snip_megatron.precision.fields import JsonFields
 
 Formats = tuple[Format, Format, Format]
 """Formats of fprop, dgrad and wgrad."""
@@ -12,7 +11,7 @@ ALL_BF16: Formats = (Format.BF16,) * 3
 
 
 @dataclass(frozen=True, slots=True)
-class LinearShape(JsonFields):
+class LinearShape:
     """The size of a linear as one rank runs it in one training step.
 
     Attributes:

@@ -1,17 +1,20 @@
 """``snip solve`` over a run directory as a user runs it: no new statistics, one line for every mistake."""
 
 import json
+import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from snip_command import refused, snip
 
-from snip_megatron.precision import DENSE_LAYER
+from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 from tests.unit.sensitivity.synthetic import make_table
 
@@ -30,7 +33,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = replace(table, step=10, tokens_per_step=8192, linears=tuple(rows))
     request = SolveRequest(budget=Budget("fp4", 0.5))
     path = tmp_path_factory.mktemp("runs") / "run"
-    facts = {"request": request.as_dict(), "linear_shapes": {k: asdict(s) for k, s in SHAPES.items()}}
+    facts = {"request": request.as_dict(), "predicted_times": None}
     with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=facts) as run:
         run.write("stats", 10, table.to_bytes())
         run.write("problems", 10, build_problem(table, request)[0].to_json())
@@ -62,10 +65,15 @@ def test_another_policy_over_the_statistics(recorded: Path) -> None:
     assert paper["choices"] != first["choices"]
 
 
-def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path) -> None:
-    line = refused("solve", recorded, "--budget", "speedup=1.2")
-    assert "--cost" in line
-    fast = solved(snip("solve", recorded, "--budget", "speedup=1.2", "--cost", "h200", "--formats", "bf16,fp8"))
+def test_a_speedup_from_a_run_that_asked_for_a_share(recorded: Path, tmp_path: Path) -> None:
+    assert "no times are stored" in refused("solve", recorded, "--budget", "speedup=1.2")
+    known = tmp_path / "known"
+    shutil.copytree(recorded, known)
+    body = json.loads((known / "config.json").read_text())
+    formats = [Format.FP8, Format.FP4]
+    body["facts"]["predicted_times"] = OptionTimes.predict(load_cost_model("h200"), SHAPES, formats).as_dict()
+    (known / "config.json").write_text(json.dumps(body))
+    fast = solved(snip("solve", known, "--budget", "speedup=1.2", "--formats", "bf16,fp8"))
     assert fast["speedup"] >= 1.2 * (1 - 1e-8)
     assert fast["fp4_share"] == 0.0
     assert fast["budget"] == "speedup"

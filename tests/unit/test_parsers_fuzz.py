@@ -178,7 +178,7 @@ RUN_FILES = (
 
 
 def recorded(path: Path) -> Path:
-    facts = {"request": REQUEST.as_dict(), "linear_shapes": {}}
+    facts = {"request": REQUEST.as_dict()}
     with RunDirectory(path, {"policy": "snip"}, overwrite=True, resume_step=None, facts=facts) as run:
         for step in range(12):
             run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.5)
