@@ -49,15 +49,10 @@ def _check_formats(config: Any) -> None:
 
 def _check_cost(config: Any) -> None:
     kind, budget = config.wanted.kind, f"--snip-budget {cut(config.budget)}"
-    if kind == "fp4" and (config.cost == "time" or config.timings is not None):
-        argument = "--snip-settings cost=time" if config.cost == "time" else f"--snip-timings {config.timings}"
+    if kind == "fp4" and config.timings is not None:
         raise SnipError(
-            f"{argument} cannot be combined with {budget}, which is a share of FLOPs; use --snip-budget speedup= or"
-            " loss="
-        )
-    if config.cost == "flops" and config.timings is not None:
-        raise SnipError(
-            f"--snip-timings {config.timings} cannot be combined with --snip-settings cost=flops: leave one out"
+            f"--snip-timings {config.timings} cannot be combined with {budget}, which is a share of FLOPs; use"
+            " --snip-budget speedup= or loss="
         )
     if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
         raise SnipError(

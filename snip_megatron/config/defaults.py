@@ -58,7 +58,7 @@ def defaults(
         if saves and ends and not _fixed(given):
             found["schedule"] = "auto"
     kind = str({**found, **given}["budget"]).partition("=")[0]  # the configuration checks the rest
-    found["formats"] = candidates(kind, None if given.get("cost") == "flops" else backend, recipe)
+    found["formats"] = candidates(kind, None if given.get("timings") == "flops" else backend, recipe)
     return found
 
 

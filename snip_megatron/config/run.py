@@ -74,7 +74,8 @@ class SnipConfig:
     )
     timings: str | None = option(
         None,
-        "table of measured times for a budget of speedup= or loss=: a file of snip calibrate, or a name such as h200."
+        "table of times for a budget of speedup= or loss=: a file of snip calibrate, or a name such as h200; flops: the"
+        " ideal rates of no card."
         " Without this argument the run times its own GEMMs before its first update",
         metavar="FILE",
     )
@@ -159,9 +160,6 @@ class SnipConfig:
         metavar="NAME",
     )
 
-    cost: str = setting(
-        "auto", "what a choice saves; auto: flops with fp4=, otherwise time", choices=("auto", "time", "flops")
-    )
     backward_share: float = setting(
         BACKWARD_SHARE,
         "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"

@@ -33,20 +33,19 @@ def option_times(
     Returns None if there is neither: a run then measures its own GEMMs (``own_times.py``). Raises SnipError if the
     named table cannot be read, or if the table lacks a candidate or pinned format.
     """
-    named = "flops" if config.cost == "flops" else config.timings
     model: CostModel
     try:
         if table is not None:
             model = CostModel(table)
-        elif named is not None:
-            model = load_cost_model(named, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+        elif config.timings is not None:
+            model = load_cost_model(config.timings, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
         else:
             return None
         formats = [Format(f) for f in (*config.formats, *(f for _, f in config.pins))]
         step = StepModel(layout_of(args, linears, config), model)
         times = step.option_times(formats)
     except SnipError as error:
-        source = "measured times" if table is not None else f"--snip-timings {named}"
+        source = "measured times" if table is not None else f"--snip-timings {config.timings}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
     scans = any(row.id.path.endswith("in_proj") for row in linears)  # Mamba's and gated DeltaNet's: times are not known
     if not step.layout.model.vocabulary or scans:
@@ -59,7 +58,7 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
 
     ``backend`` is None on a CPU before there is one.
     """
-    if not (config.wanted.timed and config.updates) or config.cost == "flops" or config.timings is not None:
+    if not (config.wanted.timed and config.updates) or config.timings is not None:
         return
     if backend in (None, *EMULATIONS):
         here = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"

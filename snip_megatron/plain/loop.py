@@ -39,7 +39,7 @@ from snip_megatron.statistics.table import StatisticsTable
 
 #: Fields of SnipConfig that need Megatron's loop.
 _WITH_MEGATRON = (
-    "enabled", "replay", "timings", "cost", "communication", "gradient_reduction", "fusions", "wait",
+    "enabled", "replay", "timings", "communication", "gradient_reduction", "fusions", "wait",
     "deadline", "no_compat", "stage_tolerance", "probe_microbatches", "guard_steps", "guard_sigma",
 )  # fmt: skip
 

@@ -118,7 +118,7 @@ def test_a_newcomers_path(newcomer, capfd):
         else:
             assert code == 0, f"{line}\n{output[-4000:]}"
     assert [event["step"] for event in read_events("runs/mine") if event["event"] == "adopt"] == [8]
-    for file in ("runs/mine/report.html", "runs/h200.html", "map.json", "recipes/stage_0.yaml"):
+    for file in ("runs/mine/report.html", "map.json", "recipes/stage_0.yaml"):
         assert Path(file).is_file(), file
     assert list(Path("runs/tensorboard").glob("events.*"))
     assert not Path("checkpoints/1b").exists()  # only a dry run

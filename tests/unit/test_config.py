@@ -54,8 +54,8 @@ def test_a_setting_has_no_argument_of_its_own() -> None:
 
 
 def test_settings() -> None:
-    config = parse("--snip", "--snip-settings", "probe_tokens=64", "--snip-settings", '{"cost": "flops", "lag": 3}')
-    assert config == SnipConfig(enabled=True, probe_tokens=64, cost="flops", lag=3)
+    config = parse("--snip", "--snip-settings", "probe_tokens=64", "--snip-settings", '{"deadline": 7.0, "lag": 3}')
+    assert config == SnipConfig(enabled=True, probe_tokens=64, deadline=7.0, lag=3)
     assert parse("--snip", "--snip-settings", "lag=5", "--snip-lag", "4").lag == 4  # an argument wins
 
 
@@ -77,7 +77,7 @@ def test_nothing_given_is_the_default_and_disabled() -> None:
         ("--snip-policy random", "hopper", ("fp4=0.75", "fp8,fp4", "static")),  # no scores in nats
         ("--snip-budget speedup=1.2", "hopper", ("speedup=1.2", "bf16,fp8,fp8_tensor", "static")),
         ("--snip-budget fp4=0.5", "blackwell", ("fp4=0.5", "mxfp8,nvfp4", "static")),
-        ("--snip-budget loss=0.01 --snip-settings cost=flops", "hopper", ("loss=0.01", "bf16,fp8,fp4", "static")),
+        ("--snip-budget loss=0.01 --snip-timings flops", "hopper", ("loss=0.01", "bf16,fp8,fp4", "static")),
         ("--snip-granularity layer", "hopper", ("loss=0.002", "bf16,fp8,fp8_tensor", "static")),  # has no phases
         ("--snip-schedule static", "hopper", ("loss=0.002", "bf16,fp8,fp8_tensor", "static")),
     ],
@@ -184,10 +184,7 @@ BAD = [
     ("--snip-budget loss=nan", "--snip-budget loss=nan", "must be a number of nats"),
     ("--snip-formats bf16,fp4", "--snip-formats bf16,fp4", "under fp4=", "pin GEMMs"),
     ("--snip-formats bf16 --snip-budget speedup=1", "--snip-formats bf16", "nothing to choose"),
-    ("--snip-settings cost=money", "--snip-settings cost=money", "flops"),
-    ("--snip-settings cost=time", "--snip-settings cost=time", "--snip-budget fp4=0.75", "share of FLOPs"),
     ("--snip-timings t.json", "--snip-timings t.json", "--snip-budget fp4=0.75"),
-    ("--snip-timings t.json --snip-settings cost=flops --snip-budget speedup=1.1", "timings t.json", "cost=flops"),
     ("--snip-budget loss=0.1 --snip-policy random", "--snip-budget loss=0.1", "--snip-policy random"),
     ("--snip-budget loss=0.1 --snip-q paper", "--snip-budget loss=0.1", "--snip-q paper"),
     ("--snip-wait inf", "--snip-wait inf", "0 or more"),

@@ -168,6 +168,10 @@ def test_the_cache_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_emulation_is_not_timed(backend: str | None) -> None:
     with pytest.raises(SnipError, match=r"--snip-budget speedup=1.2 weighs .*, which saves none: give --snip-timings"):
         check_measurable(SnipConfig(**WANTED), backend)
-    for config in (SnipConfig(**WANTED, timings="h200"), SnipConfig(**WANTED, cost="flops"), SnipConfig(enabled=True)):
+    for config in (
+        SnipConfig(**WANTED, timings="h200"),
+        SnipConfig(**WANTED, timings="flops"),
+        SnipConfig(enabled=True),
+    ):
         check_measurable(config, backend)
     check_measurable(SnipConfig(**WANTED), "hopper")

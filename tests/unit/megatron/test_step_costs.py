@@ -110,22 +110,22 @@ def test_times_of_a_table_and_of_flops() -> None:
     for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
         expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
         assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
-    by_flops = option_times(SnipConfig(**WANTED, cost="flops"), args, rows)
+    by_flops = option_times(SnipConfig(**WANTED, timings="flops"), args, rows)
     one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
     assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
     assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.parametrize("cost", [{"timings": "h200"}, {"cost": "flops"}], ids=["h200", "flops"])
-def test_planned_steps_are_the_options_seconds_and_the_rest(cost: dict[str, str], recompute: str | None) -> None:
+@pytest.mark.parametrize("timings", ["h200", "flops"])
+def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recompute: str | None) -> None:
     """TP 2 with sequence parallelism, two stages, any map."""
     given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
     args, formats = run_arguments(**given), ("bf16", "fp8", "fp8_tensor", "fp4")
-    config, rows = SnipConfig(**WANTED | {"formats": formats}, **cost), linears(args).covered
+    config, rows = SnipConfig(**WANTED | {"formats": formats}, timings=timings), linears(args).covered
     times = option_times(config, args, rows)
     layout = replace(layout_of(args, rows, config), fused_swiglu=False)  # a run takes it for fixed
-    step = StepModel(layout, load_cost_model(cost.get("timings", "flops")))
+    step = StepModel(layout, load_cost_model(timings))
     assert times.rest == step.fixed_seconds()
     stages, bf16 = {row.name: row.stage for row in rows}, step.step(lambda row: ALL_BF16).total
     draws = random.Random(17)

@@ -292,7 +292,7 @@ def test_routed_experts_are_candidates(grouped: bool) -> None:
     of_engine = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "moe_router_fusion": True}
     check(config(), arguments(**{**routed, **of_engine}))
     single = arguments(**routed, data_parallel_size=1, micro_batch_size=2)
-    check(config(budget="loss=0.01", cost="flops"), single)
+    check(config(budget="loss=0.01", timings="flops"), single)
 
 
 # -- maps over time ------------------------------------------------------------------------------------------------
