@@ -152,7 +152,7 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
         *("--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
         *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
-        *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-dir", "{run}"),
+        *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-wait", "600", "--snip-dir", "{run}"),
         *("--data-cache-path", "{run}/cache"),
     ]
     folders = {"data": str(warm.data.folder), "warm": str(warm.folder), "run": str(folder)}
