@@ -157,7 +157,8 @@ class Family:
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NCCL_ALGO": "Ring",
-            "NVTE_CPU_OFFLOAD_V1": "1",  # which Megatron's offloading of activations demands
+            # Megatron demands Transformer Engine's older code of its fine-grained offloading alone.
+            "NVTE_CPU_OFFLOAD_V1": str(int("--fine-grained-activation-offloading" in self._arguments)),
             "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
         }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
