@@ -27,14 +27,16 @@ def test_trainings_go_on_through_faults(warm: WarmRanks, tmp_path: Path) -> None
     faults = (
         Fault(0, "sidecar killed", 2, {"delay_s": 0.0, "build_s": 30.0, "signal": 9}),
         Fault(1, "garbage on the pipe", 7, {"mode": "noise", "seed": 1}),
-        Fault(2, "NaN or Inf in one rank's statistics", 12, {"rank": 1, "column": "boundary.h2", "value": "inf"}),
-        Fault(3, "run directory full", 17, {"steps": 2}),
-        Fault(4, "run directory gone", 23, {"how": "removed"}),
+        Fault(2, "garbage on the pipe", 12, {"mode": "object", "seed": 1}),
+        Fault(3, "NaN or Inf in one rank's statistics", 17, {"rank": 1, "column": "boundary.h2", "value": "inf"}),
+        Fault(4, "run directory full", 22, {"steps": 2}),
+        Fault(5, "run directory gone", 28, {"how": "removed"}),
     )
-    outcomes = judged(warm, tmp_path, Batch(0, "update", 2, TWO_STAGES, 33, faults))
+    outcomes = judged(warm, tmp_path, Batch(0, "update", 2, TWO_STAGES, 38, faults))
     # A process that dies before it has its job costs no update: the next process gets it.
     assert outcomes[0] in ("update dropped (died), map kept", "update adopted in time")
     assert outcomes[1:] == [
+        "update dropped (died), map kept",
         "update dropped (died), map kept",
         "update dropped (not finite), map kept",
         "records kept and written later, update adopted",

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from handles import handle_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -46,20 +47,8 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
     """Make a stock linear ours, as conversion does, under ``formats``."""
     row = isinstance(linear, RowParallelLinear)
     n, k = linear.weight.shape
-    handle = LinearHandle(
-        id=FC1,
-        parallel="row" if row else "column",
-        n=n,
-        k=k,
-        stage=0,
-        tp_rank=0,
-        tp_size=1,
-        out_features=torch.arange(n),
-        in_features=torch.arange(k),
-        context=context,
-        module=linear,
-        state=LinearState(position=FC1_INDEX, formats=formats),
-    )
+    state = LinearState(position=FC1_INDEX, formats=formats)
+    handle = handle_of(FC1, n, k, context, parallel="row" if row else "column", module=linear, state=state)
     linear.__class__ = SnipRowParallelLinear if row else SnipColumnParallelLinear
     linear.snip = handle
     return handle

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from handles import handle_of
 from linears import FC1, Formats, convert, operands, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.context import ALL_BF16, LinearState, StepContext
 from snip_megatron.precision import Format
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
@@ -113,10 +114,7 @@ def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Form
 def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext, shape: tuple[int, ...]) -> None:
     """As ``torch.nn.functional.linear``."""
     x, weight = torch.zeros(shape, requires_grad=True), torch.nn.Parameter(torch.zeros(96, 64))
-    handle = LinearHandle(
-        FC1, "column", 96, 64, 0, 0, 1, torch.arange(96), torch.arange(64), context, torch.nn.Module(), (FP8, FP4, FP8)
-    )
-    call = LinearCall(handle)
+    call = LinearCall(handle_of(FC1, 96, 64, context, state=LinearState(formats=(FP8, FP4, FP8))))
     y = QuantizedLinear.apply(x, weight, None, call)  # type: ignore[no-untyped-call]
     assert y.shape == torch.nn.functional.linear(x, weight).shape
     y.sum().backward()

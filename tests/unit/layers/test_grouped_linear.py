@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from handles import handle_of
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
@@ -17,11 +18,11 @@ from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, LinearState, Override, StepContext
+from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
-from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.formats import STOCHASTIC
@@ -54,11 +55,9 @@ class Experts(torch.nn.Module):
             weight.main_grad = torch.ones(n, k)  # type: ignore[attr-defined]
             self.register_parameter(f"weight{e}", weight)
         self.handles = [
-            LinearHandle(
-                id=LinearId("decoder", 2, "mlp.experts.linear_fc1"), parallel="column", n=n, k=k, stage=0, tp_rank=0,
-                tp_size=1,
-                out_features=torch.arange(n), in_features=torch.arange(k), context=self.context, module=self,
-                expert=e, parameter=f"weight{e}", state=LinearState(formats=formats),
+            handle_of(
+                "decoder.layers.2.mlp.experts.linear_fc1", n, k, self.context, module=self, expert=e,
+                parameter=f"weight{e}", state=LinearState(formats=formats),
             )
             for e in range(count)
         ]  # fmt: skip

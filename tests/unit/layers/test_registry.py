@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
+from handles import handle_of
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.context import ALL_BF16, StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits
 from snip_megatron.precision import Format, Gemm, LinearId, LinearRow, PrecisionMap, dense_names, option_id
 
@@ -16,14 +16,8 @@ NAMES = dense_names(3)
 def registry_of(*linears: LinearId) -> LinearRegistry:
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
     for linear in linears:
-        registry.add(handle(linear, registry.context))
+        registry.add(handle_of(linear, context=registry.context))
     return registry
-
-
-def handle(linear: LinearId, context: StepContext) -> LinearHandle:
-    features = torch.arange(4)
-    module = torch.nn.Linear(4, 4)
-    return LinearHandle(linear, "column", 4, 4, 0, 0, 1, features, features, context, module)
 
 
 def test_the_index_of_a_linear_is_its_place_among_all() -> None:
@@ -36,12 +30,12 @@ def test_one_decision_for_all_experts_and_a_number_for_each() -> None:
     context = StepContext(dp_size=4, dp_rank=3, expert_dp_size=2, expert_dp_rank=1)
     registry = LinearRegistry([LinearRow(str(linear), 0, 4, 4, experts=4, active=2)], context)
     for number in (3, 2):
-        one = replace(handle(linear, registry.context), expert=number)
+        one = replace(handle_of(linear, context=registry.context), expert=number)
         registry.add(one)
     registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
     assert [h.expert for h in registry] == [2, 3]
     assert all(h.formats == (Format.FP4,) * 3 for h in registry)
-    dense = handle(LinearId("decoder", 1, "mlp.linear_fc1"), registry.context)
+    dense = handle_of(LinearId("decoder", 1, "mlp.linear_fc1"), context=registry.context)
     assert len({h.index for h in [*registry, dense]}) == 3
     assert [h.global_microbatch(5) for h in (one, dense)] == [5 * 2 + 1, 5 * 4 + 3]
 
@@ -87,7 +81,7 @@ def test_a_linear_is_registered_once_and_only_if_known() -> None:
     registry = registry_of(LinearId("decoder", 0, "mlp.linear_fc1"))
     for linear in (LinearId("decoder", 0, "mlp.linear_fc1"), LinearId("decoder", 3, "mlp.linear_fc1")):
         with pytest.raises(SnipError, match="registered twice or not a linear of this model"):
-            registry.add(handle(linear, registry.context))
+            registry.add(handle_of(linear, context=registry.context))
 
 
 def test_a_map_of_this_model_fits() -> None:

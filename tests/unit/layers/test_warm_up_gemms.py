@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
+from handles import handle_of
 
-from snip_megatron.layers.context import ALL_BF16, LinearHandle, StepContext
+from snip_megatron.layers.context import ALL_BF16, StepContext
 from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import Format
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 
@@ -33,15 +34,8 @@ def test_linears_with_one_format_have_no_pairs() -> None:
     assert covering(((FP8, FP4),) * 3, alike=True) == [(FP8,) * 3, (FP4,) * 3]
 
 
-def a_linear() -> LinearHandle:
-    return LinearHandle(
-        LinearId("decoder", 1, "mlp.linear_fc1"), "column", 48, 32, 0, 0, 1, torch.arange(48), torch.arange(32),
-        StepContext(seed=3), torch.nn.Linear(32, 48, bias=False),
-    )  # fmt: skip
-
-
 def test_the_linear_itself_is_left_alone() -> None:
-    handle = a_linear()
+    handle = handle_of("decoder.layers.1.mlp.linear_fc1", 48, 32, StepContext(seed=3))
     module = handle.module
     before = module.weight.detach().clone()
     linear = warm_up_linear(handle, 16, whole_x=True)

@@ -4,14 +4,14 @@ import argparse
 from types import SimpleNamespace
 
 import pytest
-import torch
+from handles import handle_of
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
-from snip_megatron.precision import LinearId, LinearRow, dense_names
+from snip_megatron.precision import LinearRow, dense_names
 
 
 def a_call() -> StepCall:
@@ -38,11 +38,7 @@ def test_a_step_that_megatron_repeats_rounds_as_before(monkeypatch: pytest.Monke
     """The index of a backward in its step enters the keys of stochastic rounding."""
     run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
     registry = LinearRegistry([LinearRow(name, 0, 1, 1) for name in dense_names(1)], StepContext())
-    features = torch.arange(4)
-    handle = LinearHandle(
-        LinearId("decoder", 0, "mlp.linear_fc1"), "column", 4, 4, 0, 0, 1, features, features, registry.context,
-        torch.nn.Linear(4, 4),
-    )  # fmt: skip
+    handle = handle_of("decoder.layers.0.mlp.linear_fc1", context=registry.context)
     registry.add(handle)
     monkeypatch.setattr(run, "_registry", registry)
     indices: list[tuple[int, int]] = []

@@ -15,6 +15,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.blackwell import BlackwellBackend
 from snip_megatron.megatron import compat
+from snip_megatron.megatron.compat.te_graphs import layers_of
 from snip_megatron.megatron.graphs import GraphedRun
 
 
@@ -91,6 +92,14 @@ def test_a_probe_runs_the_schedule_inside_a_full_graph() -> None:
     wrapper.forward_backward_func = schedule
     assert compat.schedule_without_graph(wrapper) is schedule
     assert compat.schedule_without_graph(schedule) is schedule
+
+
+def test_layers_of_changed_linears() -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))) for _ in range(4)]
+    nested = layers[3][1][0]
+    assert layers_of(layers, [nested, layers[1][0], layers[1][1][0]]) == [layers[1], layers[3]]
+    assert layers_of(layers, []) is None
+    assert layers_of(layers, [layers[0][0], torch.nn.Linear(1, 1)]) is None, "a linear in no captured layer"
 
 
 # -- without, and what cannot be ---------------------------------------------------------------------------------

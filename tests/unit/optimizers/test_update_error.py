@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from handles import handle_of
 
-from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.optimizers.signs import error_signs
 from snip_megatron.optimizers.update_error import StepScale, linear_update_error, sink_update_error
 from snip_megatron.optimizers.updates import AdamWState, gradient_of_a_step
-from snip_megatron.precision import LinearId
 from snip_megatron.statistics.recorder import LinearRecorder
 from snip_megatron.statistics.table import RHO_GRID
 
@@ -50,19 +49,7 @@ SCALE = StepScale(gradient=0.5, clip=0.8, tokens=64, tokens_per_step=256)
 
 def recorder_of(out: torch.Tensor, inner: torch.Tensor, rank: int = 0) -> LinearRecorder:
     """A recorder that holds the column norms of these rows and columns of W."""
-    handle = LinearHandle(
-        id=LinearId("decoder", 0, "mlp.linear_fc1"),
-        parallel="column",
-        n=N,
-        k=K,
-        stage=0,
-        tp_rank=rank,
-        tp_size=1,
-        out_features=out,
-        in_features=inner,
-        context=StepContext(),
-        module=torch.nn.Linear(len(inner), len(out), bias=False),
-    )
+    handle = handle_of("decoder.layers.0.mlp.linear_fc1", N, K, tp_rank=rank, out_features=out, in_features=inner)
     generator = torch.Generator().manual_seed(2)
     x = torch.rand(K, generator=generator, dtype=torch.float64)
     g = torch.rand(N, generator=generator, dtype=torch.float64) * 1e-8

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from handles import handle_of
 from sensitivity.synthetic import make_table, with_columns
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap, dense_names
@@ -148,9 +149,7 @@ class Run:
         defaults = {"first_update": 2, "update_interval": 6, "lag": 2}
         config = SnipConfig(enabled=True, **{**defaults, **fields})
         self.script, self.registry = script, LinearRegistry([LinearRow(name, 0, 1, 1) for name in NAMES], StepContext())
-        features = torch.arange(4)
-        module = torch.nn.Linear(4, 4)
-        self.handle = LinearHandle(LINEAR, "column", 4, 4, 0, 0, 1, features, features, self.registry.context, module)
+        self.handle = handle_of(LINEAR, context=self.registry.context)
         self.registry.add(self.handle)
         arrived = None if restored is None else restored.in_flight
         channel, report = MapChannel(NAMES, CPU), StepReport(CPU, arrived=arrived)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from handles import handle_of
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.precision import LinearId, LinearRow
@@ -52,29 +53,9 @@ def microbatches(count: int = 2, tokens: int = T) -> list[Microbatch]:
     ]
 
 
-def handle_of(
-    linear: LinearId,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    out_features: torch.Tensor | None = None,
-    in_features: torch.Tensor | None = None,
-) -> LinearHandle:
-    out_features = torch.arange(N) if out_features is None else out_features
-    in_features = torch.arange(K) if in_features is None else in_features
-    return LinearHandle(
-        id=linear,
-        parallel="column" if linear is COLUMN else "row",
-        n=N,
-        k=K,
-        stage=0,
-        tp_rank=rank,
-        tp_size=size,
-        out_features=out_features,
-        in_features=in_features,
-        context=CONTEXT,
-        module=torch.nn.Linear(len(in_features), len(out_features), bias=False),
-    )
+def place(linear: LinearId, rank: int = 0, size: int = 1, **features: torch.Tensor) -> LinearHandle:
+    fields: dict[str, Any] = {"parallel": "column" if linear is COLUMN else "row", "tp_rank": rank, "tp_size": size}
+    return handle_of(linear, N, K, CONTEXT, **fields, **features)
 
 
 def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None:
@@ -132,7 +113,7 @@ def alone() -> ProbeGroups:
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("samples", [64, 10_000])
 def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
-    recorder = LinearRecorder(handle_of(linear), FORMATS, samples)
+    recorder = LinearRecorder(place(linear), FORMATS, samples)
     batches = microbatches()
     for i, b in enumerate(batches):
         d = b.g.float() @ b.w.float()
@@ -153,7 +134,7 @@ def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
 def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Y, E and G·E of 64 tokens of 256 stand for all of them."""
     monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", 64)
-    recorder = LinearRecorder(handle_of(linear), FORMATS, 32)
+    recorder = LinearRecorder(place(linear), FORMATS, 32)
     batches = microbatches()
     for i, b in enumerate(batches):
         record(recorder, i, b.x, b.w, b.g, b.d, b.d)
@@ -173,7 +154,7 @@ def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.M
     b.x[1, 5] = 4096.0
     for tokens in (64, T):
         monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
-        recorder = LinearRecorder(handle_of(COLUMN), ("fp8_tensor",), 32)
+        recorder = LinearRecorder(place(COLUMN), ("fp8_tensor",), 32)
         record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
         recorders.append(recorder)
     sampled, whole = (recorder.dots[0].values for recorder in recorders)
@@ -181,7 +162,7 @@ def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.M
 
 
 def test_column_norms() -> None:
-    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 64)
+    recorder = LinearRecorder(place(COLUMN), FORMATS, 64)
     batches = microbatches()
     for i, b in enumerate(batches):
         record(recorder, i, b.x, b.w, b.g, b.d, b.d)
@@ -195,7 +176,7 @@ def test_column_norms() -> None:
 
 
 def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch() -> None:
-    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
+    recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
     batches = microbatches()
     changed = [Microbatch(b.x + i + 1, b.w, b.g * (1 + 0.1 * (i + 1))) for i, b in enumerate(batches)]
     for i, b in enumerate(batches):
@@ -213,7 +194,7 @@ def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch(
 
 
 def test_no_tokens_leave_no_nan() -> None:
-    recorder = LinearRecorder(handle_of(COLUMN), FORMATS, 32)
+    recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
     (b,) = microbatches(1, tokens=0)
     record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
     finish_dots([recorder], alone())
@@ -226,7 +207,7 @@ def test_no_tokens_leave_no_nan() -> None:
 
 # -- experts ---------------------------------------------------------------------------------------------------
 def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
-    handle = handle_of(LinearId("decoder", 1, "mlp.experts.linear_fc1"))
+    handle = place(LinearId("decoder", 1, "mlp.experts.linear_fc1"))
     handle = replace(handle, parallel="column", expert=number, module=torch.nn.Linear(K, N, bias=False))
     with torch.no_grad():
         handle.module.weight.copy_(weight)
@@ -255,7 +236,7 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     record(busy, 0, b.x, b.w, b.g, b.d, b.d)
     groups = ProbeGroups(tp=None, dp=None, experts=ProbeGroups(tp=None, dp=None))
     assert groups.of(busy.handle) is groups.experts
-    assert groups.of(handle_of(COLUMN)) is groups
+    assert groups.of(place(COLUMN)) is groups
     finish_dots([busy, idle], groups)
     reduce_columns([busy, idle], groups)
     assert not idle.whole.any()
@@ -296,9 +277,9 @@ def shards(linear: LinearId, sequence_parallel: bool) -> list[tuple[LinearHandle
             return b.x[:, inner], w, b.g, d, d
 
         if linear is COLUMN:
-            found.append((handle_of(linear, rank=rank, size=2, out_features=out), column))
+            found.append((place(linear, rank=rank, size=2, out_features=out), column))
         else:
-            found.append((handle_of(linear, rank=rank, size=2, in_features=inner), row))
+            found.append((place(linear, rank=rank, size=2, in_features=inner), row))
     return found
 
 
@@ -312,7 +293,7 @@ def test_the_sum_over_shards_is_the_whole(
     ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
     monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
     batches = microbatches()
-    whole = LinearRecorder(handle_of(linear), FORMATS, 64)
+    whole = LinearRecorder(place(linear), FORMATS, 64)
     for i, b in enumerate(batches):
         d = b.g.float() @ b.w.float()
         record(whole, i, b.x, b.w, b.g, d, d)

@@ -17,8 +17,6 @@ from ..specs import spec
 from .interpreter import Quantizers
 from .test_quantize import assert_same
 
-FORMATS = [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None)]
-
 
 @pytest.fixture(scope="module")
 def quantizers(interpreter: ProcessPoolExecutor) -> Quantizers:
@@ -60,18 +58,12 @@ def assert_operands(found: OperandPair, expected: OperandPair) -> None:
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-def test_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
-    _, y = tensors(200, 256)
-    expected = packed.quantize_operands(activation(y), spec(*formats))
-    assert_operands(quantizers.call("quantize_swiglu", y, spec(*formats)), expected)
-
-
-@pytest.mark.parametrize("formats", FORMATS)
-def test_gradient_of_swiglu(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
-    d, y = tensors(200, 256)
-    expected = packed.quantize_operands(gradient(d, y), spec(*formats))
-    assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, spec(*formats))[:2], expected)
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None)])
+def test_swiglu_and_its_gradient(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    (d, y), how = tensors(200, 256), spec(*formats)
+    found = quantizers.call("quantize_swiglu", y, how), quantizers.call("quantize_swiglu_gradient", d, y, how)[:2]
+    for sides, matrix in zip(found, (activation(y), gradient(d, y)), strict=True):
+        assert_operands(sides, packed.quantize_operands(matrix, how))
 
 
 @pytest.mark.parametrize("formats", [("fp8", "bf16"), ("fp8", "fp4"), ("bf16", "bf16"), ("fp4", None)])

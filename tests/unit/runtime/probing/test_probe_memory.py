@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from handles import handle_of
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
@@ -29,11 +30,8 @@ def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) ->
     for layer in range(layers):
         for kind, (n, k) in shapes.items():
             side = "column" if kind.endswith(("qkv", "fc1")) else "row"
-            features = torch.arange(n), torch.arange(k)
             module = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
-            found.append(
-                LinearHandle(LinearId("decoder", layer, kind), side, n, k, 0, 0, 1, *features, StepContext(), module)
-            )
+            found.append(handle_of(LinearId("decoder", layer, kind), n, k, parallel=side, module=module))
     return sorted(found, key=lambda handle: handle.id)
 
 
@@ -68,9 +66,8 @@ def test_experts_share_a_microbatch_s_tokens() -> None:
     for kind, side in (("mlp.experts.linear_fc1", "column"), ("mlp.experts.linear_fc2", "row")):
         for expert in range(4):
             module = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
-            features = torch.arange(16), torch.arange(32)
-            place = (side, 16, 32, 0, 0, 1, *features, StepContext(), module)
-            experts.append(LinearHandle(LinearId("decoder", 0, kind), *place, expert=expert))
+            fields = {"parallel": side, "module": module, "expert": expert}
+            experts.append(handle_of(LinearId("decoder", 0, kind), 16, 32, **fields))
     found = probed_shapes(registry(attention + experts, active=2), host(), 512)
     assert sorted(linear.rows for linear in found.linears) == [256] * 8 + [512] * 2
     assert found.boundaries == 2

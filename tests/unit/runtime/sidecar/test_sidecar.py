@@ -117,22 +117,6 @@ def test_killed_in_mid_job(start: Start, tmp_path: Path) -> None:
     assert client.restarts == 1
 
 
-@pytest.mark.parametrize("wrong", ["noise", "object"])
-def test_garbage_on_the_pipe_ends_the_process_that_wrote_it(
-    start: Start, wrong: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    client = start()
-    wait_until(lambda: client.pid)
-    first = client.pid
-    client.submit(make_job(version=1, policy=f"garbage:{wrong}"))
-    result = next_result(client)
-    assert (result.failure, "no answer; it was killed" in result.message) == ("died", True)
-    assert not alive(first)
-    client.submit(make_job(version=2))
-    assert next_result(client).failure is None
-    assert "Traceback" not in capfd.readouterr().err
-
-
 def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> None:
     """A scheduler sends it at any time, also before the process has run its first line."""
     client = start()

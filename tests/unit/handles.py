@@ -1,0 +1,17 @@
+"""Linears of one rank for what asks a linear for its place and shape, and runs none of Megatron's modules."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.precision import LinearId
+
+
+def handle_of(linear: LinearId | str, n: int = 4, k: int = 4, context: StepContext | None = None, **fields: Any) -> Any:
+    """Of a column parallel linear [n, k] of torch; ``fields`` are others of its handle."""
+    name = LinearId.parse(linear) if isinstance(linear, str) else linear
+    features, module = (torch.arange(n), torch.arange(k)), torch.nn.Linear(k, n, bias=False)
+    made = LinearHandle(name, "column", n, k, 0, 0, 1, *features, context or StepContext(), module)
+    return replace(made, **fields)
