@@ -48,7 +48,7 @@ def let_snip_choose(container: Any) -> None:
     overlap, graphs = container.comm_overlap, getattr(container.model, "cuda_graph_impl", None)
     if graphs not in (None, "none") and getattr(overlap, "delay_wgrad_compute", None):
         overlap.delay_wgrad_compute = False
-        say("comm_overlap.delay_wgrad_compute left out: CUDA graphs cannot be captured anew with it")
+        say("comm_overlap.delay_wgrad_compute left out: CUDA graphs cannot be captured with it")
     for settings in (container.model, container.ddp, container.optimizer, container.mixed_precision):
         line, _ = switch_off(settings)
         if line:

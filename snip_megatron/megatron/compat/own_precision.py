@@ -39,7 +39,7 @@ _OFF: dict[str, Any] = {
 }
 """What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that.
 
-Delayed wgrads stay unless there are CUDA graphs, which cannot be captured anew with them. The four above serve fused
+Delayed wgrads stay unless there are CUDA graphs, which cannot be captured with them. The four above serve fused
 operations, whose buffers of tokens have a fixed size. A step in which tokens do not fit is run again without that
 bound, so that training is the same without it. The backend ncclep alone needs the bound.
 """
