@@ -15,9 +15,9 @@ predicted loss and speedups. SNIP's other contenders keep one map, with the same
 the milliseconds of a step under the last map: those of the run's own steps in bf16, less what the times of its GEMMs
 say that the map saves.
 
-``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs and Megatron's fusions of router and
-permutation, Transformer Engine's formats with the padding that they need (by the experts, or by the router in
-``*_routed``), CUDA graphs without the experts.
+``qwen3-moe`` and ``deepseek-moe`` have experts. Their trainings run grouped GEMMs, Megatron's fusions of router,
+permutation and loss, no checks for NaN, Transformer Engine's formats with the padding that they need (by the experts,
+or by the router in ``*_routed``), CUDA graphs without the experts.
 
 ``fused`` in the result has what a training of SNIP says of its fusions.
 
@@ -146,7 +146,7 @@ class Job:
         The first update follows steps in bf16 to compare with. The second has as many steps before it as after it.
         """
         steps = self._arguments.steps
-        first = max(3, steps // 4)  # steps that compile or capture graphs must be fewer than the others before it
+        first = max(3, steps // 3)  # steps that compile or capture graphs must be fewer than the others before it
         every = max(LAG + 1, -(-(steps - first) // 2))
         return (
             f"--snip-first-update {first} --snip-update-interval {every} --snip-lag {LAG} --snip-wait 240"

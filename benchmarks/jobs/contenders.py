@@ -30,12 +30,16 @@ def _model(layers: int, *shape: int, vocab: int = 32000) -> Model:
 
 
 def _experts(layers: int, *shape: int, experts: str, vocab: int = 32000) -> Model:
-    """Return a model with experts: grouped GEMMs, and Megatron's fusions of router and permutation."""
-    balanced = (
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"
-    )
+    """Return a model with experts: grouped GEMMs, and Megatron's fusions of router and permutation.
+
+    Without the checks the host prepares the optimizer's step, of a thousand weights, while the GPU still computes.
+    """
+    more = """
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall
+    --no-check-for-nan-in-loss-and-grad --rerun-mode disabled --cross-entropy-loss-fusion
+    """
     return Model(
-        [*_model(layers, *shape, vocab=vocab).arguments, *shlex.split(f"{experts} {balanced}")],
+        [*_model(layers, *shape, vocab=vocab).arguments, *shlex.split(experts), *shlex.split(more)],
         ("--moe-grouped-gemm", "--moe-router-fusion", "--moe-permute-fusion"),
         ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
     )
