@@ -47,6 +47,4 @@ def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int)
     rows = {row["contender"]: row for row in rows_of(job, load_cost_model("h200"))}
     assert abs(rows["snip_fp4_75_graphs"]["ms"]["error"]) < 0.07
     if name == "tp2":
-        gather = rows["snip_fp4_75_gather_graphs"]["ms"]["predicted"]
-        assert gather != rows["snip_fp4_75_graphs"]["ms"]["predicted"]
         assert rows["snip_fp4_75"]["speedup"]["measured"] == job["ms"]["bf16"] / job["ms"]["snip_fp4_75"]
