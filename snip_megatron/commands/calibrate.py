@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-    from snip_megatron.gemm.selection import check_library, select_backend
+    from snip_megatron.gemm.selection import select_backend
     from snip_megatron.timing.calibration.clock import clock_for
     from snip_megatron.timing.calibration.measure import Measurer
 
     on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
     backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm, formats, checks=False).backend
-    check_library(backend)  # launches are not timed, so that C++ need not repeat them
+    backend.check(device, formats)  # launches are not timed, so that C++ need not repeat them
     return Measurer(backend, clock_for(device), formats)
 
 

@@ -49,10 +49,10 @@ class GemmBackend:
     def check_graphs(self) -> None:
         """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
 
-    def check_library(self, device: torch.device | str) -> str | None:
-        """Compare an optional library with the one that every machine has, and leave it if they differ.
+    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+        """Check what is optional of this backend on ``device``, in ``formats``, and leave what gives wrong numbers.
 
-        Returns what is wrong, or None. This base class uses none.
+        Returns what is wrong and what multiplies instead, or None. Nothing is optional in this base class.
         """
         return None
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
+from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import GemmOperand
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.formats import SPECS
+from snip_megatron.quantization.kernels.listing import only_lists
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 
@@ -32,6 +34,14 @@ class EmulatedBackend(GemmBackend):
         self._quantize_exact = quantize
         self._products = products
         self.plain_products = products.plain
+        self._in_torch = False
+
+    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+        fault = wrong_numbers(self, device, formats)
+        if fault is None or only_lists():
+            return None
+        self._in_torch = True
+        return f"{fault}: torch emulates, slower than bf16"
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
@@ -39,7 +49,7 @@ class EmulatedBackend(GemmBackend):
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         plain, own = super().quantize(x, spec, cached), spec.only(SPECS)
-        if own.formats == (None, None):
+        if own.formats == (None, None) or self._in_torch:
             return plain
         made = self._quantize_exact(x, own, cached)
         return (made[0] or plain[0], made[1] or plain[1]) if cached is None else cached.operands

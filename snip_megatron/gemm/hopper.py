@@ -61,11 +61,12 @@ class HopperBackend(GemmBackend):
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
-    def check_library(self, device: torch.device | str) -> str | None:
+    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
         fault = self._products.check(device)
         if fault is not None:
             self._groups = None
-        return fault
+        faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
+        return "; ".join(filter(None, faults)) or None
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         if others := set(formats) - NATIVE:

@@ -49,15 +49,16 @@ def select_backend(
         formats: the formats that GEMMs will use; None if they are unknown.
         tensor_parallel: whether weights are sharded over tensor parallel ranks.
         library: ``gemm_library``, one of ``LIBRARIES``.
-        checks: whether :func:`check_library` and :func:`launch_from_cpp` complete the Hopper backend now.
+        checks: whether the numbers of the backend are checked now, and C++ launches its kernels. A training does both
+            when its kernels are compiled, by :meth:`GemmBackend.check` and :func:`launch_from_cpp`.
     """
     if name not in BACKENDS:
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    selection = _select(name, formats, tensor_parallel, library)
+    selection = _select(name, formats, tensor_parallel, library, formats if checks else ())
     if checks and selection.backend.name == "hopper":
-        said = selection.reason, check_library(selection.backend), launch_from_cpp(selection.backend)
+        said = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
         return replace(selection, reason="; ".join(filter(None, said)))
     return selection
 
@@ -71,32 +72,38 @@ def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
     return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
 
 
-def _select(name: str, formats: Collection[Format] | None, tensor_parallel: bool, library: str) -> Selection:
+def _select(
+    name: str,
+    formats: Collection[Format] | None,
+    tensor_parallel: bool,
+    library: str,
+    checked: Collection[Format] | None,
+) -> Selection:
     if name == "reference":
         return Selection(REFERENCE, "as asked")
     if name == "transformer_engine":
         missing = why_not_transformer_engine(formats)
         if missing is not None:
             raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm auto")
-        selection = _select("auto", formats, tensor_parallel, library)
+        selection = _select("auto", formats, tensor_parallel, library, checked)
         return replace(selection, reason=f"probes; training by Transformer Engine's linears; {selection.reason}")
     if name == "emulated":
-        missing = _why_not_emulated() or _fault(formats)
+        missing = _why_not_emulated() or _fault(checked)
         if missing is not None:
             raise SnipError(f"--snip-gemm emulated: {missing}; use --snip-gemm auto or reference")
         return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
     if name == "blackwell" or (name == "auto" and is_blackwell()):
-        return _select_blackwell(name, formats, tensor_parallel)
+        return _select_blackwell(name, formats, tensor_parallel, checked)
     missing = why_not_hopper()
     if missing is None:
-        fault = None if formats is None or NATIVE.issuperset(formats) else _fault(set(formats) - NATIVE)
+        fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
         backend, products = _hopper(library, emulates=fault is None)
         if fault is not None:
             products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
         return Selection(backend, f"{_device()}; {products}")
     if name == "hopper":
         raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
-    return _elsewhere(missing, formats)
+    return _elsewhere(missing, checked)
 
 
 def _elsewhere(missing: str, formats: Collection[Format] | None) -> Selection:
@@ -129,14 +136,16 @@ def _device() -> str:
     return f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}"
 
 
-def _select_blackwell(name: str, formats: Collection[Format] | None, tensor_parallel: bool) -> Selection:
+def _select_blackwell(
+    name: str, formats: Collection[Format] | None, tensor_parallel: bool, checked: Collection[Format] | None
+) -> Selection:
     missing = availability(formats, sharded=tensor_parallel)
     if missing is None:
         missing = wrong_numbers(_blackwell(), _here(), OF_BLACKWELL)
     if missing is None:
         return Selection(_blackwell(), _device())
     if name == "auto":
-        return _elsewhere(f"blackwell: {missing}", formats)
+        return _elsewhere(f"blackwell: {missing}", checked)
     raise SnipError(f"--snip-gemm blackwell: {missing}; use --snip-gemm auto or reference")
 
 
@@ -209,15 +218,6 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
 
     groups = None if faster is None else grouped_library()
     return HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad), products
-
-
-def check_library(backend: GemmBackend) -> str | None:
-    """Compare DeepGEMM with cuBLASLt, which multiplies from now on if they differ. Returns a phrase for the log then.
-
-    A training calls this before its first map, when the kernel of the comparison is compiled.
-    """
-    fault = backend.check_library("cuda")
-    return None if fault is None else f"cuBLASLt multiplies; {fault}"
 
 
 def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:

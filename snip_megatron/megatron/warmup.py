@@ -21,10 +21,11 @@ import torch.distributed as dist
 from snip_megatron.config import SnipConfig
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
-from snip_megatron.gemm.selection import check_library, launch_from_cpp
+from snip_megatron.gemm.selection import launch_from_cpp
 from snip_megatron.layers.context import ALL_BF16, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
+from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.megatron.startup import say
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
@@ -59,7 +60,7 @@ class WarmUp:
     drift: bool
     times: Callable[[], None] | None
     _compilation: Compilation | None = None
-    _library_checked: bool = False
+    _checked: bool = False
 
     @property
     def _replays(self) -> bool:
@@ -80,7 +81,7 @@ class WarmUp:
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
-            self._check_library()
+            self._check()
         self._compilation = self._compiling(now | later)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
@@ -94,7 +95,7 @@ class WarmUp:
             return True
         ended = not self._compilation.running(seconds)
         if ended:
-            self._check_library()
+            self._check()
         return ended
 
     def complete(self) -> Mapping[str, float]:
@@ -102,7 +103,7 @@ class WarmUp:
         found = self._compilation
         if found is None:
             return {}
-        self._check_library()
+        self._check()
         if found.left:
             print(
                 f"snip: processes that compile kernels died or hung: {found.left} of {found.kernels} kernels of rank"
@@ -112,13 +113,14 @@ class WarmUp:
         if found.seconds:
             say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
         if self._replays:
-            say(launch_from_cpp(self.registry.context.backend, self._checked))
+            say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
         return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
 
-    def _check_library(self) -> None:
-        """Compare DeepGEMM with cuBLASLt before a map uses it, once, when the kernel for it is compiled."""
-        fault = None if self._library_checked else check_library(self.registry.context.backend)
-        self._library_checked = True
+    def _check(self) -> None:
+        """Check the backend before a map uses it, once, when the kernels for it are compiled."""
+        formats = self._formats_in_use
+        fault = self.registry.context.backend.check("cuda", formats) if formats and not self._checked else None
+        self._checked = True
         if fault is not None:
             print(f"snip: rank {dist.get_rank()}: {fault}", flush=True)
 
@@ -158,16 +160,20 @@ class WarmUp:
             self.run_once(in_force=in_force)
             if self.times is not None and not in_force:
                 self.times()
-        if not in_force or listing.variants:
+        if self._formats_in_use and (listing.variants or not in_force):
             with listed(run=False) as compared:  # small matrices, which stand for themselves
-                backend.check_library("cuda")
-                for fmt in self._checked if self._replays and not in_force else ():
+                backend.check("cuda", self._formats_in_use)
+                for fmt in self._replayed_formats if self._replays and not in_force else ():
                     wrong_numbers(backend, "cuda", [fmt])
             listing.variants |= compared.variants
         return list(listing.variants)
 
     @property
-    def _checked(self) -> list[Format]:
+    def _formats_in_use(self) -> frozenset[Format]:
+        return formats_in_use(self.config) - {Format.BF16}
+
+    @property
+    def _replayed_formats(self) -> list[Format]:
         return [fmt for fmt in map(Format, self.config.formats) if fmt in NATIVE]
 
     # -- what is run -------------------------------------------------------------------------------------------

@@ -110,6 +110,12 @@ def active() -> Listing | None:
     return _active[-1] if _active else None
 
 
+def only_lists() -> bool:
+    """Whether a listing is in progress that runs no kernel, so that results are uninitialised memory."""
+    listing = active()
+    return listing is not None and not listing.runs
+
+
 @contextmanager
 def listed(*, run: bool, rows: int = 0) -> Iterator[Listing]:
     """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.

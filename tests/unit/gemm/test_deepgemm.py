@@ -83,8 +83,8 @@ def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
     backend = HopperBackend(packed, products, groups=SimpleNamespace())
     with listed(run=False):  # results are uninitialised memory
-        assert backend.check_library("cpu") is None
-    fault = backend.check_library("cpu")
+        assert backend.check("cpu", ()) is None
+    fault = backend.check("cpu", ())
     assert (fault is None) == (wrong == 0)
     assert fault is None or "does not give cuBLASLt's bits" in fault
     assert (Format.FP8 in backend.grouped(256, 256, torch.bfloat16).in_one_launch) == (wrong == 0)

@@ -15,7 +15,8 @@ from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization import packed
-from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization.exact import ExactOperand, quantize_exact
+from snip_megatron.quantization.kernels.listing import listed
 
 from .emulated_scaled_mm import scaled_mm
 from .products import BACKENDS, EVEN, QUANTISED, assert_reference, operands, sides
@@ -53,7 +54,7 @@ def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
     assert_reference(HopperBackend(packed, ScaledProducts(scaled_mm), backend()), (136, 144, 208), formats)
 
 
-# -- the check before training -------------------------------------------------------------------------------------
+# -- the check before the first map -----------------------------------------------------------------------------------
 def test_right_numbers_pass_the_check() -> None:
     assert wrong_numbers(backend(), "cpu", list(Format)) is None
 
@@ -76,6 +77,21 @@ def test_wrong_numbers_and_failures_do_not() -> None:
     found = wrong_numbers(_Wrong(quantize_exact, ExactProducts()), "cpu", [NVFP4])
     assert found.startswith("nvfp4 gives a signal to noise ratio of ")
     assert "in dgrad (at least 12)" in found
+
+
+def test_torch_multiplies_where_the_check_fails() -> None:
+    found = _Wrong(quantize_exact, ExactProducts())
+    with listed(run=False):
+        assert found.check("cpu", [MXFP8]) is None
+    fault = found.check("cpu", [NVFP4])
+    assert fault is not None
+    assert fault.endswith("torch emulates, slower than bf16")
+    b = HopperBackend(packed, ScaledProducts(scaled_mm), _Wrong(quantize_exact, ExactProducts()))
+    assert b.check("cpu", [FP8]) is None
+    assert b.check("cpu", [FP8, NVFP4]) == fault
+    for each in (found, b):
+        made = sides(each, *operands(*EVEN), (NVFP4,) * 3)
+        assert not any(isinstance(side, ExactOperand) for side in made)
 
 
 class _Poisoning(EmulatedBackend):
