@@ -1,9 +1,7 @@
 """The result file of an experiment. It is complete after every run, and another machine can continue from it."""
 
-import itertools
 import json
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +63,8 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
 
     Among others: ``validation`` (mean token loss in nats after the last step by formats, ``map`` and ``bf16``),
     ``train_loss`` (mean over the last steps), ``fp4_share`` (of the decoder linears' FLOPs after the last step),
-    ``average_share`` (its mean over the steps) and ``update_seconds`` (for which the updates blocked the training
-    thread). Raises ValueError if a figure is missing, or a bf16 branch does not continue the warm checkpoint.
+    ``average_share`` (its mean over the steps). Raises ValueError if a figure is missing, or a bf16 branch does not
+    continue the warm checkpoint.
     """
     events, metrics = read_events(directory), read_metrics(directory)
     if not metrics:
@@ -87,7 +85,6 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
     train_loss = sum(tail) / len(tail) if tail else None
     if train_loss is not None and run.kind == "from_warm" and run.policy == "bf16":
         _check_it_continues(losses[0], train_loss)
-    gaps = [after["time"] - before["time"] for before, after in itertools.pairwise(metrics)]
     return {
         "validation": validation,
         "train_loss": train_loss,
@@ -95,8 +92,6 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         "fp4_share": metrics[-1]["fp4_fraction"],
         "average_share": sum(m["fp4_fraction"] for m in metrics) / len(metrics),
         "adopted": [{key: event.get(key) for key in ("step", "status", "changed")} for event in adopted],
-        "update_seconds": [e["update_seconds"] for e in events if e["event"] == "submit"],
-        "step_seconds": round(statistics.median_high(gaps), 4) if gaps else None,
     }
 
 

@@ -27,7 +27,6 @@ class Row:
             releases have only the last step's, which is the same under a map that does not change.
         gap: formats of validation → block → loss minus that of bf16.
         recovered: formats of validation → block → share of the gap that is recovered; see :func:`recovered`.
-        update_steps: median cost of an update in training steps of the same run; None without updates.
     """
 
     kind: str
@@ -36,7 +35,6 @@ class Row:
     share: float
     gap: Mapping[str, Mapping[Block, float]]
     recovered: Mapping[str, Mapping[Block, float]]
-    update_steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,7 @@ def _row(
             if math.isfinite(value):
                 share[formats][block] = value
     mean_share = float(np.mean([entry.get("average_share", entry["fp4_share"]) for entry in members]))
-    costs = [s / e["step_seconds"] for e in members if e.get("step_seconds") for s in e.get("update_seconds", ())]
-    return Row(*key, mean_share, gap, share, float(np.median(costs)) if costs else None)
+    return Row(*key, mean_share, gap, share)
 
 
 def _paired(ours: Row, theirs: Row, budget: float | None, validation: str) -> Difference:

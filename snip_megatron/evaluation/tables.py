@@ -61,14 +61,12 @@ def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
 
 def _policies(table: Sequence[Row]) -> str:
     lines = [
-        "| budget | policy | fp4 share | gap, map's formats | recovered, map's formats | recovered, bf16 | update |"
-        " runs |",
-        "|---|---|---|---|---|---|---|---|",
+        "| budget | policy | fp4 share | gap, map's formats | recovered, map's formats | recovered, bf16 | runs |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in table:
         budget = "–" if row.budget is None else f"{100 * row.budget:g} %"
         figures = [spread(row.gap["map"].values(), 4), *(spread(row.recovered[f].values(), 3) for f in VALIDATIONS)]
-        figures.append("–" if row.update_steps is None else f"{row.update_steps:.1f}")
         lines.append(f"| {budget} | {row.label} | {row.share:.3f} | {' | '.join(figures)} | {len(row.gap['map'])} |")
     return "\n".join(lines)
 
@@ -101,8 +99,7 @@ def _origin(results: Results) -> str:
         f" {_list(e['torch'] for e in done)}; {_list(e['date'] for e in done)}",
         f"- text: {results.data['tokens']:,} training tokens, sha256 {str(results.data['sha256'])[:16]}",
         *(f"- warm checkpoint: {made['steps']} steps, weights sha256 {sha[:16]}" for sha, made in results.warm.items()),
-        "- update: what one update takes of training, in steps of the same run; runs side by side:"
-        f" {_list(e['side_by_side'] for e in done)}",
+        f"- runs side by side: {_list(e['side_by_side'] for e in done)}",
         "- gap: validation loss − that of bf16; recovered: 1 − gap / gap of uniform-fp4; mean ± std over runs",
     ]
     return "\n".join(lines)
