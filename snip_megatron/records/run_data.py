@@ -155,14 +155,16 @@ def load_run(path: Path | str) -> RunData:
     path, unreadable = Path(path), list[str]()
     body, events = read_config(path), read_events(path)
     maps = read_maps(path, skipped=unreadable)
-    scores = read_scores(path, skipped=unreadable, last=MAX_SCORES)
+    scores = {
+        version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
+    }
     return RunData(
         path=path,
         config=body["config"],
         facts=body["facts"],
         metrics=read_metrics(path),
         events=events,
-        adoptions=_adoptions(events, maps, scores),
+        adoptions=[_adoption(event, maps, scores) for event in events if event["event"] == "adopt"],
         updates=_updates(events),
         plans=read_plans(path, skipped=unreadable),
         unreadable=unreadable,
@@ -181,38 +183,22 @@ def version_of(event: Mapping[str, Any]) -> int | None:
 
 
 # -- joins ---------------------------------------------------------------------------------------------------------
-def _adoptions(
-    events: Sequence[Mapping[str, Any]], maps: Mapping[int, PrecisionMap], scores: Mapping[int, Mapping[str, Any]]
-) -> list[Adoption]:
-    """Return the adoptions in order. If there is no ``adopt`` event at all, every map file counts as adopted."""
-    adopted = [event for event in events if event["event"] == "adopt"]
-    if not adopted:
-        adopted = [{"step": step, "version": precision_map.version} for step, precision_map in maps.items()]
-    by_version = {version_of(body): body["scores"] for body in scores.values()}
-    return [_adoption(event, _map_of(event["step"], version_of(event), maps), by_version) for event in adopted]
-
-
 def _adoption(
-    event: Mapping[str, Any], precision_map: PrecisionMap | None, scores: Mapping[int | None, Mapping[str, Any]]
+    event: Mapping[str, Any], maps: Mapping[int, PrecisionMap], scores: Mapping[int | None, Mapping[str, Any]]
 ) -> Adoption:
-    def known(name: str) -> Any:  # the event says it, or else the map
-        return event.get(name, getattr(precision_map, name, None))
-
-    version = version_of(event)
-    asked = event.get("budget", precision_map.prediction().get("budget") if precision_map is not None else None)
+    version, asked = version_of(event), event.get("budget")
     timed = isinstance(asked, str)  # then ``achieved`` is a share of time
-    share = event.get("fp4_fraction", known("fp4_share")) if timed else known("achieved")
     return Adoption(
         step=event["step"],
         version=version,
         fields=fields_of(event),
-        precision_map=precision_map,
+        precision_map=_map_of(event["step"], version, maps),
         scores=None if version is None else scores.get(version),
-        status=str(known("status") or "unknown"),
+        status=str(event.get("status") or "unknown"),
         asked=asked if timed else None,
-        speedup=number(known("speedup")),
-        loss=number(known("loss")),
-        achieved=number(share),
+        speedup=number(event.get("speedup")),
+        loss=number(event.get("loss")),
+        achieved=number(event.get("fp4_fraction" if timed else "achieved")),
     )
 
 
