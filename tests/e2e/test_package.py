@@ -116,11 +116,10 @@ def test_the_wheel_trains_and_names_what_is_missing_without_its_extras(wheel: Pa
     assert "snip: no report: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'" in (
         trained.stdout
     )
-    commands = python("-c", COMMANDS, "report run", "prepare-data --output data", "compare --out out x.json")
+    commands = python("-c", COMMANDS, "report run", "prepare-data --output data")
     assert commands.returncode == 2
     assert [line for line in commands.stderr.splitlines() if line.startswith("snip ")] == [
         "snip report: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'",
         "snip prepare-data: a tokenizer needs tokenizers, which is not installed: pip install 'snip_megatron[text]'",
-        "snip compare: a report needs plotly, which is not installed: pip install 'snip_megatron[report]'",
     ]
     assert "Traceback" not in commands.stderr
