@@ -29,6 +29,7 @@ except ImportError as missing:
     raise SnipError(
         f"snip_megatron.bridge needs megatron-bridge 0.6, which cannot be imported here: {missing}"
     ) from missing
+import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
@@ -42,6 +43,7 @@ from snip_megatron.megatron.evaluation import share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, say
+from snip_megatron.quantization.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
 
 _LOSS = "lm loss"
@@ -91,6 +93,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         if self._container is not None:
             raise SnipError("SnipCallback.attach() was called before: one callback serves one training run")
         self._container = container
+        if torch.cuda.is_available():
+            share_cache()
         model = container.model
         bridge_compat.let_snip_choose(container)
         if hasattr(model, "register_pre_wrap_hook"):  # a provider

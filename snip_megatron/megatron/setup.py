@@ -33,6 +33,7 @@ from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.quantization.formats import TILE
+from snip_megatron.quantization.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.controller import Controller
@@ -76,6 +77,8 @@ class SnipRun:
         the configuration cannot work with Megatron's arguments.
         """
         validate.check(self._config, self._args)
+        if torch.cuda.is_available():
+            share_cache()
         self.undo.callback(compat.wrap_train_step(self.wrap))
         if self._config.gradient_reduction != "fp32":
             self.undo.enter_context(compat.gradients_reduced_in_fp8(self._args))

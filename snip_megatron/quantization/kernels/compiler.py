@@ -29,7 +29,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from snip_megatron.quantization.kernels.listing import Pointer, Variant
+from snip_megatron.quantization.kernels.listing import Pointer, Variant, share_cache
 from snip_megatron.quantization.kernels.nvcc import Source
 from snip_megatron.quantization.kernels.replay_build import compiled_library
 
@@ -69,8 +69,7 @@ class Compilation:
         patience: float = _PATIENCE,
     ) -> None:
         self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
-        # torch's compiler moves Triton's cache before its first kernel, unless this variable is set.
-        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+        share_cache()
         of_triton = [each for each in variants if isinstance(each, Variant)]  # a source is listed until it is compiled
         self._patience, self._done = patience, _done_file(of_triton, target, replays=replays)
         self._started = self._heard = time.monotonic()

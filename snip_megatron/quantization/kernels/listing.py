@@ -7,6 +7,7 @@ Triton compiles a kernel for the types of its arguments, for some properties of 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,6 +101,16 @@ class Listing:
     def note(self, kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Add the variant that ``kernel[grid](*arguments, **named)`` runs."""
         self.variants[Variant.of(kernel, arguments, named)] = None
+
+
+def share_cache() -> None:
+    """Keep Triton's cache on disk where it is, for all ranks of this host: they compile for each other.
+
+    torch's compiler gives the cache of each device a folder of its own when it first compiles, unless this was called.
+    """
+    import triton
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 _active: list[Listing] = []

@@ -11,12 +11,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from triton.backends.compiler import GPUTarget
 
 from snip_megatron.precision import Format
 from snip_megatron.quantization.kernels import swiglu
 from snip_megatron.quantization.kernels.compiler import Compilation
-from snip_megatron.quantization.kernels.listing import Variant, listed
+from snip_megatron.quantization.kernels.listing import Variant, listed, share_cache
 from snip_megatron.quantization.kernels.quantize import quantize_operands
 from snip_megatron.quantization.operands import OperandSpec
 
@@ -71,6 +72,15 @@ def test_a_single_row_runs_no_kernel() -> None:
     assert not listing.variants
     assert not swiglu.fits(x)
     assert swiglu.fits(x.expand(2, 512))
+
+
+def test_ranks_of_a_host_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler would give each device its own, in which only this rank's share of the kernels is compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert triton_cache_dir(0) != triton_cache_dir(1)
+    share_cache()
+    assert triton_cache_dir(0) == triton_cache_dir(1) == triton.knobs.cache.dir
 
 
 def test_processes_compile_into_the_cache_and_a_second_call_starts_none(tmp_path: Path) -> None:
