@@ -31,6 +31,7 @@ Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``job_1
 _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
 FLOPS_RATE = 1e15
 """The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
+_COPIED_BYTES = 4  # per element: read and written in bf16
 _GEMMS = tuple(Gemm)
 _GROUP_WORK: dict[str, Callable[[Point], float]] = {
     "gemms": lambda group: math.prod(group[1:]),
@@ -104,7 +105,7 @@ class CostModel:
 
     def stock(self, shape: LinearShape) -> float:
         """Return the seconds by which a step is longer where no GEMM of a linear is quantised, as Megatron's own code
-        launches each expert: of a grouped linear, if Transformer Engine's were measured, else 0.
+        launches each expert: of a grouped linear, if it was measured, else 0.
         """
         if not shape.grouped or STOCK not in self._grouped:
             return 0.0
@@ -119,10 +120,18 @@ class CostModel:
 
     # -- single calls --------------------------------------------------------------------------------------------
     def gemm_seconds(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
-        """Return the seconds of one GEMM of one microbatch and matrix, without quantisation."""
+        """Return the seconds of one GEMM of one microbatch and matrix, without quantisation.
+
+        What leaves an MLP of experts, Y of its second linear and ∂L/∂X of its first, is copied to rows without padding.
+        """
         fmt, place = self._known(fmt), _GEMMS.index(gemm)
         if self._is_grouped(shape):
-            return self._share(shape, "gemms", lambda times: times[fmt][place])
+            leaves = {"input": (Gemm.FPROP, shape.n), "gradient": (Gemm.DGRAD, shape.k)}
+            last, features = leaves.get(shape.fused or "", (gemm, 0))
+            copied = _COPIED_BYTES * shape.tokens * features if gemm is last else 0
+            return self._share(shape, "gemms", lambda times: times[fmt][place]) + copied / (
+                self._copy_rate or STATED_COPY
+            )
         return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
 
     def _again(self, shape: LinearShape, fmt: Format) -> float:
