@@ -28,7 +28,7 @@ def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert result["failed"] == {}
     first, *_ = result["updates"]["snip_fp4_75"]
-    assert (first["update_step"], first["adopt_step"]) == (4, 6)
+    assert (first["update_step"], first["adopt_step"]) == (5, 7)
     assert first["events"]["probe"] > 0.0
     assert first["events_s"] == pytest.approx(sum(first["events"].values()))
     assert list(result["kernels"]) == list(result["ms"])
