@@ -15,7 +15,7 @@ LIBRARY = '''
 import os, pathlib, shutil, subprocess, tempfile
 compiler = os.environ["DG_JIT_NVCC_COMPILER"]
 subprocess.run([compiler, "--version"], check=True, capture_output=True)
-def product(a, b, out, experts):
+def product(a, b, out, experts, disable_ue8m0_cast):
     """What DeepGEMM 0.1.4 does: a source for N, K and experts in a folder of its own, nvcc, the cache, a launch."""
     assert a[1].stride() == (1, len(a[0])) and len(out) == len(experts) == len(a[0])
     cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"], f"deepgemm-{tuple(b[0].shape)}")
