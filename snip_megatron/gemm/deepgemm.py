@@ -33,6 +33,9 @@ TORCH = (2, 11)
 
 _BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
+_SLOW = 2**22
+"""Elements of a result, 2048 × 2048 or 8192 × 512, for which it takes 1.6 to 3.5 times cuBLASLt's time on an H100: such
+rows of ``timing/tables/h100.json`` beside a table without it. Other sizes, all powers of two, take 1.3 at most."""
 _MANY = 16384
 """Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""
 Gemm = Callable[..., None]
@@ -70,11 +73,13 @@ class DeepGemm:
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
         """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
 
-        Returns None if DeepGEMM has no kernel for the operands, or if ``dtype`` is not bf16.
+        Returns None if DeepGEMM has no kernel for the operands, or a slow one, or if ``dtype`` is not bf16.
         """
         # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
         fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
         if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
+            return None
+        if a.rows * b.rows == _SLOW:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)

@@ -65,7 +65,7 @@ def test_products_equal_the_other_librarys(depth: int, fmt: Format, dtype: torch
     assert torch.equal(found, ScaledProducts(scaled_mm).multiply(a, b, dtype))
 
 
-def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
+def test_what_it_has_no_layout_for_or_is_slow_in_runs_elsewhere() -> None:
     def gemm(*args: Any, **options: Any) -> None:
         raise AssertionError("must not be asked")
 
@@ -75,6 +75,9 @@ def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
     assert products.multiply(operand(x, Format.FP8), blocks, torch.bfloat16).shape == (66, 48)
     whole, other = (operand(matrix(rows, 256), Format.FP8_TENSOR) for rows in (64, 48))
     assert products.multiply(whole, other, torch.bfloat16).shape == (64, 48)
+    square = matrix(2048, 128)
+    many, weights = operand(square, Format.FP8), operand(square, Format.FP8, weight=True)
+    assert products.multiply(many, weights, torch.bfloat16).shape == (2048, 2048)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
