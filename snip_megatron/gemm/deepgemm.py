@@ -161,7 +161,8 @@ def difference(found: DeepGemm, library: Any, device: torch.device | str) -> str
 def _blocks(weight: Operand) -> Tensor:
     """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding, which is copied away.
 
-    DeepGEMM checks all strides. torch calls a matrix of one row contiguous whatever the stride between rows is.
+    DeepGEMM checks all strides. torch calls a matrix of one row contiguous whatever the stride between its rows is, and
+    keeps the padded stride of a single column.
     """
     scale = weight.scale.t()[:, : weight.values.shape[1] // TILE]
-    return scale.reshape(-1).view(scale.shape)
+    return scale.contiguous().view(-1).view(scale.shape)

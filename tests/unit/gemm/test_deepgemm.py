@@ -56,11 +56,12 @@ def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
     return packed.quantize_operands(x, OperandSpec(fmt, None, weight=weight))[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("rows", [48, 256])  # one row of blocks and two
 @pytest.mark.parametrize("depth", [128, 512, 640, 1000])  # blocks with and without cuBLASLt's padding
 @pytest.mark.parametrize("fmt", [Format.FP8, Format.FP4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_equal_the_other_librarys(depth: int, fmt: Format, dtype: torch.dtype) -> None:
-    a, b = operand(matrix(64, depth), fmt), operand(matrix(48, depth, 1), fmt, weight=True)
+def test_products_equal_the_other_librarys(rows: int, depth: int, fmt: Format, dtype: torch.dtype) -> None:
+    a, b = operand(matrix(64, depth), fmt), operand(matrix(rows, depth, 1), fmt, weight=True)
     found = ScaledProducts(scaled_mm, faster=DeepGemm(fp8_gemm_nt)).multiply(a, b, dtype)
     assert torch.equal(found, ScaledProducts(scaled_mm).multiply(a, b, dtype))
 
