@@ -48,15 +48,11 @@ def set_rng_state(state: RandomState) -> None:
     if state.device is not None:
         torch.cuda.set_rng_state(state.device)
     tracker = get_cuda_rng_tracker()
-    if not tracker.is_initialized():
-        return
-    current = tracker.get_states()
-    restored: dict[str, Any] = {}
-    for name, value in state.tracker.items():
-        generator = current.get(name)
-        if isinstance(generator, torch.Generator):  # under CUDA graphs the generator objects must stay the same
-            generator.set_state(value)
-            restored[name] = generator
-        else:
-            restored[name] = value.clone()
-    tracker.set_states(restored)
+    if tracker.is_initialized():
+        states = tracker.get_states()
+        for name, value in state.tracker.items():
+            if isinstance(states.get(name), torch.Generator):  # under CUDA graphs generators must stay the same objects
+                states[name].set_state(value)
+            else:
+                states[name] = value.clone()
+        tracker.set_states(states)
