@@ -24,7 +24,7 @@ _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolera
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip solve``."""
     add = parser.add_argument
-    text = "a problem file (snip.problem/1), a run directory (its latest update), or a file of its stats/"
+    text = "a problem file (snip.problem/1 or /2), a run directory (its latest update), or a file of its stats/"
     add("problem", type=Path, metavar="PROBLEM.json", help=text)
     add("--out", type=Path, metavar="MAP.json", help="file for the map, or for a plan; default: standard output")
     add(

@@ -1,6 +1,6 @@
 """The problem that the solver takes: a choice of format for every item, and a budget.
 
-Its JSON form is ``snip.problem/1`` (docs/file-formats.md).
+Its JSON forms are ``snip.problem/1`` (one map) and ``snip.problem/2`` (the phases of a run; docs/file-formats.md).
 """
 
 from __future__ import annotations
@@ -17,19 +17,9 @@ from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP, Budget
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import MOST_PHASES
-from snip_megatron.precision.strict import (
-    array,
-    check_keys,
-    check_schema,
-    field,
-    finite,
-    mapping,
-    number,
-    one_of,
-    read_object,
-)  # fmt: skip
+from snip_megatron.precision.strict import array, check_schema, field, finite, mapping, number, read_object
 
-PROBLEM_SCHEMA = "snip.problem/1"
+PROBLEM_SCHEMA, PHASED_SCHEMA = "snip.problem/1", "snip.problem/2"
 _KINDS = {"target": "fp4", "speedup": "speedup", "loss": "loss"}  # field of a file → kind of the Budget
 _MAX_COST = 1e18
 _MAX_STAGE = 2**20
@@ -57,20 +47,6 @@ class Choice(JsonFields):
     @property
     def loss(self) -> float:
         return self.losses[0] if len(self.losses) == 1 else math.fsum(self.losses)
-
-    def as_dict(self) -> dict[str, Any]:
-        loss = self.losses[0] if len(self.losses) == 1 else list(self.losses)
-        return {"format": self.format.value, "loss": loss, "saving": self.saving}
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> Choice:
-        check_keys(mapping(body, where), ("format", "loss", "saving"), f"{where}: ")
-        fmt, loss, saving = (field(body, name, f"{where}.") for name in ("format", "loss", "saving"))
-        if isinstance(loss, list):
-            losses = tuple(finite(each, f"{where}.loss[{p}]") for p, each in enumerate(loss))
-        else:
-            losses = (finite(loss, f"{where}.loss"),)
-        return cls(Format(one_of(fmt, f"{where}.format", Format)), losses, finite(saving, f"{where}.saving"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,27 +139,33 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "problem") -> Problem:
-        """Parse the text of a problem file; ``where`` names the file in errors. Raises SnipError."""
+        """Parse the text of a problem file of either schema; ``where`` names the file in errors. Raises SnipError."""
         with located(where):
             body = read_object(text)
             field(body, "schema")
-            check_schema(body, PROBLEM_SCHEMA)
+            phased = check_schema(body, PROBLEM_SCHEMA, PHASED_SCHEMA) == PHASED_SCHEMA
             parts = _budget(mapping(field(body, "budget"), "budget"))
-            phases = enumerate(array(body.get("phases", []), "phases"))
-            items = enumerate(array(field(body, "items"), "items", " of objects"))
-            return cls(
-                items=tuple(Item.from_dict(raw, f"items[{i}]") for i, raw in items),
-                phases=tuple(Phase.from_dict(raw, f"phases[{p}]") for p, raw in phases),
-                spent=None if body.get("spent") is None else Spent.from_dict(body["spent"], "spent"),
-                **parts,
-            )
+            if phased:
+                phases = array(field(body, "phases"), "phases")
+                if not phases:
+                    raise SnipError(f"phases: must hold 1 to {MOST_PHASES} phases, got 0")
+                parts["phases"] = tuple(Phase.from_dict(raw, f"phases[{p}]") for p, raw in enumerate(phases))
+                parts["spent"] = None if body.get("spent") is None else Spent.from_dict(body["spent"], "spent")
+            items = array(field(body, "items"), "items", " of objects")
+            return cls(items=tuple(_item(raw, f"items[{i}]", phased) for i, raw in enumerate(items)), **parts)
 
     def to_json(self) -> str:
         """Return the text of a problem file. Floats round-trip exactly; unused fields are left out."""
-        spent = None if self.spent is None else self.spent.as_dict()
-        phases, items = ([_used(each.as_dict()) for each in part] for part in (self.phases, self.items))
-        body = _used({"phases": phases, "spent": spent}) | {"items": items}
-        return json.dumps({"schema": PROBLEM_SCHEMA, "budget": _budget_body(self), **body}, allow_nan=False) + "\n"
+        body: dict[str, Any] = {
+            "schema": PHASED_SCHEMA if self.phases else PROBLEM_SCHEMA,
+            "budget": _budget_body(self),
+        }
+        if self.phases:
+            body["phases"] = [_used(phase.as_dict()) for phase in self.phases]
+        if self.spent is not None:
+            body["spent"] = self.spent.as_dict()
+        body["items"] = [_item_body(item, phased=bool(self.phases)) for item in self.items]
+        return json.dumps(body, allow_nan=False) + "\n"
 
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -216,6 +198,21 @@ def _budget(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _item(raw: Any, path: str, phased: bool) -> Item:
+    body = mapping(raw, path)
+    given = array(field(body, "choices", f"{path}."), f"{path}.choices", " of objects")
+    choices = tuple(_choice(each, f"{path}.choices[{j}]", phased) for j, each in enumerate(given))
+    return replace(Item.from_dict({**body, "choices": []}, path), choices=choices)
+
+
+def _choice(raw: Any, path: str, phased: bool) -> Choice:
+    body = dict(mapping(raw, path))
+    if not phased:
+        body["losses"] = [finite(field(body, "loss", f"{path}."), f"{path}.loss")]
+        del body["loss"]
+    return Choice.from_dict(body, path)
+
+
 def _budget_body(problem: Problem) -> dict[str, Any]:
     budget = problem.budget
     body: dict[str, Any] = {"target" if budget.kind == "fp4" else budget.kind: budget.value}
@@ -223,6 +220,13 @@ def _budget_body(problem: Problem) -> dict[str, Any]:
         body["stage_tolerance"] = problem.stage_tolerance
     if problem.fixed_cost:
         body["fixed_cost"] = {str(stage): cost for stage, cost in problem.fixed_cost}
+    return body
+
+
+def _item_body(item: Item, *, phased: bool) -> dict[str, Any]:
+    body = _used(item.as_dict())
+    for choice in [] if phased else body["choices"]:
+        (choice["loss"],) = choice.pop("losses")
     return body
 
 
@@ -299,10 +303,10 @@ def _item_faults(item: Item, phases: int, path: str) -> _Faults:
     for j, choice in enumerate(item.choices):
         here = f"{path}.choices[{j}]"
         if len(choice.losses) != (phases or 1):
-            yield f"{here}.loss", f"must be one number a phase, {phases or 1} in all, got {len(choice.losses)}"
+            yield f"{here}.losses", f"must hold {phases or 1} numbers, one a phase, got {len(choice.losses)}"
         for p, loss in enumerate(choice.losses):
             if not abs(loss) <= MAX_LOSS:
-                name = f"{here}.loss[{p}]" if phases > 1 else f"{here}.loss"
+                name = f"{here}.losses[{p}]" if phases else f"{here}.loss"
                 yield name, f"must be a finite number of at most {MAX_LOSS:g}, got {loss}"
         if not math.isfinite(choice.saving) or choice.saving > item.cost * (1 + _ROUNDING):
             yield f"{here}.saving", f"must be a finite number of at most the item's cost, got {choice.saving}"

@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs" / "file-formats.md").read_text(encoding="utf-8")
 EXAMPLES = {json.loads(text)["schema"]: text for text in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)}
 READERS = {
     "snip.problem/1": Problem.from_json,
+    "snip.problem/2": Problem.from_json,
     "snip.map/1": PrecisionMap.from_json,
     "snip.schedule/1": Schedule.from_json,
     "snip.phases/1": PrecisionPlan.from_json,

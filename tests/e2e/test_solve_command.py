@@ -117,9 +117,10 @@ def phased(target: float = 0.75, **changes: Any) -> dict[str, Any]:
     body = problem(target=target)
     for item in body["items"]:
         item["choices"] = [
-            {"format": c["format"], "saving": c["saving"], "loss": [c["loss"], 3 * c["loss"]]} for c in item["choices"]
+            {"format": c["format"], "saving": c["saving"], "losses": [c["loss"], 3 * c["loss"]]}
+            for c in item["choices"]
         ]
-    return body | {"phases": [{"steps": 300}, {"steps": 100}]} | changes
+    return body | {"schema": "snip.problem/2", "phases": [{"steps": 300}, {"steps": 100}]} | changes
 
 
 def test_phases_give_a_plan(tmp_path: Path) -> None:
