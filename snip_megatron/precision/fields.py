@@ -2,15 +2,14 @@
 
 import base64
 import dataclasses
-import json
 from collections.abc import Mapping
 from enum import Enum
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from snip_megatron.errors import SnipError, cut, located, quoted
+from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.strict import MOST, array, check_keys, check_schema, finite, mapping, one_of, read_object
+from snip_megatron.precision.strict import MOST, array, check_keys, finite, mapping, one_of
 
 
 class JsonFields:
@@ -30,49 +29,18 @@ class JsonFields:
     def from_dict(cls, body: Any, where: str) -> Self:
         """Read :meth:`as_dict`. Fields that are missing have their defaults.
 
-        Raises SnipError naming ``where``, if it is not empty, and the field that is missing, unknown or invalid.
+        Raises SnipError naming ``where`` and the field that is missing, unknown or invalid.
         """
-        fields, prefix = dataclasses.fields(cls), where and f"{where}."  # type: ignore[arg-type]
-        check_keys(mapping(body, where), [f.name for f in fields], where and f"{where}: ")
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        check_keys(mapping(body, where), [f.name for f in fields], f"{where}: ")
         for f in fields:
             if f.name not in body and f.default is f.default_factory is dataclasses.MISSING:
-                raise SnipError(f"{prefix}{f.name}: missing")
-        found = {name: _decoded(cls._kinds[name], value, prefix + name) for name, value in body.items()}
+                raise SnipError(f"{where}.{f.name}: missing")
+        found = {name: _decoded(cls._kinds[name], value, f"{where}.{name}") for name, value in body.items()}
         try:
             return cls(**found)
         except ValueError as error:
-            raise SnipError(prefix + cut(error)) from None
-
-
-class JsonFile(JsonFields):
-    """Fields that are the content of a file, whose ``schema`` stands before them. Those that are None are left out."""
-
-    __slots__ = ()
-    schema: ClassVar[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"schema": self.schema} | {name: each for name, each in super().as_dict().items() if each is not None}
-
-    @classmethod
-    def from_dict(cls, body: Any, where: str) -> Self:
-        with located(where):
-            check_schema(body, cls.schema)
-            found = super().from_dict({name: value for name, value in body.items() if name != "schema"}, "")
-            found.check()
-            return found
-
-    def check(self) -> None:
-        """Raise SnipError naming the first field that no file may have."""
-
-    def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str | bytes, where: str = "") -> Self:
-        """Parse the text of a file. Raises SnipError naming ``where``, the file, and the field that is invalid."""
-        with located(where or cls.schema):
-            body = read_object(text)
-        return cls.from_dict(body, where or cls.schema)
+            raise SnipError(f"{where}.{cut(error)}") from None
 
 
 def _encoded(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,18 +13,20 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, located, quoted
-from snip_megatron.precision.budget import BUDGETS
-from snip_megatron.precision.fields import JsonFile
 from snip_megatron.precision.formats import FOUR_BIT, Format, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
-from snip_megatron.precision.strict import one_of, read_file
+from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_file, read_object, whole
 
+MAP_SCHEMA = "snip.map/1"
 GRANULARITIES = ("gemm", "layer")
 STATUSES = ("optimal", "feasible", "infeasible", "static")
+# Fields of a map by time or loss that hold a prediction; they are written where ``budget`` is set.
+_PREDICTED = ("loss", "speedup", "fp4_share", "step_speedup")
+_FIGURES = ("objective", "bound", "target", "achieved", "solve_seconds", *_PREDICTED)
 
 
 @dataclass(frozen=True)
-class PrecisionMap(JsonFile):
+class PrecisionMap:
     """The format of every GEMM of every linear. Immutable.
 
     Linears that ``choices`` does not name run in bf16. Two maps choose the same formats if and only if their
@@ -41,8 +44,6 @@ class PrecisionMap(JsonFile):
         fp4_share: share of FLOPs in fp4; None where ``achieved`` is that share.
         step_speedup: predicted speedup of the whole training step.
     """
-
-    schema = "snip.map/1"
 
     choices: Mapping[str, Format]
     version: int = 0
@@ -105,21 +106,55 @@ class PrecisionMap(JsonFile):
         h.update(self.to_codes(linears).tobytes())
         return h.hexdigest()
 
+    # -- JSON --------------------------------------------------------------------------------------------------
+    def to_json(self) -> str:
+        """Return the text of a ``snip.map/1`` file (docs/file-formats.md)."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of a ``snip.map/1`` file."""
+        body: dict[str, Any] = {
+            "schema": MAP_SCHEMA,
+            "version": self.version,
+            "choices": {key: fmt.value for key, fmt in self.choices.items()},
+            "status": self.status,
+            **{name: getattr(self, name) for name in ("objective", "bound", "target", "achieved")},
+            "achieved_per_stage": dict(self.achieved_per_stage),
+            "solve_seconds": self.solve_seconds,
+        }
+        if self.budget is not None:
+            body |= {name: getattr(self, name) for name in ("budget", *_PREDICTED)}
+        elif self.loss is not None:
+            body["loss"] = self.loss
+        return body
+
     @classmethod
     def load(cls, path: Path | str, argument: str = "") -> PrecisionMap:
         """Read a ``snip.map/1`` file. Raises SnipError naming ``argument`` and the file."""
         where = f"{argument} {path}".strip()
         return cls.from_json(read_file(path, where), where=where)
 
-    def check(self) -> None:
-        one_of(self.status, "status", STATUSES)
-        if self.budget is not None:
-            one_of(self.budget, "budget", BUDGETS[1:])
-        for key, fmt in self.choices.items():
-            with located("choices"):
-                _, gemm = split_option_id(key)
-            if (why := misplaced(fmt, gemm)) is not None:
-                raise SnipError(f"choices[{quoted(key)}]: {why}")
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "map") -> PrecisionMap:
+        """Parse and validate the text of a ``snip.map/1`` file. Raises SnipError naming ``where`` and the field."""
+        with located(where):
+            return cls.from_dict(read_object(text))
+
+    @classmethod
+    def from_dict(cls, body: Any) -> PrecisionMap:
+        """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
+        check_schema(body, MAP_SCHEMA)
+        choices = mapping(body.get("choices"), "choices", " of <linear>[:<gemm>] -> format")
+        per_stage = mapping(body.get("achieved_per_stage") or {}, "achieved_per_stage")
+        budget = body.get("budget")
+        return cls(
+            choices={key: _choice(key, value) for key, value in choices.items()},
+            version=whole(body.get("version", 0), "version", below=2**31),
+            status=one_of(body.get("status", "static"), "status", STATUSES),
+            budget=None if budget is None else one_of(budget, "budget", ("speedup", "loss")),
+            achieved_per_stage={str(k): finite(v, f"achieved_per_stage[{quoted(k)}]") for k, v in per_stage.items()},
+            **{name: None if body.get(name) is None else finite(body[name], name) for name in _FIGURES},
+        )
 
 
 def format_shares(
@@ -143,3 +178,15 @@ def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquan
     """Return the share of FLOPs that run in four-bit formats. Arguments as of :func:`format_shares`."""
     shares = format_shares(precision_map, flops, unquantised)
     return sum((share for fmt, share in shares.items() if fmt in FOUR_BIT), 0.0)
+
+
+def _choice(key: str, value: Any) -> Format:
+    """Return the format of one entry of ``choices``. Raises SnipError if the key or the value is not valid."""
+    with located("choices"):
+        _, gemm = split_option_id(key)
+    if not isinstance(value, str) or value not in Format._value2member_map_:
+        known = ", ".join(f.value for f in Format)
+        raise SnipError(f"choices[{quoted(key)}]: unknown format {quoted(value)} (known: {known})")
+    if (why := misplaced(Format(value), gemm)) is not None:
+        raise SnipError(f"choices[{quoted(key)}]: {why}")
+    return Format(value)

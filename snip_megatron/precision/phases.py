@@ -10,17 +10,19 @@ import bisect
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.errors import SnipError, is_finite, located
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.fields import JsonFields, JsonFile
 from snip_megatron.precision.map import STATUSES, PrecisionMap
-from snip_megatron.precision.strict import array, check_keys, check_schema, mapping, one_of, read_object
+from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
 
 SCHEDULE_SCHEMA = "snip.schedule/1"
+PLAN_SCHEMA = "snip.phases/1"
 
+_FIGURES = ("objective", "bound", "target", "achieved")
 MOST_PHASES = 64
 """Of a schedule, and of what the solver takes."""
 FLOORS = ("fp4", "speedup")
@@ -104,9 +106,9 @@ class Schedule:
         """Parse the text of a ``snip.schedule/1`` file. Raises SnipError naming ``where`` and the invalid field."""
         with located(where):
             body = read_object(text)
-            check_schema(body, SCHEDULE_SCHEMA)
+            phases = tuple(_schedule_phase(i, phase) for i, phase in enumerate(_entries(body, SCHEDULE_SCHEMA)))
             check_keys(body, ("schema", "phases"))
-            return cls(tuple(_schedule_phase(i, each) for i, each in enumerate(array(body.get("phases"), "phases"))))
+            return cls(phases)
 
 
 AUTO = Schedule(tuple(SchedulePhase(begin) for begin in (0.0, 0.5, 0.75, 0.9)))
@@ -114,7 +116,7 @@ AUTO = Schedule(tuple(SchedulePhase(begin) for begin in (0.0, 0.5, 0.75, 0.9)))
 
 
 @dataclass(frozen=True)
-class PlanPhase(JsonFields):
+class PlanPhase:
     """One phase of a plan: the map in force from step ``begin`` on."""
 
     begin: int
@@ -122,7 +124,7 @@ class PlanPhase(JsonFields):
 
 
 @dataclass(frozen=True)
-class PrecisionPlan(JsonFile):
+class PrecisionPlan:
     """The precision maps of a run's remaining phases. Raises SnipError if the phases are not in order.
 
     Attributes:
@@ -132,8 +134,6 @@ class PrecisionPlan(JsonFile):
         status, objective, bound, target: as those of a map, over all phases and the whole run.
         achieved: the average over the whole run, what had been spent before included.
     """
-
-    schema = "snip.phases/1"
 
     phases: tuple[PlanPhase, ...]
     last: int
@@ -183,12 +183,57 @@ class PrecisionPlan(JsonFile):
         )
         return replace(self, phases=phases, last=last)
 
-    def check(self) -> None:
-        one_of(self.status, "status", STATUSES)
+    # -- JSON --------------------------------------------------------------------------------------------------
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of a ``snip.phases/1`` file."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "version": self.version,
+            "status": self.status,
+            **{name: getattr(self, name) for name in _FIGURES},
+            "phases": [
+                {"from_step": phase.begin, "steps": steps, "map": phase.precision_map.as_dict()}
+                for phase, steps in zip(self.phases, self.steps, strict=True)
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return the text of a ``snip.phases/1`` file."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "plan") -> PrecisionPlan:
+        """Parse and validate the text of a ``snip.phases/1`` file. Raises SnipError naming ``where`` and the field."""
+        with located(where):
+            return cls.from_dict(read_object(text))
+
+    @classmethod
+    def from_dict(cls, body: Any) -> PrecisionPlan:
+        """Read and validate the output of :meth:`as_dict`. Raises SnipError naming the field that is invalid."""
+        phases, last = [], None
+        for i, entry in enumerate(_entries(body, PLAN_SCHEMA)):
+            begin = whole(entry.get("from_step"), f"phases[{i}].from_step")
+            if last is not None and begin != last:
+                raise SnipError(f"phases[{i}].from_step: must be {last}, where the preceding phase ends")
+            last = begin + whole(entry.get("steps"), f"phases[{i}].steps", 1)
+            with located(f"phases[{i}].map"):
+                phases.append(PlanPhase(begin, PrecisionMap.from_dict(entry.get("map"))))
+        status = one_of(body.get("status", "static"), "status", STATUSES)
+        figures = {name: None if body.get(name) is None else finite(body[name], name) for name in _FIGURES}
+        return cls(tuple(phases), last or 0, whole(body.get("version", 0), "version"), status, **figures)
 
 
-def _schedule_phase(i: int, body: Any) -> SchedulePhase:
-    check_keys(mapping(body, f"phases[{i}]"), ("from", "budget", "change"), f"phases[{i}]: ")
+def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
+    """Return the objects under ``phases``. Raises SnipError if ``body`` is not an object of the schema with such."""
+    check_schema(body, schema)
+    phases = body.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        raise SnipError("phases: must be a list of objects")
+    return phases
+
+
+def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
+    check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
     begin, asked, change = (body.get(name) for name in ("from", "budget", "change"))
     try:
         return SchedulePhase(

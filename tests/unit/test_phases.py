@@ -138,10 +138,16 @@ def test_a_plan_survives_json_with_every_field() -> None:
         0.9,
     )
     assert PrecisionPlan.from_json(over.to_json()) == over
+    body = json.loads(over.to_json())
+    assert body["schema"] == "snip.phases/1"
+    assert [(p["from_step"], p["steps"], p["map"]["schema"]) for p in body["phases"]] == [
+        (0, 9, "snip.map/1"),
+        (9, 1, "snip.map/1"),
+    ]
 
 
 def test_phases_of_a_plan_file_follow_one_another() -> None:
     body = plan(0, 5, last=10).as_dict()
-    body["phases"][1]["begin"] = 0
-    with pytest.raises(SnipError, match=r"snip.phases/1: phases: must begin at ascending steps"):
+    body["phases"][1]["from_step"] = 6
+    with pytest.raises(SnipError, match=r"plan: phases\[1\].from_step: must be 5"):
         PrecisionPlan.from_json(json.dumps(body))
