@@ -36,10 +36,13 @@ def setting(
     *,
     choices: Iterable[str] | None = None,
     least: float | None = None,
+    most: float | None = None,
     positive: bool = False,
 ) -> Any:
-    """Make a dataclass field that is a setting: one of ``choices``, or a number, ``least`` or more or ``positive``."""
-    limits = {"help": text, "choices": choices, "least": least, "positive": positive}
+    """Make a dataclass field that is a setting. Its value is one of ``choices``, or a number in [``least``, ``most``],
+    above 0 if it must be ``positive``.
+    """
+    limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
     return dataclasses.field(default=default, metadata=limits)
 
 
@@ -61,12 +64,14 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
         return
     if limits["choices"] is not None and value not in limits["choices"]:
         raise SnipError(f"{flag(field)}{cut(value)}: unknown; choose one of {', '.join(limits['choices'])}")
-    least = limits["least"]
+    least, most = limits["least"], limits["most"]
     if limits["positive"] and not (math.isfinite(value) and value > 0):
         raise SnipError(f"{flag(field)}{value}: must be positive")
     if least is not None and not (math.isfinite(value) and value >= least):
         wanted = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
         raise SnipError(f"{flag(field)}{value}: must be {wanted}")
+    if most is not None and not value <= most:
+        raise SnipError(f"{flag(field)}{value}: must be at most {most}")
 
 
 def add_options(

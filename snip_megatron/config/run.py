@@ -26,6 +26,7 @@ from snip_megatron.precision import GRANULARITIES, Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.sensitivity.fixed import LATE
+from snip_megatron.sensitivity.phased import STANDING_SHARE
 from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
 
@@ -165,6 +166,12 @@ class SnipConfig:
         "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
         " with the fewest bits",
         least=0,
+    )
+    standing_share: float = setting(
+        STANDING_SHARE,
+        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
+        least=0,
+        most=1,
     )
     probe_tokens: int = setting(
         512, "tokens of each microbatch at which noise probes compare activations and gradients", least=1

@@ -43,7 +43,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
     )
     formats = [fmt.value for fmt in Format]
     of_fprop = [dict.fromkeys(formats, float(item.id.endswith(f":{Gemm.FPROP.value}"))) for item in static.items]
-    items = phased_items(static.items, of_fprop, phased)
+    items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
     phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
     problem = replace(static, items=items, phases=phases)
     asked = f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}"

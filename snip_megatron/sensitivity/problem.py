@@ -12,7 +12,7 @@ from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id, split_option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
-from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import SHARING
@@ -147,7 +147,7 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     return (
         Problem(
             request.budget,
-            phased_items(items, of_fprop, phases),
+            phased_items(items, of_fprop, phases, request.standing_share),
             request.tolerance,
             phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
             spent=_spent(request, phases),
@@ -251,11 +251,11 @@ def _joint(option: str, formats: Sequence[str], request: SolveRequest) -> dict[s
 
 # -- phases ------------------------------------------------------------------------------------------------------------
 def phased_items(
-    items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest
+    items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest, standing_share: float
 ) -> tuple[Item, ...]:
     """Return items whose losses are those of every phase: q · (s · standing + (1 − s) · carried), by its weights.
 
-    s is ``STANDING_SHARE`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
+    s is ``standing_share`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
     ``items`` have the losses of a whole run, and ``forward`` is by item format → the fprop's part of the loss, or 0.
     Raises SnipError if a glob of ``change`` matches no item.
     """
@@ -264,7 +264,7 @@ def phased_items(
     for item, parts, keeps in zip(items, forward, _keeps([item.id for item in items], phases), strict=True):
         choices = []
         for choice in item.choices:
-            share = STANDING_SHARE * parts.get(choice.format.value, 0.0)
+            share = standing_share * parts.get(choice.format.value, 0.0)
             losses = (choice.loss * (share * stands + (1.0 - share) * carries) for stands, carries in weights)
             choices.append(Choice(choice.format, tuple(losses), choice.saving))
         found.append(replace(item, choices=tuple(choices), keeps=keeps))

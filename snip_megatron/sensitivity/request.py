@@ -10,7 +10,7 @@ from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.fields import JsonFields
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
 BACKWARD_SHARE = 0.08
@@ -56,6 +56,7 @@ class SolveRequest(JsonFields):
     deterministic_time: float = 10.0
     unquantised_stage_flops: Mapping[int, float] | None = None
     backward_share: float = BACKWARD_SHARE
+    standing_share: float = STANDING_SHARE
     phases: PhasedRequest | None = None
 
     def __post_init__(self) -> None:

@@ -201,6 +201,7 @@ BAD = [
     ("--snip-lag 50 --snip-update-interval 50", "--snip-lag 50", "--snip-update-interval 50"),
     ("--snip-probe-microbatches 0", "--snip-probe-microbatches 0"),
     ("--snip-settings probe_tokens=0", "--snip-settings probe_tokens=0", "at least 1"),
+    ("--snip-settings standing_share=1.5", "--snip-settings standing_share=1.5", "at most 1"),
     ("--snip-settings deadline=NaN", "--snip-settings deadline=nan", "positive"),
     ("--snip-settings lag=fast", "--snip-settings lag", "expected int"),
     ("--snip-settings speed=1", "--snip-settings speed=1", "known settings"),

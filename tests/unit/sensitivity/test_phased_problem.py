@@ -8,7 +8,7 @@ import pytest
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
+from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.solver import Item, Problem, Spent, solve
 
 from .synthetic import make_table
@@ -23,7 +23,7 @@ PHASES = PhasedRequest(
     spent_steps=100,
     spent=0.9,
 )
-REQUEST = SolveRequest(budget=Budget("fp4", 0.8), phases=PHASES)
+REQUEST = SolveRequest(budget=Budget("fp4", 0.8), phases=PHASES, standing_share=0.75)
 
 
 def built(**changes: Any) -> Problem:
@@ -41,7 +41,7 @@ def test_losses_by_gemm_and_phase() -> None:
     assert phased_scores == scores
     for item, plain in zip(problem.items, static.items, strict=True):
         assert (item.id, item.stage, item.cost) == (plain.id, plain.stage, plain.cost)
-        share = STANDING_SHARE if item.id.endswith(":fprop") else 0.0
+        share = 0.75 if item.id.endswith(":fprop") else 0.0
         weights = [share * s + (1 - share) * c for s, c in zip(PHASES.standing, PHASES.carried, strict=True)]
         for choice, one in zip(item.choices, plain.choices, strict=True):
             assert (choice.format, choice.saving) == (one.format, one.saving)

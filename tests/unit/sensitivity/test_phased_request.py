@@ -57,7 +57,7 @@ def test_what_remains_of_a_schedule() -> None:
 
 
 def test_round_trip() -> None:
-    request = SolveRequest(phases=REQUEST)
+    request = SolveRequest(phases=REQUEST, standing_share=0.7)
     assert SolveRequest.from_dict(json.loads(json.dumps(request.as_dict())), "config.json") == request
     assert SolveRequest.from_dict(SolveRequest().as_dict(), "config.json").phases is None
 
