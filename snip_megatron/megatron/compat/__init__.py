@@ -31,9 +31,6 @@ from snip_megatron.megatron.compat.loop import (
     wrap_evaluate,
     wrap_train_step,
 )
-from snip_megatron.megatron.compat.optimizer_state import (
-    held_state,
-)
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply
 from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
