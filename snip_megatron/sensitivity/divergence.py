@@ -155,14 +155,33 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
     return error
 
 
+def _exits(table: StatisticsTable) -> NDArray[np.bool_]:
+    """Return through which linears the gradient of each linear's input leaves its sub-block, bool [linears, linears].
+
+    They read the residual stream, in the same sub-block. Beside others stand the two latent projections of attention,
+    and shared experts: of those a linear reaches what has its module, and within it its name up to ``_up`` or
+    ``_down``. Where its module reads no stream, it reaches all.
+    """
+    sub, role = _places(table)
+    reads: NDArray[np.bool_] = (sub[None, :] == sub[:, None]) & (role[None, :] == 0)
+    paths = [row.id.path.rpartition(".") for row in table.linears]
+    modules = np.array([module for module, _, _ in paths])
+    stems = np.array([f"{module}.{last.split('_up')[0].split('_down')[0]}" for module, _, last in paths])
+    for own in (modules, stems):
+        narrow = reads & (own[None, :] == own[:, None])
+        reads = np.where(narrow.any(axis=1, keepdims=True), narrow, reads)
+    return reads
+
+
 def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     """Return where the error of a dgrad in ``fmt`` goes (recipe, step 4).
 
-    Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · ‖r_b − r_{b+1}‖/‖r_b‖. It travels
+    Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · w · ‖r_b − r_{b+1}‖/‖r_b‖, where w²
+    is the share of what its exits contribute to the Σ‖D‖² of all exits of the sub-block: 1 in a dense block. It travels
     down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
-    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖: it reaches the norm's weight and the G of the
-    linears before it. (The paper measures the gain from sub-block b to linear j by a pass with noise in the gradient.
-    Taking it for 1 ranks options as well or better: ``benchmarks/results/quality/proxy_*``.)
+    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖, for the G of the linears before it, and w times
+    that for the norm's weight. (The paper measures the gain from sub-block b to linear j by a pass with noise in the
+    gradient. Taking it for 1 ranks options as well or better: ``benchmarks/results/quality/proxy_*``.)
     """
     sub, role = _places(table)
     sink, at_option = _sink_boundaries(table), sub[:, None]
@@ -170,13 +189,18 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
     own_norm = (sink[None, :] == at_option) & is_norm
     local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
+    exits, d2 = _exits(table), table.linear["d2"]
+    all_exits = (sub[None, :] == at_option) & (role[None, :] == 0)
+    beside = _ratio(exits @ d2, all_exits @ d2)[:, None]
     share = _ratio(table.boundary["branch_r2"], table.boundary["r2"])[sub][:, None]
-    q = local * share
+    q = local * beside * share
+    shared = exits.astype(np.float32) @ exits.T.astype(np.float32) > 0.0
+    before = shared & (role[None, :] < role[:, None])
     to_linear = sub[None, :] < at_option
     to_sink = (sink[None, :] <= at_option) & ~own_norm
     return Propagation(
-        linears=q * to_linear + local * ((sub[None, :] == at_option) & (role[None, :] < role[:, None])),
-        sinks=q * to_sink + local * own_norm,
+        linears=q * to_linear + local * before,
+        sinks=q * to_sink + local * beside * own_norm,
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snip_megatron.errors import SnipError
+from snip_megatron.precision import Role
 from snip_megatron.sensitivity.divergence import (
     dgrad_error2,
     dgrad_propagation,
@@ -75,6 +76,31 @@ def test_dgrad_goes_down_unchanged() -> None:
     assert reach[4 + FC1, 4 + FC1] == 0.0  # no gradient of its own
     assert reach[QKV].tolist() == [0.0] * 8
     assert not np.triu(reach, 1).any()  # nothing later in the network
+
+
+def test_dgrad_s_error_is_diluted_by_what_flows_back_beside_it() -> None:
+    """Readers of one sub-block carry 0.64 and 0.36 of its gradient. What does not lie on a path is not reached."""
+    experts = {"experts.linear_fc1": 0, "experts.linear_fc2": 2, "shared_experts.linear_fc1": 0}
+    experts |= {"shared_experts.linear_fc2": 2}
+    latent = {"linear_q_down_proj": 0, "linear_kv_down_proj": 0, "linear_q_up_proj": 1, "linear_proj": 2}
+    d2 = {"experts": [0.64, 1.0, 0.36, 1.0], "latent": [0.36, 0.64, 1.0, 1.0]}
+    expected = {
+        "experts": ([0.04, 0.04, 0.03, 0.03], {(5, 4), (7, 6)}),
+        "latent": ([0.03, 0.04, 0.03, 0.05], {(6, 4), (7, 4), (7, 5), (7, 6)}),
+    }
+    for kind, module, paths in (("experts", "mlp", experts), ("latent", "self_attention", latent)):
+        norms = np.array([1.0] * 4 + d2[kind])
+        n = np.array([192.0, 64.0, 256.0, 64.0] * 2)
+        table = quiet_table(dg_row2=(0.25 * norms * n)[:, None], dw2=0.0, branch_r2=0.01, d2=norms)
+        own = [
+            replace(row, name=f"decoder.layers.1.{module}.{path}", sub_block=3, role=list(Role)[role])
+            for row, (path, role) in zip(table.linears[4:], paths.items(), strict=True)
+        ]
+        reach = dgrad_propagation(replace(table, linears=(*table.linears[:4], *own)), "fp4").linears
+        outside, inside = expected[kind]
+        np.testing.assert_allclose(reach[4:, :4], np.repeat(np.array(outside)[:, None], 4, 1))
+        assert {(4 + i, 4 + j) for i, j in zip(*np.nonzero(reach[4:, 4:]), strict=True)} == inside
+        assert reach[4:, 4:].max() == pytest.approx(0.5)
 
 
 def test_dgrad_of_the_first_block_is_not_free() -> None:
