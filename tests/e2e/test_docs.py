@@ -53,7 +53,7 @@ def written(figures: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+)(?: numerics)? (\d\.\d+)×", figures)}
 
 
-def trainings(body: dict, suffix: str) -> dict[str, float]:
+def trainings(body: dict) -> dict[str, float]:
     """Speedups of a result of ``benchmarks/job.py`` under the names of the table."""
     names = {
         "fp8_tensor": "snip_fp8_tensor",
@@ -61,7 +61,7 @@ def trainings(body: dict, suffix: str) -> dict[str, float]:
         "tensorwise": "te_fp8_tensor",
         "blockwise": "te_fp8_block",
     }
-    return {shown: body["speedup"][name + suffix] for shown, name in names.items()}
+    return {shown: body["speedup"][f"{name}_graphs"] for shown, name in names.items()}
 
 
 def fused_trainings(body: dict) -> dict[str, float]:
@@ -78,8 +78,7 @@ def host_times(body):
 
 
 RESULTS = {
-    "graphs": lambda body: trainings(body, "_graphs"),
-    "eager": lambda body: trainings(body, ""),
+    "graphs": trainings,
     "fusions": fused_trainings,
     "linear": lambda body: body["geomean"],
     "layer": lambda body: body["speedup"],
@@ -93,7 +92,6 @@ RESULTS = {
     ("kind", "word"),
     [
         ("graphs", "a training of"),
-        ("eager", "the same without CUDA"),
         ("fusions", "with CUDA graphs and"),
         ("linear", "one linear"),
         ("layer", "four Llama"),
