@@ -20,7 +20,7 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
-from snip_megatron.runtime.state import ControllerState, Pending
+from snip_megatron.runtime.state import ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.runtime.updates import Updates, since
 
@@ -182,6 +182,7 @@ class Controller:
             self._adopt(step, self._offered(restored))
         if not self._config.updates:
             self.state.pending = None
+        self._take_goal(step)
         pending = self.state.pending
         if pending is not None and self._coordinator is not None:
             self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
@@ -218,6 +219,24 @@ class Controller:
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree(None if self._coordinator is None else fixed))
+
+    def _take_goal(self, step: int) -> None:
+        """Take the goal of this run. If the checkpoint's was another, say how long its maps go on.
+
+        An update that is undecided is solved for the new goal, so that its phases are those of the new schedule.
+        """
+        goal, state = Goal.of(self._config), self.state
+        changed = "" if state.goal is None else goal.difference(state.goal)
+        state.goal = goal
+        if not changed or not self._config.updates:
+            return
+        if state.pending is not None:
+            state.pending.phases = self._schedule.request(step, state.pending.due, self._registry.current)
+        if state.precision_map is not None:
+            what = "map" if state.plan is None else "plan"
+            self._say(
+                f"the checkpoint is of a run with {changed}: its {what} goes on until the next update's is adopted"
+            )
 
     def _next_phase(self, step: int) -> None:
         """Adopt the map of the phase that ``step`` lies in."""

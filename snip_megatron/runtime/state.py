@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from snip_megatron.errors import located
+from snip_megatron.config import SnipConfig
+from snip_megatron.errors import cut, located
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import PrecisionPlan
@@ -16,6 +17,27 @@ from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.statistics.table import StatisticsTable
 
 STATE_SCHEMA = "snip.state/2"
+
+
+@dataclass(frozen=True)
+class Goal(JsonFields):
+    """What a run asks of its maps, however the arguments are spelled. A resumed run may have another one.
+
+    ``budget`` is kind and value of ``--snip-budget``, ``schedule`` the text of the phases, ``static`` without any.
+    """
+
+    budget: str
+    schedule: str
+
+    @classmethod
+    def of(cls, config: SnipConfig) -> Goal:
+        return cls(str(config.wanted), "static" if config.phases is None else config.phases.to_json())
+
+    def difference(self, before: Goal) -> str:
+        """Return the arguments of ``before`` that are others here; an empty text without any."""
+        budget = f"--snip-budget {cut(before.budget)}" if before.budget != self.budget else ""
+        schedule = "another --snip-schedule" if before.schedule != self.schedule else ""
+        return " and ".join(filter(None, (budget, schedule)))
 
 
 @dataclass
@@ -97,6 +119,7 @@ class ControllerState(JsonFields):
     in_flight: StepFigures | None = None
     spent: BudgetSpent | None = None
     plan: PrecisionPlan | None = None
+    goal: Goal | None = None
     sequences: int | None = None
     postponed: int | None = None
 

@@ -28,7 +28,7 @@ from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.records.stored import find_stored
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.state import BudgetSpent, ControllerState, Pending
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
@@ -70,6 +70,7 @@ def state() -> bytes:
         in_flight=StepFigures(6, 3.0, 0.5, answered=True),
         spent=BudgetSpent(0, steps=7, shares=3.5, times=6.0, last=20),
         plan=PLAN,
+        goal=Goal("fp4=0.9", SCHEDULE.to_json()),
         sequences=2,
         postponed=9,
     ).to_bytes()

@@ -8,7 +8,7 @@ import pytest
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.state import BudgetSpent, ControllerState
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal
 from snip_megatron.runtime.step_report import StepFigures
 
 FULL = ControllerState(
@@ -17,6 +17,7 @@ FULL = ControllerState(
     alarm=Alarm(7, "a spike", 6.0, 5.0),
     in_flight=StepFigures(6, 3.0, 0.5, broken=True, answered=True),
     spent=BudgetSpent(0, 7, 3.5, 6.0, 20),
+    goal=Goal("fp4=0.5", "static"),
 )
 
 
