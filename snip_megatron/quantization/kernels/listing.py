@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from snip_megatron.quantization.device_keys import has_triton
+
 if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.nvcc import Source
 
@@ -107,10 +109,12 @@ def share_cache() -> None:
     """Keep Triton's cache on disk where it is, for all ranks of this host: they compile for each other.
 
     torch's compiler gives the cache of each device a folder of its own when it first compiles, unless this was called.
+    Nothing is done where Triton is not installed.
     """
-    import triton
+    if has_triton():
+        import triton
 
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
 _active: list[Listing] = []
