@@ -31,8 +31,11 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     Raises SnipError if two arguments cannot be combined. The message names both.
     """
     for argument, (attribute, present, why) in CONFLICTS.items():
-        if present(getattr(args, attribute, None)):
-            raise SnipError(f"{argument} cannot be combined with --snip: {why}")
+        value = getattr(args, attribute, None)
+        if present(value):
+            own = argument == f"--{attribute.replace('_', '-')}"  # the user wrote the value
+            shown = f" {value}" if own and value is not True else ""
+            raise SnipError(f"{argument}{shown} cannot be combined with --snip: {why}")
     _check_engine(args)
     if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
         raise SnipError(

@@ -72,7 +72,7 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
 
 
 def test_what_is_refused_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:
-    extra, message = ("--snip", "--mlp-chunks-for-training", "2"), "--mlp-chunks-for-training cannot be combined with"
+    extra, message = ("--snip", "--mlp-chunks-for-training", "2"), "--mlp-chunks-for-training 2 cannot be combined with"
     process = warm.run(1, [str(USUAL), *tiny_llama_args(*extra)], module="snip_megatron.attach", tmp=tmp_path)
     assert process.returncode == 2
     (line,) = [line for line in process.stderr.splitlines() if line.startswith("own_pretrain_gpt:")]
