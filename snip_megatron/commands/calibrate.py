@@ -65,8 +65,9 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.timing.calibration.measure import Measurer
 
     on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
+    # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
     backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm, formats, checks=False).backend
-    backend.check(device, formats)  # launches are not timed, so that C++ need not repeat them
+    backend.check(device, formats)
     return Measurer(backend, clock_for(device), formats)
 
 

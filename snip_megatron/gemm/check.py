@@ -1,4 +1,4 @@
-"""A check of a backend on the device at hand, before training.
+"""A check of a backend on the device at hand, before its numbers are used.
 
 It finds compilers that refuse a kernel, and libraries and devices whose numbers are wrong without an error: a wrong
 layout, a missing scale, a gradient of zeros, rounding with a bias.

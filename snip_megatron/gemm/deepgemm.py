@@ -77,9 +77,8 @@ class DeepGemm:
         """
         # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
         fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
-        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
-            return None
-        if a.rows * b.rows == _SLOW:
+        slow = a.rows * b.rows == _SLOW
+        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits or slow:
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
