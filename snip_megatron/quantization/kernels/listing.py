@@ -9,13 +9,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from snip_megatron.quantization.device_keys import has_triton
 
 if TYPE_CHECKING:
     from snip_megatron.quantization.kernels.nvcc import Source
@@ -111,7 +109,7 @@ def share_cache() -> None:
     torch's compiler gives the cache of each device a folder of its own when it first compiles, unless this was called.
     Nothing is done where Triton is not installed.
     """
-    if has_triton():
+    with suppress(ImportError):
         import triton
 
         os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
