@@ -4,7 +4,7 @@ import datetime
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,21 @@ class Comparison:
             if part.warm is not None and part.warm.sha256 is None and part.missing("from_warm")
         }
         self.pool.add([warm.job(self.work / "logs") for warm in warms.values()])
-        for part in self.parts:
-            self._queue(part)
+        self._queue(self.parts)
         self.pool.run(self._take, self._progress)
         return sum(part.missing(kind) for part in self.parts for kind in PHASES)
 
     # -- queue -------------------------------------------------------------------------------------------------
-    def _queue(self, part: Part) -> None:
-        """Queue the runs of ``part`` that can start. Branches can start once the warm checkpoint exists."""
+    def _queue(self, parts: Sequence[Part]) -> None:
+        """Queue the runs of ``parts`` that can start, by phase and seed: what is interrupted has whole seeds to
+        compare. Branches can start once their warm checkpoint exists.
+        """
+        jobs = [(run, self._job(part, run, identity)) for part in parts for run, identity in self._startable(part)]
+        jobs.sort(key=lambda pair: (PHASES.index(pair[0].kind), pair[0].seed))
+        self.pool.add([job for _, job in jobs])
+
+    def _startable(self, part: Part) -> Iterator[tuple[Run, str]]:
+        """Yield the runs of ``part`` that are neither made nor queued, with their identities."""
         warm = part.warm
         sha = warm.sha256 if warm is not None else None
         if warm is not None and sha is not None and sha not in part.results.warm:
@@ -99,7 +106,7 @@ class Comparison:
                 part.results.save()
                 continue
             self._queued[identity] = run
-            self.pool.add([self._job(part, run, identity)])
+            yield run, identity
 
     def _job(self, part: Part, run: Run, identity: str) -> Job:
         directory = self.work / "runs" / identity
@@ -128,10 +135,10 @@ class Comparison:
             self._say(f"{outcome.job.name} failed: {outcome.error} (log: {outcome.job.log})")
             return
         self._say(f"{outcome.job.name}: {outcome.seconds:.0f} s")
-        for part in self.parts:
-            if part.warm is not None and f"warm checkpoint {part.warm.folder.name}" == outcome.job.name:
-                self._queue(part)
-                part.results.save()
+        made = [p for p in self.parts if p.warm and f"warm checkpoint {p.warm.folder.name}" == outcome.job.name]
+        self._queue(made)
+        for part in made:
+            part.results.save()
 
     def _take_run(self, outcome: Outcome, run: Run) -> None:
         identity = outcome.job.name

@@ -148,3 +148,22 @@ def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Pa
     assert left(a=(0, 1)) == 1
     assert left(a=(0, 1), b=(2,)) == 1
     assert left(a=(0, 1, 2)) == left(a=(0, 1, 2), b=(2,)) == 0
+
+
+def test_seeds_of_all_experiments_are_made_one_after_the_other(tmp_path: Path) -> None:
+    """A comparison that is stopped then has whole seeds of each experiment."""
+    data, nano = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
+    branches = dataclasses.replace(nano.phases[0], seeds=(1, 2))
+    first = dataclasses.replace(nano, phases=(branches, dataclasses.replace(branches, kind="from_scratch")))
+    second = dataclasses.replace(first, name="second", validation_tokens=2 * nano.validation_tokens)
+    parts = [make_part(each, data, Results(tmp_path / each.name, {}, {}), tmp_path) for each in (first, second)]
+    for part in parts:
+        assert part.warm is not None
+        (part.warm.folder / "iter_0000008").mkdir(parents=True, exist_ok=True)
+        (part.warm.folder / "weights.json").write_text('{"8": "a"}')
+    comparison = Comparison(parts, Pool([None], {}, deadline=0.0), tmp_path, {})
+    assert comparison.run() == 24
+    queued = [comparison._queued[job.name] for job in comparison.pool._waiting]
+    assert [(run.kind, run.seed) for run in queued] == [
+        (kind, seed) for kind in ("from_warm", "from_scratch") for seed in (1, 2) for _ in range(6)
+    ]
