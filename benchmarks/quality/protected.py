@@ -1,4 +1,5 @@
-"""Whether chosen maps protect what NVIDIA's list for mixtures protects: attention and the last 15 % of the blocks.
+"""Whether chosen maps protect what NVIDIA's list for mixtures protects: attention, the last 15 % of the blocks, and of
+other mixers the output projection.
 
     python -m benchmarks.quality.protected RESULT.json … --runs WORK/runs [--out F.json]
 
@@ -30,7 +31,7 @@ def figures(chosen: PrecisionMap, cost: Mapping[str, float]) -> dict[str, float]
     options = {option: split_option_id(option) for option in cost}
     blocks = 1 + max(linear.layer for linear, _ in options.values())
     last = blocks - max(1, round(LAST_BLOCKS * blocks))
-    listed = {o for o, (linear, _) in options.items() if linear.layer >= last or "self_attention" in linear.path}
+    listed = {o for o, (linear, _) in options.items() if linear.layer >= last or _mixes(linear.path)}
     protected = {option for option in cost if chosen.choices[option].bits > 4}
 
     def flops(some: set[str]) -> float:
@@ -42,6 +43,11 @@ def figures(chosen: PrecisionMap, cost: Mapping[str, float]) -> dict[str, float]
         "listed": flops(listed) / flops(set(cost)),
         "protected_that_is_listed": flops(protected & listed) / flops(protected),
     } | {gemm.value: flops(protected & own) / flops(own) for gemm, own in of_gemm.items()}
+
+
+def _mixes(path: str) -> bool:
+    """Return whether the list protects a linear in any block. It leaves input projections of gated DeltaNet out."""
+    return "self_attention" in path and not path.endswith("in_proj")
 
 
 def main() -> int:
