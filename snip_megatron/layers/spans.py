@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KEPT = 8  # microbatches: the first ones compile and allocate
-
 type Mark = torch.cuda.Event | float
 
 
 class Spans:
-    """Notes when the latest forwards of a module, and their backwards, began and ended."""
+    """Notes when the latest ``kept`` forwards of a module, and their backwards, began and ended."""
 
-    def __init__(self) -> None:
-        self._kept: deque[list[Mark]] = deque(maxlen=_KEPT)
+    def __init__(self, kept: int = 8) -> None:
+        self._kept: deque[list[Mark]] = deque(maxlen=kept)
 
     def run[*Given, Rest](
         self, call: Callable[[Tensor, *Given], tuple[Tensor, Rest]], x: Tensor, *given: *Given

@@ -19,6 +19,7 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import layout_of, option_times
 from snip_megatron.precision import Format, LinearRow
 from snip_megatron.records.own_table import OwnTable
+from snip_megatron.runtime.account import LATEST
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration.calibrate import calibrate, device_name, run_once
 from snip_megatron.timing.calibration.clock import Clock, clock_for
@@ -51,7 +52,8 @@ class OwnTimes:
         config, args = self.config, self.args
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
-        self._shapes = layout_of(args, self.linears, config).shapes
+        layout = layout_of(args, self.linears, config)
+        self._shapes, self._kept = layout.shapes, LATEST * layout.microbatches
         self._table = OwnTable(
             device_name(self.device),
             self.backend.name,
@@ -76,7 +78,7 @@ class OwnTimes:
         """Time Megatron's own code of the grouped linears of experts from now on, while no map quantises them."""
         for handle in registry:
             if handle.expert is not None and handle.parameter != "weight":
-                handle.state.spans = self.spans.setdefault(handle.name, Spans())
+                handle.state.spans = self.spans.setdefault(handle.name, Spans(self._kept))
 
     def rehearse(self) -> None:
         """Run what :meth:`measure` times, once, so that its kernels can be listed."""
@@ -101,6 +103,11 @@ class OwnTimes:
             f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
         )
         return self._predicted(table)
+
+    def renew(self) -> OptionTimes:
+        """Return the stored times, with those that Megatron's own experts took in this start's latest steps."""
+        found = self._table.find()
+        return self.measure() if found is None else self._predicted(self._with_stock(found[0]))
 
     def _with_stock(self, table: TimingTable) -> TimingTable:
         """Add the seconds of Megatron's own code of experts. They hold what the GPU waits for its host, which launches

@@ -348,14 +348,14 @@ class SnipRun:
                 check_reachable(linears.covered, request)
                 if run is not None:
                     run.set_fact("request", request.as_dict())
+            own.watch(registry)
         self._unmeasured = own if request.times is None else None
-        if self._unmeasured is not None:
-            self._unmeasured.watch(registry)
+        measure = None if own is None else own.measure if request.times is None else own.renew if own.spans else None
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None
         return RankZeroCoordinator(
             config, request, linears.covered, static_map, run, tokens, finish,
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
-            times=None if self._unmeasured is None else self._unmeasured.measure,
+            times=measure,
         )  # fmt: skip

@@ -25,6 +25,8 @@ TOLERANCE = 1.03
 """Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
 KEPT = 256
 """Number of the last usual steps over which a median is taken."""
+LATEST = 8
+"""Number of the steps before an update whose parts are timed. Where the GPU waits for its host, steps drift."""
 
 
 @dataclass
@@ -170,6 +172,11 @@ class Account:
     def bf16_s(self) -> float | None:
         """Median seconds of a step in bf16 on the machine in use; None with too few steps."""
         return _median(self._bf16)
+
+    @property
+    def latest_bf16_s(self) -> float | None:
+        """The same of the :data:`LATEST` steps; None with fewer."""
+        return statistics.median(list(self._bf16)[-LATEST:]) if len(self._bf16) >= LATEST else None
 
     @property
     def bf16_steps(self) -> int:

@@ -42,7 +42,7 @@ class RankZeroCoordinator:
         unjudged: why step times under maps are not compared with those in bf16, in the words of the line that the run
             prints; None if they are.
         solver: what solves updates; None for the sidecar.
-        times: measures the times that ``request`` needs and lacks, before the first update; None if it has them.
+        times: measures times that ``request`` lacks, or that this run's steps change, before the first update.
 
     ``replay`` holds the maps of ``--snip-replay`` by the step at which they were adopted.
     """
@@ -205,7 +205,7 @@ class RankZeroCoordinator:
             return precision_map
         assert self._request.times is not None
         stages = {row.name: row.stage for row in self._linears}
-        step = self._request.times.step_speedup(precision_map, stages, self._account.bf16_s)
+        step = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s)
         return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     # -- fixed maps --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A run without a table of times: rank 0 times its own GEMMs once, and every later start has the same times."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,18 +108,27 @@ def test_other_gemms_are_measured_anew(tmp_path: Path, given: dict[str, Any]) ->
 
 
 def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Path) -> None:
-    """The median of the layers. Linears that were not timed have no such time."""
+    """The median of the layers. A later start takes its own, if it has steps of them."""
     experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
                "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": True, "expert_model_parallel_size": 1,
                "transformer_impl": "transformer_engine", "num_layers": 3}  # fmt: skip
-    times, fc1 = own(tmp_path, FakeClock(), **experts), "mlp.experts.linear_fc1"
-    for layer, seconds in enumerate((7.0, 3.0, 5.0)):
-        times.spans[f"decoder.layers.{layer}.{fc1}"] = span = Spans()
-        span.seconds = lambda seconds=seconds: seconds  # type: ignore[method-assign, misc]
-    measured = times.measure()
+
+    def start(*layers: float, linears: Sequence[str] = ("fc1", "fc2")) -> OwnTimes:
+        times = own(tmp_path, FakeClock(), **experts)
+        for linear in linears:
+            for layer, seconds in enumerate(layers):
+                name = f"decoder.layers.{layer}.mlp.experts.linear_{linear}"
+                times.spans[name] = span = Spans()
+                span.seconds = lambda seconds=seconds: seconds  # type: ignore[method-assign, misc]
+        return times
+
+    assert start(7.0, 3.0, 5.0, linears=["fc1"]).measure().stock == {}  # a table has them of all sizes or none
+    first, again, resumed = start(7.0, 3.0, 5.0).measure(), start(6.0).renew(), start().renew()
     rows = TimingTable.load(tmp_path / TIMINGS).grouped
-    assert [row[STOCK][Format.BF16] for row in rows.values() if STOCK in row] == [5.0]
-    assert measured.stock == {}  # a table has them of all sizes or none
+    assert [row[STOCK][Format.BF16] for row in rows.values() if STOCK in row] == [5.0, 5.0]
+    assert again == replace(first, stock=again.stock)  # those of an earlier start are none of these steps
+    assert [again.stock[kind] - longer for kind, longer in first.stock.items()] == pytest.approx([2, 2])  # microbatches
+    assert resumed == first  # under a map from its first step on
 
 
 def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path, cache: Path) -> None:

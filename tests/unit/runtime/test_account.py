@@ -51,6 +51,19 @@ def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
     assert account.figures(judged=False) == {"step_s": 0.75}
 
 
+def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
+    account = Account()
+    at = steps(account, 0, 9.0, 9.0, 9.0, *[3.0] * 7)
+    assert account.latest_bf16_s is None
+    at = steps(account, at, *[3.0] * 9, *[1.0] * 8)
+    account.event("submit", {})
+    at = steps(account, at, 9.0, 9.0, 9.0)
+    account.adopted(at, 1, quantised=True)
+    steps(account, at, *[0.5] * 20)
+    assert (account.latest_bf16_s, account.bf16_s) == (1.0, 3.0)
+    assert account.bf16_steps == 24
+
+
 def test_another_machine_needs_its_own_bf16_steps() -> None:
     account = Account()
     at = steps(account, 0, *[2.0] * 20)
