@@ -54,6 +54,10 @@ DELTA = """
 --linear-conv-kernel-dim 4 --linear-key-head-dim 64 --linear-value-head-dim 64 --linear-num-key-heads 4
 --linear-num-value-heads 8
 """
+MAMBA = """
+--hybrid-layer-pattern ME*-ME/*E --mtp-num-layers 1 --disable-mamba-mem-eff-path --mamba-state-dim 64
+--mamba-head-dim 16 --mamba-num-groups 4 --deterministic-mode
+"""
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
 FAMILIES = {
     "dense": f"{WHOLE} {DENSE}",
@@ -63,6 +67,7 @@ FAMILIES = {
     " --moe-shared-expert-overlap --recompute-granularity selective --recompute-modules mla_up_proj moe_act",
     "latent_experts": f"{WHOLE} {DENSE} {EXPERTS} {SHARED} --moe-latent-size 128",
     "delta_experts": f"{WHOLE} {DENSE} {DELTA} {EXPERTS} {SHARED} --moe-shared-expert-gate",
+    "mamba_experts": f"{WHOLE} {DENSE} {MAMBA} {EXPERTS} {SHARED}",
     "activations": f"{WHOLE} {DENSE} {EXPERTS} --fine-grained-activation-offloading --offload-modules qkv_linear"
     " core_attn attn_proj expert_fc1 moe_act --min-offloaded-tensor-size 1",
     "layers_offloaded": f"{WHOLE} {DENSE} --cpu-offloading-num-layers 2",
@@ -158,6 +163,7 @@ class Family:
             "NCCL_ALGO": "Ring",
             # Megatron demands Transformer Engine's older code of its fine-grained offloading alone.
             "NVTE_CPU_OFFLOAD_V1": str(int("--fine-grained-activation-offloading" in self._arguments)),
+            "MAMBA_DETERMINISTIC": "1",  # read when Mamba's kernels are imported, before Megatron's own mode is set
             "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
         }
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
@@ -199,7 +205,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     families, runs = {}, {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for family in [*FAMILIES, *ON_TWO]:
-            if lacks_gpus(family) or not any(each == family for each, _ in wanted):
+            if lacking(family) or not any(each == family for each, _ in wanted):
                 continue
             families[family] = Family(tmp_path_factory.mktemp(family), family)
             for name, (_, load) in TRAININGS.items():
@@ -207,8 +213,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                     runs[family, name] = pool.submit(families[family].train, name, runs.get((family, load)))
 
         def of(family: str, *names: str) -> Family:
-            if lacks_gpus(family):
-                pytest.skip("needs two GPUs")
+            if needs := lacking(family):
+                pytest.skip(f"needs {needs}")
             for name in names:
                 runs[family, name].result()
             return families[family]
@@ -216,8 +222,13 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield of
 
 
-def lacks_gpus(family: str) -> bool:
-    return family in ON_TWO and torch.cuda.device_count() < 2
+def lacking(family: str) -> str | None:
+    """What this machine lacks to train the family."""
+    if family in ON_TWO and torch.cuda.device_count() < 2:
+        return "two GPUs"
+    if family == "mamba_experts" and importlib.util.find_spec("mamba_ssm") is None:
+        return "mamba_ssm, whose Triton kernels suffice"
+    return None
 
 
 @pytest.mark.parametrize("whole", ["stock"])
