@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,8 @@ def _add_losses(add: Callable[..., Any]) -> None:
     text = "statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses"
     add("--statistics", type=Path, metavar="FILE.npz", help=text)
     add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
-    add("--train-iters", type=_count, metavar="N", help="training steps of the run, over which phases are planned")
+    text = "training steps of the run, over which phases are planned; default: those of --megatron"
+    add("--train-iters", type=_count, metavar="N", help=text)
 
 
 def _add_hardware(add: Callable[..., Any]) -> None:
@@ -96,10 +97,17 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
+    ends = args.train_iters
     if args.megatron is not None:
         own = given_arguments(args.megatron)
         given = {name: own[name] for name in _SHARED if name in own} | given
-    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=args.train_iters)
+        ends = ends or _number(_words(args.megatron), "--train-iters")
+    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=ends)
+    if args.train_iters is not None and request.config.phases is None:
+        raise SnipError(
+            f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
+            " phases, or leave it out"
+        )
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
     layout = _named(args) if args.megatron is None else _built(args)
@@ -140,10 +148,9 @@ def _built(args: argparse.Namespace) -> Layout:
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
-    words = [part for word in args.megatron for part in (word.split("=", 1) if word[:2] == "--" else [word])]
-    own = words[words.index("--vocab-size") + 1 :][:1] if "--vocab-size" in words else []
-    vocabulary = args.vocab_size or (int(own[0]) if own and own[0].isdigit() else 0)
-    if not vocabulary:
+    words = _words(args.megatron)
+    vocabulary = args.vocab_size or _number(words, "--vocab-size")
+    if vocabulary is None:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
     local = "local" in words
     left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
@@ -161,6 +168,17 @@ def _built(args: argparse.Namespace) -> Layout:
         grouped_experts="--moe-grouped-gemm" in words and not local,
         gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
     )
+
+
+def _words(arguments: Sequence[str]) -> list[str]:
+    """Return the words of Megatron's arguments, with each value apart from its name."""
+    return [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+
+
+def _number(words: list[str], name: str) -> int | None:
+    """Return the number, above 0, that stands after the argument ``name``. None if there is none."""
+    values = words[words.index(name) + 1 :][:1] if name in words else []
+    return int(values[0]) or None if values and values[0].isdigit() else None
 
 
 def _whole(text: str, least: int = 0) -> int:

@@ -83,8 +83,8 @@ def parse_request(
 ) -> PlanRequest:
     """Return the request of ``snip plan``, which has the defaults of a training on the device of the cost model.
 
-    ``given`` are the fields of the configuration that were given. Raises SnipError if a training would refuse them, or
-    if the cost model lacks a format.
+    ``given`` are the fields of the configuration that were given, ``train_iters`` the steps of the run, if known.
+    Raises SnipError if a training would refuse the fields, or if the cost model lacks a format.
     """
     with plain_arguments():
         config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None)
@@ -94,14 +94,9 @@ def parse_request(
             f"--formats {cut(','.join(config.formats))}: the timings have no {missing[0]} (they have"
             f" {', '.join(model.formats)}); give --timings flops, or a file of snip calibrate that has it"
         )
-    if config.phases is None and train_iters is not None:
-        raise SnipError(
-            f"--train-iters {train_iters} has no effect with --schedule static: give --schedule auto or a file of"
-            " phases, or leave it out"
-        )
     if config.phases is not None and train_iters is None:
         raise SnipError(f"--schedule {cut(config.schedule)}: needs the length of the run: give --train-iters")
-    return PlanRequest(config, statistics, seed, train_iters)
+    return PlanRequest(config, statistics, seed, None if config.phases is None else train_iters)
 
 
 def build_problem(request: PlanRequest, step: StepModel) -> Problem:

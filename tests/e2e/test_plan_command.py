@@ -79,6 +79,7 @@ def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> Non
     assert plan["stages"][0]["seconds"]["bf16"]["experts"] > 0
     assert not plan["layout"]["gradient_accumulation_fusion"]
     assert "4 of 32×96×64" in done.stdout
+    assert plan["phases"] is None
 
 
 def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path) -> None:
@@ -87,11 +88,13 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     given = given.replace(" --no-gradient-accumulation-fusion", "")
     given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
     given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
+    given += " --snip-schedule auto"
     out = tmp_path / "plan.json"
     done = snip_alone("plan", "--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *given.split())
     assert done.returncode == 0, done.stderr
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
+    assert plan["phases"]["train_iters"] == 10
     assert plan["linears"][0]["kind"]
 
 
