@@ -318,6 +318,9 @@ def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, ta
     if reachable_share(linears.covered, replace(request, pins=())) < target - 1e-9:
         formats = f"--snip-formats {','.join(config.formats)}"
         return formats, "lower the budget or add four-bit formats of more GEMMs"
-    if not config.pins:
-        return "--first-last-layers-bf16", "lower the budget or leave fewer layers in bf16"
-    return "--snip-pin", "lower the budget or pin less"
+    own = bool(config.pins)
+    less = "pin less" if own else "leave fewer layers in bf16"
+    loose = replace(request, stage_tolerance=None)
+    if reachable_share(linears.covered, loose) >= target - 1e-9:  # some stage alone holds too many pins
+        less += ", or use --snip-stage-tolerance none"
+    return "--snip-pin" if own else "--first-last-layers-bf16", f"lower the budget or {less}"

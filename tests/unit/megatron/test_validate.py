@@ -262,6 +262,17 @@ def test_layers_that_megatron_keeps_in_bf16_are_pins_and_the_users_come_after() 
     assert "is out of reach with --first-last-layers-bf16: at most fp4=0.2500" in refused(config(), args)
 
 
+def test_pins_that_one_pipeline_stage_holds_leave_its_constraint_out_of_reach() -> None:
+    args = arguments(
+        first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0,
+        pipeline_model_parallel_size=2,
+    )  # fmt: skip
+    message = refused(config(), args)
+    assert "at most fp4=0.5200" in message
+    assert message.endswith("; lower the budget or leave fewer layers in bf16, or use --snip-stage-tolerance none")
+    check(config(stage_tolerance="none"), args)
+
+
 # -- mixtures of experts ---------------------------------------------------------------------------------------
 
 
