@@ -195,6 +195,7 @@ def _adoption_text(adoption: Adoption) -> str:
 
 
 # -- maps: columns are layers; rows are kinds of linears × GEMMs --------------------------------------------------
+_BLOCKS = ("mtp_model_layer", "transformer_layer", "self_attention", "mlp", "mixer")
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
@@ -243,9 +244,10 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
 
 
 def _short_kind(stack: str, path: str) -> str:
-    """Return a short name of the linears of one path: without the module that the layer consists of."""
+    """Return a short name of the linears of one path: without the modules that all layers consist of."""
     *owners, last = path.split(".")
-    return " ".join([*([] if stack == "decoder" else [stack]), *owners[1:], last.removeprefix("linear_")])
+    own = [name for name in owners if name not in _BLOCKS]
+    return " ".join([*([] if stack == "decoder" else [stack]), *own, last.removeprefix("linear_")])
 
 
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:

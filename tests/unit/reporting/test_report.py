@@ -165,14 +165,14 @@ def test_a_run_that_has_just_begun(tmp_path):
 
 
 def test_granularity_layer_and_a_missing_linear(tmp_path):
-    qkv, fc2 = "decoder.layers.3.self_attention.linear_qkv", "decoder.layers.7.mlp.linear_fc2"
+    qkv, fc2 = "decoder.layers.3.self_attention.linear_qkv", "mtp.layers.7.mtp_model_layer.mlp.experts.linear_fc2"
     with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
         run.write("maps", 4, PrecisionMap(choices={qkv: Format.FP4, fc2: Format.FP8}, version=1).to_json())
         run.write_scores(4, {qkv: {"fp4": {"q": 1.5}, "<b>": {"q": 2.0}}}, version=1)
         run.event(4, "adopt", version=1)
     payload = page_of(tmp_path).data("maps-data")
     assert payload["layers"] == [3, 7]
-    assert [row["label"] for row in payload["rows"][::3]] == ["qkv · fprop", "fc2 · fprop"]
+    assert [row["label"] for row in payload["rows"][::3]] == ["qkv · fprop", "mtp experts fc2 · fprop"]
     codes = payload["maps"][0]["codes"]
     assert codes == [[Format.FP4.code, None]] * 3 + [[None, Format.FP8.code]] * 3
     assert payload["scores"][0][0] == [{"fp4": [None, None, 1.5]}, None]
