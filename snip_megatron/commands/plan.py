@@ -159,6 +159,8 @@ def _built(args: argparse.Namespace) -> Layout:
         keep = word not in left_out if word[:2] == "--" else keep
         kept += [word] * keep
     kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
+    # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
+    kept += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
     layout = check(kept, args.gpus, {})
     if isinstance(layout, str):
         raise SnipError(f"--megatron: {layout}")

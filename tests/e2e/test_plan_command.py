@@ -85,12 +85,13 @@ def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> Non
 def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path) -> None:
     """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans."""
     given = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
-    given = given.replace(" --no-gradient-accumulation-fusion", "")
+    given = given.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
     given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
     given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
-    given += " --snip-schedule auto"
+    given += " --fp8-format hybrid --fp8-recipe tensorwise"  # which SNIP replaces
     out = tmp_path / "plan.json"
-    done = snip_alone("plan", "--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *given.split())
+    asked = ("--budget", "fp4=0.5", "--schedule", "auto", "--timings", "flops")
+    done = snip_alone("plan", "--gpus", 4, *asked, "--json", out, "--megatron", *given.split())
     assert done.returncode == 0, done.stderr
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
