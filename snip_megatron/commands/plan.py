@@ -28,8 +28,9 @@ _ELSEWHERE = {
     "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--mock-data",
     "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size", "--te-rng-tracker",
     "--cuda-graph-impl", "--cuda-graph-modules", "--moe-permute-fusion", "--moe-router-fusion", "--tp-comm-overlap",
+    "--wandb-project",
 }  # fmt: skip
-"""What of a training needs its data, its tokenizer or Transformer Engine, and changes nothing that is planned."""
+"""What of a training needs its data, tokenizer, logger or Transformer Engine, and changes nothing that is planned."""
 _MOST = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 

@@ -43,8 +43,12 @@ def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Lay
 
 
 def _become_rank(said: Path, variables: Mapping[str, str]) -> None:
-    """Set the environment of a rank, and keep what libraries print away from the command's own lines."""
-    os.environ.update(variables)
+    """Set the environment of a rank, and keep what libraries print away from the command's own lines.
+
+    This is the last rank, on which Megatron opens the loggers of a training: it must not open any.
+    """
+    os.environ.update(variables, WANDB_MODE="disabled")
+    sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]
     file = os.open(said, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -44,10 +44,21 @@ def without_clock(plan: str) -> list[str]:
     return [line.partition(": optimal in")[0] for line in plan.splitlines()]
 
 
-def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds() -> None:
-    """Its linears are those of the table of known models."""
+def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path: Path) -> None:
+    """Its linears are those of the table of known models. The loggers of the training stay closed."""
     wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
-    expected = snip("launch", *wanted).stdout
+    logged = (
+        "--wandb-project",
+        "p",
+        "--wandb-exp-name",
+        "e",
+        "--wandb-save-dir",
+        tmp_path,
+        "--tensorboard-dir",
+        tmp_path,
+    )
+    expected = snip("launch", *wanted, "--megatron", *logged).stdout
+    assert list(tmp_path.iterdir()) == []
     assert expected.startswith(
         "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"
     )

@@ -83,12 +83,13 @@ def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> Non
 
 
 def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path) -> None:
-    """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans."""
+    """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans. No logger is opened."""
     given = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
     given = given.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
     given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
     given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
     given += " --fp8-format hybrid --fp8-recipe tensorwise"  # which SNIP replaces
+    given += f" --wandb-project p --wandb-exp-name e --tensorboard-dir {tmp_path / 'board'}"
     out = tmp_path / "plan.json"
     asked = ("--budget", "fp4=0.5", "--schedule", "auto", "--timings", "flops")
     done = snip_alone("plan", "--gpus", 4, *asked, "--json", out, "--megatron", *given.split())
@@ -96,6 +97,7 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
     assert plan["phases"]["train_iters"] == 10
+    assert list(tmp_path.iterdir()) == [out]
     assert plan["linears"][0]["kind"]
 
 
