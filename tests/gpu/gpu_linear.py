@@ -22,6 +22,7 @@ class Linear(torch.nn.Module):
         formats: Formats,
         *,
         main_grad: Tensor | None = None,
+        delays: bool = False,
         device: str = "cuda",
     ) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Linear(torch.nn.Module):
         self.handle = LinearHandle(
             id=LinearId("decoder", 3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,
             out_features=torch.arange(n), in_features=torch.arange(k), context=StepContext(backend=backend, seed=11),
-            module=self, state=LinearState(formats=formats),
+            module=self, state=LinearState(formats=formats), delays=delays,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:

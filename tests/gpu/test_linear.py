@@ -155,8 +155,7 @@ def test_same_bits_again_and_in_another_stream(backend: GemmBackend) -> None:
 
 def test_a_delayed_wgrad_is_captured_though_the_weight_has_a_node_of_another_stream(backend: GemmBackend) -> None:
     m, n, k = 512, 256, 384
-    linear = Linear(backend, n, k, (FP8, FP8, FP8))
-    linear.handle.delays = True
+    linear = Linear(backend, n, k, (FP8, FP8, FP8), delays=True)
     delayed, main_grad = linear.handle.state.delayed, linear.weight.main_grad
     x, g = operands(m, n, k)
     older, own = torch.cuda.Stream(), torch.cuda.Stream()
