@@ -27,6 +27,8 @@ _SHARDED = {
     "TEColumnParallelGroupedLinear": Side.OUTPUT,
     "TERowParallelGroupedLinear": Side.INPUT,
     "TELinear": Side.NEITHER,
+    "LayerNormLinear": Side.NEITHER,  # Transformer Engine's own
+    "Linear": Side.NEITHER,  # torch's, and Transformer Engine's own
 }
 _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
 # Sub-block → norm before it; "norm" before any other.
@@ -187,7 +189,7 @@ def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
 
 
 def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> list[BuiltLinear]:
-    config, of_experts = module.config, "experts" in path.split(".")
+    config, of_experts = layer.config, "experts" in path.split(".")
     owner = layer.get_submodule(path.rpartition(".")[0])
     weights: list[tuple[int | None, str]] = [(None, "weight")]
     if of_experts:

@@ -168,6 +168,16 @@ def test_frozen_linears_stay_megatron_s() -> None:
     assert len(registry) == 7
 
 
+def test_linears_of_other_libraries_in_a_layer_are_named_as_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = dense()
+    chunk.decoder.layers[1].mlp.side = torch.nn.Linear(64, 32)
+    registry = convert_model([chunk], CONFIG)
+    assert registry.stock == {"decoder.layers.1.mlp.side": "no quantised form of Linear"}
+    assert [(row.name, row.n, row.k) for row in registry.left] == [("decoder.layers.1.mlp.side", 32, 64)]
+    assert len(registry) == 8
+    assert "decoder.layers.*.mlp.side of 1 layers stays bf16 (no quantised form of Linear)" in capsys.readouterr().out
+
+
 def mla_and_mtp() -> GPTModel:
     """Two layers of multi-latent attention and one of multi-token prediction, of Megatron's own classes."""
     torch.manual_seed(0)
