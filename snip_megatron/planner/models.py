@@ -1,6 +1,7 @@
 """What a plan knows of a model; the sizes of known Llama models, and of those that a ``config.json`` gives."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,21 +123,13 @@ def load_llama(name: str) -> Llama:
     known = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
     if known is not None:
         return known
-    path = Path(name)
-    try:
-        if path.is_dir():
-            path = path / "config.json"
-        if not path.exists():
-            names = ", ".join(model.removeprefix("llama-") for model in MODELS)
-            raise SnipError(
-                f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
-            )
-        if path.stat().st_size > _MAX_BYTES:
-            raise SnipError(f"{path}: not a model's config.json: larger than {_MAX_BYTES >> 20} MiB")
-        text = strict.read_bytes(path)
-    except OSError as error:
-        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
-    return from_hugging_face(text, where=str(path))
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    if not os.path.exists(path):
+        names = ", ".join(model.removeprefix("llama-") for model in MODELS)
+        raise SnipError(
+            f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
+        )
+    return from_hugging_face(strict.read_file(path, most=_MAX_BYTES), where=str(path))
 
 
 def from_hugging_face(text: str | bytes, *, where: str) -> Llama:

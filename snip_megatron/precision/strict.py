@@ -29,9 +29,11 @@ def read_bytes(path: Path | str) -> bytes:
     return content
 
 
-def read_file(path: Path | str, where: str = "") -> bytes:
-    """Return the content of a file, which is called ``where`` in errors."""
+def read_file(path: Path | str, where: str = "", *, most: int | None = None) -> bytes:
+    """Return the content of a file, which is called ``where`` in errors. More than ``most`` bytes are refused."""
     try:
+        if most is not None and os.stat(path).st_size > most:
+            raise SnipError(f"{where or path}: larger than {most >> 20} MiB")
         return read_bytes(path)
     except OSError as error:
         raise SnipError(f"{where or path}: cannot be read: {error.strerror}") from None

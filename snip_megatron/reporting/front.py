@@ -61,10 +61,7 @@ def latest_front(
         if not files:
             return None
         step = max(files)
-        content = read_file(files[step])
-        if len(content) > MAX_BYTES:
-            raise SnipError(f"{files[step]}: larger than {MAX_BYTES >> 20} MiB")
-        problem = Problem.from_json(content, where=str(files[step]))
+        problem = Problem.from_json(read_file(files[step], most=MAX_BYTES), where=str(files[step]))
         if problem.phases:
             problem, updates = rebuild(Stored(run, step), {}, None), ()
         return _front(step, problem, updates, points, seconds)

@@ -75,13 +75,7 @@ class TimingTable:
     @classmethod
     def load(cls, path: Path) -> TimingTable:
         """Read a file. Raises SnipError with the file, the JSON path and what is wrong."""
-        try:
-            if path.stat().st_size > MAX_BYTES:
-                raise SnipError(f"{path}: not timings: larger than {MAX_BYTES >> 20} MiB")
-            content = strict.read_bytes(path)
-        except OSError as error:
-            raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
-        return cls.from_json(content, where=str(path))
+        return cls.from_json(strict.read_file(path, most=MAX_BYTES), where=str(path))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "timings") -> TimingTable:
