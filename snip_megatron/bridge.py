@@ -68,7 +68,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         self._said = dominated(self._snip.wanted, self._snip.formats, native) if self._snip.updates else None
         self._run: _BridgeRun | None = None
         self._container: Any = None
-        self._undo: Callable[[], None] | None = None
+        self._undo = ExitStack()
 
     def __enter__(self) -> SnipCallback:
         return self
@@ -76,9 +76,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._undo.close()
         if self._run is not None:
             self._run.leave(kind, error, trace)
             self._run = None
@@ -103,7 +101,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             model.pre_wrap_hooks.append(self.pre_wrap_hook)
         else:
             raise SnipError(f"{type(model).__name__} has no pre-wrap hooks: SNIP cannot reach its linears")
-        self._undo = bridge_compat.wrap_train_step(self._wrapped)
+        self._undo.callback(bridge_compat.wrap_train_step(self._wrapped))
         return self
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:

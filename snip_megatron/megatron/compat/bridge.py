@@ -34,11 +34,7 @@ def wrap_train_step(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]])
     check_interface()
     genuine = train.train_step
     train.train_step = wrapper(genuine)
-
-    def undo() -> None:
-        train.train_step = genuine
-
-    return undo
+    return functools.partial(setattr, train, "train_step", genuine)
 
 
 def let_snip_choose(container: Any) -> None:

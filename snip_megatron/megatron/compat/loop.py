@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,25 +39,10 @@ def _replace(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., An
 
     The wrapper goes into the table of hooks if Megatron's source has one, else into the module's global.
     """
-    original = getattr(training, name)
-    if hooks_in_source():
-        hooks: dict[str, Callable[..., Any]] = training.SNIP_HOOKS
-        before = hooks.get(name)
-        hooks[name] = wrapper(before or original)
-
-        def unhook() -> None:
-            if before is None:
-                hooks.pop(name, None)
-            else:
-                hooks[name] = before
-
-        return unhook
-    setattr(training, name, wrapper(original))
-
-    def undo() -> None:
-        setattr(training, name, original)
-
-    return undo
+    place: dict[str, Any] = training.SNIP_HOOKS if hooks_in_source() else vars(training)
+    before = place.get(name, getattr(training, name))
+    place[name] = wrapper(before)
+    return functools.partial(place.__setitem__, name, before)
 
 
 def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], None]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer import cuda_graphs as core
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
 from snip_megatron.megatron.compat.versions import changed
+from snip_megatron.runtime.adoption import MapChannel
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5
@@ -97,15 +97,10 @@ class TransformerEngineGraphs(Graphs):
             return None
         free, _ = torch.cuda.mem_get_info()  # without what is cached
         fits = 0 < _ROOM * len(chosen) * self._layer_bytes <= free
-        return chosen if self._replaced + len(chosen) <= len(layers) and self._everywhere(fits) else None
-
-    def _everywhere(self, own: bool) -> bool:
-        """Return whether ``own`` is true on all ranks, which must capture the same layers: these have collectives."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return own
-        flag = torch.tensor([int(own)], dtype=torch.int32, device=torch.cuda.current_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
+        if self._replaced + len(chosen) > len(layers):
+            return None
+        # All ranks must capture the same layers: these have collectives.
+        return chosen if MapChannel((), torch.device("cuda")).everywhere(fits) else None
 
     def renew(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
