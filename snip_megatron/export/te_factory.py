@@ -15,9 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import Formats, read_formats, write_files
+from snip_megatron.export.te_precision import read_formats, write_files
 from snip_megatron.gemm.transformer_engine import QUANTIZERS
-from snip_megatron.precision import Gemm, LinearId
+from snip_megatron.precision import Formats, Gemm, LinearId
 
 MODULE = "snip_te_map"
 """Name of the written module."""

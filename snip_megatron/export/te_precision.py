@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import Format, Formats, LinearId, PrecisionMap
 from snip_megatron.records.storage import write_atomically
 
 RECIPES: Mapping[Format, str] = {
@@ -49,21 +49,14 @@ SUBSTITUTIONS: Mapping[Format, str] = {
 """Format → message about the recipe that replaces it."""
 
 
-Formats = tuple[Format, Format, Format]
-"""Formats of fprop, dgrad and wgrad."""
-
-
 # -- one format per linear -----------------------------------------------------------------------------------------
 def read_formats(path: Path) -> dict[LinearId, Formats]:
     """Return the formats of every linear that the map in a file names.
 
     Raises SnipError if the file cannot be read, is not a map, or names no linear.
     """
-    found: dict[LinearId, Formats] = {}
     precision_map = PrecisionMap.load(path)
-    for linear in precision_map.linears():
-        fprop, dgrad, wgrad = (precision_map.format_of(str(linear), gemm) for gemm in Gemm)
-        found[linear] = fprop, dgrad, wgrad
+    found = {linear: precision_map.formats_of(str(linear)) for linear in precision_map.linears()}
     if not found:
         raise SnipError(f"{path}: names no linear")
     return found

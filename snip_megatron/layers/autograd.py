@@ -28,10 +28,10 @@ from snip_megatron.layers.communication import (
     start_reduce_scatter,
     unquantized_shard,
 )
-from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, LinearHandle, Override
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.prequantized import PrequantizedTensor
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.quantization import derive_seeds
 from snip_megatron.quantization.formats import STOCHASTIC
 from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
@@ -67,7 +67,7 @@ class LinearCall(NamedTuple):
     packs_gradient: bool = False
 
     @property
-    def formats(self) -> tuple[Format, Format, Format]:
+    def formats(self) -> Formats:
         """Formats of (fprop, dgrad, wgrad) in this microbatch."""
         if self.override is not None:
             return self.override.formats

@@ -15,14 +15,13 @@ from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, largest_of_shards
 from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
-from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearId
 from snip_megatron.quantization.device_keys import Words
 from snip_megatron.quantization.formats import SPECS
 from snip_megatron.quantization.hadamard import ROTATED, Rotation, rotate
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.quantization.rounding import derive_seeds
 
-ALL_BF16 = (Format.BF16, Format.BF16, Format.BF16)
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
 _SIGNS = 0x486164616D617264  # a stream of its own for the signs of Hadamard transforms
 _SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
@@ -61,7 +60,7 @@ class Override:
             passes it.
     """
 
-    formats: tuple[Format, Format, Format] = ALL_BF16
+    formats: Formats = ALL_BF16
     microbatch: int = 0
     perturb: Gemm | None = None
     compare: Format | None = None
@@ -143,7 +142,7 @@ class LinearState:
     """
 
     position: int = 0
-    formats: tuple[Format, Format, Format] = ALL_BF16
+    formats: Formats = ALL_BF16
     recorder: BackwardRecorder | None = None
     weights: WeightCache = field(default_factory=WeightCache)
     graphed: GraphedState | None = None
@@ -206,7 +205,7 @@ class LinearHandle:
         return n, k, self.weight.dtype
 
     @property
-    def formats(self) -> tuple[Format, Format, Format]:
+    def formats(self) -> Formats:
         """Formats of (fprop, dgrad, wgrad) in the map in force."""
         return self.state.formats
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap
+from snip_megatron.precision import Format, LinearRow, PrecisionMap
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:
@@ -99,10 +99,9 @@ class LinearRegistry:
         if unknown:
             raise SnipError(f"map {precision_map.version} names {min(unknown)}, which this model does not have")
         for handle in self:
-            fprop, dgrad, wgrad = (precision_map.format_of(handle.name, gemm) for gemm in Gemm)
-            handle.state.formats = (fprop, dgrad, wgrad)
+            handle.state.formats = precision_map.formats_of(handle.name)
             handle.state.weights.clear()
-        formats = {precision_map.format_of(name, gemm) for name in self.names for gemm in Gemm}
+        formats = {fmt for name in self.names for fmt in precision_map.formats_of(name)}
         self.context.quantizes = formats != {Format.BF16}
         # The whole map is compared, not only this rank's linears, so that all ranks capture new graphs together.
         if (precision_map.to_codes(self.names) != self.current.to_codes(self.names)).any():

@@ -11,14 +11,12 @@ import torch
 
 from snip_megatron.gemm.group_rows import group_rows
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
-from snip_megatron.layers.context import ALL_BF16, LinearHandle, LinearState
+from snip_megatron.layers.context import LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
-from snip_megatron.precision import Format
+from snip_megatron.precision import ALL_BF16, Format, Formats
 from snip_megatron.quantization.operands import OperandSpec
-
-Formats = tuple[Format, Format, Format]
 
 
 class _Holder(torch.nn.Module):

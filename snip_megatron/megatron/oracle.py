@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.context import ALL_BF16, GEMM_INDEX, LinearHandle, Override
+from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep
 from snip_megatron.optimizers.update_error import StepScale
 from snip_megatron.optimizers.updates import Update
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.statistics.truth import Trial, Truth, plan_trials, truth_of
@@ -240,7 +240,7 @@ class _Call:
         self.first_order += dot
 
 
-def _only(gemm: Gemm, fmt: Format) -> tuple[Format, Format, Format]:
+def _only(gemm: Gemm, fmt: Format) -> Formats:
     formats = list(ALL_BF16)
     formats[GEMM_INDEX[gemm]] = fmt
     return formats[0], formats[1], formats[2]

@@ -22,13 +22,13 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.hopper import NATIVE
 from snip_megatron.gemm.selection import launch_from_cpp
-from snip_megatron.layers.context import ALL_BF16, LinearHandle
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.layers.warm_up import Formats, covering, warm_up_gemms, warm_up_linear
+from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
 from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.megatron.startup import say
 from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
-from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.quantization.device_keys import has_kernels
 from snip_megatron.records.readers import replayed_maps
@@ -224,8 +224,7 @@ class WarmUp:
         """Yield the formats in force, and those that an update, a later phase or a replay may choose."""
         yield handle.formats
         for replayed in self._replayed:
-            of_y, of_x, of_w = (replayed.format_of(handle.name, gemm) for gemm in Gemm)
-            yield (of_y, of_x, of_w)
+            yield replayed.formats_of(handle.name)
         if not self.config.updates and not self.config.late:
             return
         candidates = [Format(name) for name in self.config.formats]
@@ -242,4 +241,4 @@ class WarmUp:
     @functools.cached_property
     def _pinned(self) -> dict[str, list[Format]]:
         found = pinned_formats(self.registry.names, self.request.pins)
-        return {option: [Format(name)] for option, name in found.items()}
+        return {option: [fmt] for option, fmt in found.items()}

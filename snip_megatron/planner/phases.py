@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from snip_megatron.errors import cut
-from snip_megatron.planner.request import PlanRequest, formats_of_map, gemm_counts
+from snip_megatron.planner.request import PlanRequest, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.precision import Format, Gemm, fp4_fraction
+from snip_megatron.precision import ALL_BF16, Format, Gemm, fp4_fraction
 from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.sensitivity.problem import phased_items
 from snip_megatron.solver import Phase, Problem, Solution, solve
-from snip_megatron.timing.shapes import ALL_BF16
 
 ASSUMPTIONS = (
     "phases: one plan for the whole run from losses of one moment; the learning rate falls as half a cosine to 0, and"
@@ -67,7 +66,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
 
 def _phase(step: StepModel, bf16: StepTime, begin: int, steps: int, solution: Solution) -> Body:
     rows, chosen = step.layout.model.rows, solution.to_precision_map()
-    time = step.step(formats_of_map(chosen))
+    time = step.step(lambda row: chosen.formats_of(row.name))
     return {
         "from_step": begin,
         "steps": steps,

@@ -14,11 +14,10 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
 from snip_megatron.planner.models import Model
 from snip_megatron.planner.phases import plan_phases
-from snip_megatron.planner.request import SYNTHETIC, PlanRequest, build_problem, formats_of_map, gemm_counts
+from snip_megatron.planner.request import SYNTHETIC, PlanRequest, build_problem, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.precision import Format, LinearRow, fp4_fraction
+from snip_megatron.precision import ALL_BF16, Format, LinearRow, fp4_fraction
 from snip_megatron.solver import Solution, solve
-from snip_megatron.timing.shapes import ALL_BF16
 
 PLAN_SCHEMA = "snip.plan/1"
 _SOLVE_SECONDS = 30.0
@@ -40,7 +39,8 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     variants: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
     if Format.FP8 in step.model.formats:
         variants["fp8"] = lambda row: (Format.FP8,) * 3
-    variants["map"] = formats_of_map(solution.to_precision_map())
+    chosen = solution.to_precision_map()
+    variants["map"] = lambda row: chosen.formats_of(row.name)
     steps = {name: step.step(formats_of) for name, formats_of in variants.items()}
     work, seconds = steps["bf16"].slowest, {name: time.total for name, time in steps.items()}
     cost = updates.update_cost(

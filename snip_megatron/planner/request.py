@@ -12,7 +12,6 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.config.defaults import backend_of
 from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.memory import FormatsOf
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role, option_id
 from snip_megatron.sensitivity.problem import build_problem as score_problem
@@ -115,17 +114,8 @@ def build_problem(request: PlanRequest, step: StepModel) -> Problem:
         return Problem(asked.budget, items, asked.tolerance)
 
 
-def formats_of_map(precision_map: PrecisionMap) -> FormatsOf:
-    fprop, dgrad, wgrad = Gemm
-    return lambda row: (
-        precision_map.format_of(row.name, fprop),
-        precision_map.format_of(row.name, dgrad),
-        precision_map.format_of(row.name, wgrad),
-    )
-
-
 def gemm_counts(rows: Sequence[LinearRow], precision_map: PrecisionMap) -> dict[str, int]:
-    return dict(Counter(fmt.value for row in rows for fmt in formats_of_map(precision_map)(row)))
+    return dict(Counter(fmt.value for row in rows for fmt in precision_map.formats_of(row.name)))
 
 
 def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTable:

@@ -1,6 +1,16 @@
 """Number formats, the GEMMs and linears that formats are chosen for, and the precision map that all ranks share."""
 
-from snip_megatron.precision.formats import FOUR_BIT, VARIANTS, Format, Gemm, Variant, candidates_fault, misplaced
+from snip_megatron.precision.formats import (
+    ALL_BF16,
+    FOUR_BIT,
+    VARIANTS,
+    Format,
+    Formats,
+    Gemm,
+    Variant,
+    candidates_fault,
+    misplaced,
+)
 from snip_megatron.precision.linears import (
     DENSE_LAYER,
     LinearId,
@@ -14,12 +24,14 @@ from snip_megatron.precision.linears import (
 from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, format_shares, fp4_fraction
 
 __all__ = [
+    "ALL_BF16",
     "DENSE_LAYER",
     "FOUR_BIT",
     "GRANULARITIES",
     "STATUSES",
     "VARIANTS",
     "Format",
+    "Formats",
     "Gemm",
     "LinearId",
     "LinearRow",

@@ -49,6 +49,11 @@ class Format(str, Enum):
 FORMATS: tuple[Format, ...] = tuple(Format)
 """Formats in the order of their codes."""
 
+Formats = tuple[Format, Format, Format]
+"""Formats of fprop, dgrad and wgrad."""
+
+ALL_BF16: Formats = (Format.BF16,) * 3
+
 
 class Gemm(str, Enum):
     """The three GEMMs of a linear: Y = X·Wᵀ, dX = G·W, dW = Gᵀ·X."""

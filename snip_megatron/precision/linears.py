@@ -174,13 +174,13 @@ def no_match_hint(what: str, glob: str, linears: Sequence[str], granularity: str
 
 def pinned_formats(
     linears: Iterable[str], pins: Iterable[tuple[str, str]], granularity: str = "gemm"
-) -> dict[str, str]:
+) -> dict[str, Format]:
     """Return option id → format of every option that a pin fixes. The last matching pin wins.
 
     Raises SnipError if a pin matches nothing, or a GEMM that cannot run in its format.
     """
     names = list(linears)
-    fixed: dict[str, str] = {}
+    fixed: dict[str, Format] = {}
     for glob, fmt in pins:
         keys = [option_id(name, gemm) for name, gemm in matching_options(glob, names, granularity)]
         if not keys:
@@ -189,5 +189,5 @@ def pinned_formats(
         for key in keys:
             if (why := misplaced(Format(fmt), split_option_id(key)[1])) is not None:
                 raise SnipError(f"--snip-pin {cut(glob)}={fmt}: matches {key}, and {why}")
-        fixed |= dict.fromkeys(keys, fmt)
+        fixed |= dict.fromkeys(keys, Format(fmt))
     return fixed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.errors import SnipError, located, quoted
-from snip_megatron.precision.formats import FOUR_BIT, Format, Gemm, misplaced
+from snip_megatron.precision.formats import FOUR_BIT, Format, Formats, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
 from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_file, read_object, whole
 
@@ -85,6 +85,11 @@ class PrecisionMap:
         specific = self.choices.get(option_id(linear, gemm))
         return specific if specific is not None else self.choices.get(linear, Format.BF16)
 
+    def formats_of(self, linear: str) -> Formats:
+        """Return the formats of fprop, dgrad and wgrad; see :meth:`format_of`."""
+        fprop, dgrad, wgrad = (self.format_of(linear, gemm) for gemm in Gemm)
+        return fprop, dgrad, wgrad
+
     def linears(self) -> list[LinearId]:
         """Return the linears that the map names, sorted."""
         return sorted({split_option_id(key)[0] for key in self.choices})
@@ -96,7 +101,7 @@ class PrecisionMap:
 
     def to_codes(self, linears: Sequence[str]) -> np.ndarray:
         """Return the codes of the formats: int8 [len(linears), 3], in the order fprop, dgrad, wgrad."""
-        return np.array([[self.format_of(n, g).code for g in Gemm] for n in linears], dtype=np.int8).reshape(-1, 3)
+        return np.array([[fmt.code for fmt in self.formats_of(name)] for name in linears], dtype=np.int8).reshape(-1, 3)
 
     def digest(self, linears: Sequence[str]) -> str:
         """Return the SHA-256 over names and codes, which all ranks compare when they adopt a map."""

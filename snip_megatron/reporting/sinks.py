@@ -61,7 +61,7 @@ class Sinks:
         time, if the solver made the map.
         """
         names = [str(name) for name in (precision_map.linears() if linears is None else linears)]
-        rows = [[name, *(precision_map.format_of(name, gemm).value for gemm in Gemm)] for name in names]
+        rows = [[name, *(fmt.value for fmt in precision_map.formats_of(name))] for name in names]
         counts = Counter(fmt for _, *formats in rows for fmt in formats)
         self._send(step, scalars("", {"gemms": dict(counts), "solve": {"seconds": precision_map.solve_seconds}}), rows)
 

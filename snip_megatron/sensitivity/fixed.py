@@ -84,11 +84,7 @@ def fixed_map(
     kept = blocks - tail_blocks(blocks)
     of_layer = {name: last if at >= kept else most for name, at in layer.items()}
     choices = {option_id(name, gemm): by_gemm[gemm] for name, by_gemm in of_layer.items() for gemm in Gemm}
-    return PrecisionMap(choices=choices | _pinned(list(layer), pins))
-
-
-def _pinned(names: Sequence[str], pins: Sequence[tuple[str, str]]) -> dict[str, Format]:
-    return {key: Format(fmt) for key, fmt in pinned_formats(names, pins).items()}
+    return PrecisionMap(choices=choices | pinned_formats(layer, pins))
 
 
 def _all(fmt: Format) -> dict[Gemm, Format]:
@@ -116,7 +112,7 @@ def late_shares(
     switched = (Gemm.FPROP,) if request.policy == "late-forward" else tuple(Gemm)
     first = {option_id(name, gemm): low[gemm] for name in flops for gemm in Gemm}
     last = first | {option_id(name, gemm): better[gemm] for name in flops for gemm in switched}
-    fixed = _pinned(list(flops), request.pins)
+    fixed = pinned_formats(flops, request.pins)
     early, late = PrecisionMap(choices=first | fixed), PrecisionMap(choices=last | fixed)
     high = fp4_fraction(early, flops, unquantised)
     if high < request.budget.value - 1e-9:

@@ -46,7 +46,7 @@ class Option:
     stage: int
     flops: float
     cost: float
-    pinned: str | None
+    pinned: Format | None
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:

@@ -2,13 +2,6 @@
 
 from dataclasses import dataclass
 
-from snip_megatron.precision import Format
-
-Formats = tuple[Format, Format, Format]
-"""Formats of fprop, dgrad and wgrad."""
-
-ALL_BF16: Formats = (Format.BF16,) * 3
-
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:

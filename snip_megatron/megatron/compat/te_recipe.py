@@ -17,10 +17,8 @@ from transformer_engine.common.recipe import CustomRecipe, MMParams
 
 from snip_megatron.gemm.transformer_engine import te_map
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Formats
 from snip_megatron.quantization.operands import OperandPair
-
-Formats = tuple[Format, Format, Format]
 
 
 @functools.cache

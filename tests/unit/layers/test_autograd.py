@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
-from snip_megatron.layers.context import ALL_BF16, LinearState, StepContext
-from snip_megatron.precision import Format
+from snip_megatron.layers.context import LinearState, StepContext
+from snip_megatron.precision import ALL_BF16, Format
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 ONE_GEMM: list[Formats] = [

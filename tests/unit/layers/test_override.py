@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from linears import convert, operands, reference, stock_linear
 
-from snip_megatron.layers.context import ALL_BF16, LinearHandle, Override, StepContext
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.layers.context import LinearHandle, Override, StepContext
+from snip_megatron.precision import ALL_BF16, Format, Gemm
 
 N, K, S, B = 192, 160, 40, 2
 FP4 = (Format.FP4, Format.FP4, Format.FP4)

@@ -6,9 +6,9 @@ import pytest
 from handles import handle_of
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.context import ALL_BF16, StepContext
+from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits
-from snip_megatron.precision import Format, Gemm, LinearId, LinearRow, PrecisionMap, dense_names, option_id
+from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearId, LinearRow, PrecisionMap, dense_names, option_id
 
 NAMES = dense_names(3)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from handles import handle_of
 
-from snip_megatron.layers.context import ALL_BF16, StepContext
+from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
-from snip_megatron.precision import Format
+from snip_megatron.precision import ALL_BF16, Format
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 

@@ -11,11 +11,10 @@ from refusal import refusal
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron.step_costs import layout_of, option_times
-from snip_megatron.planner.request import formats_of_map
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Side, option_id
+from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, PrecisionMap, Side, option_id
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import ALL_BF16, LinearShape
+from snip_megatron.timing.shapes import LinearShape
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
 
@@ -132,7 +131,7 @@ def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recomp
     for _ in range(10):
         options = [option_id(name, gemm) for name in stages for gemm in Gemm]
         chosen = PrecisionMap(choices={option: Format(draws.choice(formats)) for option in options})
-        predicted = step.step(formats_of_map(chosen)).total
+        predicted = step.step(lambda row, own=chosen: own.formats_of(row.name)).total
         seconds = times.by_stage(chosen, stages)
         summed = step.layout.bubble * max(times.rest[stage] + found for stage, (_, found) in seconds.items())
         assert summed == pytest.approx(predicted, rel=1e-9)

@@ -8,8 +8,7 @@ import pytest
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import layer_activations, saved_input, stage_memory
 from snip_megatron.planner.models import Llama
-from snip_megatron.precision import Format
-from snip_megatron.timing.shapes import Formats
+from snip_megatron.precision import Format, Formats
 
 from .formula import layout
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from snip_megatron.planner.rates import ELEMENTWISE, Links
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Role, Side
+from snip_megatron.precision import ALL_BF16, Format, Role, Side
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import ALL_BF16
 
 from .formula import SMALL, layout, step_model, with_blocks
 

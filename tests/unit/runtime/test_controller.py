@@ -3,8 +3,7 @@
 import pytest
 from scripted_controller import LATE, LOST, NAMES, Run, Script, SlowKernels, a_map, measured, ready, table
 
-from snip_megatron.layers.context import ALL_BF16
-from snip_megatron.precision import Format
+from snip_megatron.precision import ALL_BF16, Format
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
