@@ -24,11 +24,14 @@ def perturbed(
     """
     if override.perturb is not gemm:
         return plain
+    return (unrounded(left, right) * (1.0 + NUDGE * torch.finfo(plain.dtype).eps)).to(plain.dtype)
+
+
+def unrounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``left @ right`` in FP32."""
     if left.is_cuda and left.dtype is not torch.float32 and left.numel():
-        product = torch.mm(left, right, out_dtype=torch.float32)
-    else:
-        product = left.float() @ right.float()
-    return (product * (1.0 + NUDGE * torch.finfo(plain.dtype).eps)).to(plain.dtype)
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def output_error(

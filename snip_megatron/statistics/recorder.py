@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.override import unrounded
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
@@ -218,7 +219,7 @@ class LinearRecorder:
         if self.handle.expert is not None:  # experts have any number of tokens, and kernels are looked up by it
             xs, gs = (functional.pad(each, (0, 0, 0, OUTPUT_TOKENS - len(rows))) for each in (xs, gs))
         weight = x.shape[0] / max(len(rows), 1)
-        y = _product(xs, w)
+        y = unrounded(xs, w.t())
         partial = self.handle.parallel == "row"  # Y is a partial sum then; see reduction.py
         if not partial:
             self._add("y2", _owned(sum_squares(y), weight * self._own("y")))
@@ -277,13 +278,6 @@ def _owned(value: torch.Tensor, share: float) -> torch.Tensor:
 def _over(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a / b, or 0 where b is 0."""
     return torch.where(b > 0, a / b, 0.0)
-
-
-def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return x·wᵀ in FP32."""
-    if x.is_cuda and x.dtype is not torch.float32 and x.numel():
-        return torch.mm(x, w.t(), out_dtype=torch.float32)
-    return x.float() @ w.float().t()
 
 
 def _plus(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
