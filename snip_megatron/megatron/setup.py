@@ -102,7 +102,7 @@ class SnipRun:
         self._say_what_differs()
         self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         model_chunks[0].snip_state = checkpoint
-        self._undo_model.callback(compat.carry_state(checkpoint.content, self._loaded))
+        self._undo_model.enter_context(compat.carry_state(checkpoint.content, self._loaded))
         return model_chunks
 
     def _say_what_differs(self) -> None:

@@ -4,14 +4,15 @@ Megatron without SNIP ignores the entry. In checkpoints of ``torch_dist`` the st
 Megatron does not give to the model under ``--use-torch-fsdp2``.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.training import checkpointing, get_args, training
 
 from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
-from snip_megatron.megatron.compat.versions import check_names
+from snip_megatron.megatron.compat.versions import changed, check_names
 
 _KEY, _OF_MODEL = "snip_state", "snip_state.state"
 _FORMATS = ("torch", "fsdp_dtensor")
@@ -21,12 +22,12 @@ check_names(checkpointing, *_FUNCTIONS)
 check_names(training, "save_checkpoint")
 
 
-def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None], None]) -> Callable[[], None]:
-    """Let checkpoints of the formats ``torch`` and ``fsdp_dtensor`` hold SNIP's state.
+@contextlib.contextmanager
+def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None], None]) -> Iterator[None]:
+    """Let checkpoints of the formats ``torch`` and ``fsdp_dtensor`` hold SNIP's state inside this context.
 
     ``save`` is called on every rank when such a checkpoint is written, and returns the state, None if there is none.
-    ``load`` is called with the state in the checkpoint that is loaded, None if it has none. Returns a function that
-    ends it.
+    ``load`` is called with the state in the checkpoint that is loaded, None if it has none.
     """
     write = training.save_checkpoint
     make, read = (getattr(checkpointing, name) for name in _FUNCTIONS)
@@ -57,8 +58,6 @@ def carry_state(save: Callable[[], bytes | None], load: Callable[[bytes | None],
             load(state.numpy().tobytes() if isinstance(state, torch.Tensor) else state)
         return result
 
-    def put(functions: tuple[Any, Any, Any]) -> None:
-        training.save_checkpoint, checkpointing.generate_state_dict, checkpointing._load_base_checkpoint = functions
-
-    put((write_with_state, make_with_state, read_with_state))
-    return lambda: put((write, make, read))
+    carrying = dict(zip(_FUNCTIONS, (make_with_state, read_with_state), strict=True))
+    with changed(training, save_checkpoint=write_with_state), changed(checkpointing, **carrying):
+        yield

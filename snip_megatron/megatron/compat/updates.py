@@ -69,11 +69,11 @@ def _sgd(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
 
 def _lion(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
     beta1, beta2 = held.group["betas"]
-    average = _flat(held.state.get("exp_avg"))
+    average = held.state.get("exp_avg")
     return LionState(
         start=held.start,
         end=held.end,
-        exp_avg=torch.zeros_like(held.main).reshape(-1) if average is None else average,
+        exp_avg=flat(torch.zeros_like(held.main) if average is None else average),
         step=0 if average is None else steps,
         beta1=float(beta1),
         beta2=float(beta2),
@@ -84,12 +84,12 @@ def _muon(param: torch.nn.Parameter, held: HeldState, steps: int) -> Update:
     owner: Any = held.owner
     if held.start != 0 or held.end != param.numel():
         raise SnipError("Muon orthogonalises whole matrices, and this rank holds a part of one; SNIP cannot follow it")
-    buffer = _flat(held.state.get("momentum_buffer"))
+    buffer = held.state.get("momentum_buffer")
     return MuonState(
         start=0,
         end=held.end,
         shape=(int(param.shape[0]), int(param.shape[1])),
-        momentum_buffer=torch.zeros_like(held.main).reshape(-1) if buffer is None else buffer,
+        momentum_buffer=flat(torch.zeros_like(held.main) if buffer is None else buffer),
         step=0 if buffer is None else steps,
         momentum=float(held.group["momentum"]),
         nesterov=bool(owner.nesterov),
@@ -112,10 +112,6 @@ def _orthogonalize(owner: Any, inner: torch.Tensor, group: Mapping[str, Any]) ->
         return result
 
     return orthogonalize
-
-
-def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else flat(tensor)
 
 
 _Maker = Callable[[torch.nn.Parameter, HeldState, int], Update | None]
