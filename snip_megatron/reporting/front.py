@@ -48,10 +48,8 @@ class Front:
     seconds: float
 
 
-def latest_front(
-    run: Path, updates: Sequence[Update], unreadable: list[str], *, points: int = POINTS, seconds: float = SECONDS
-) -> Front | None:
-    """Solve the front of the latest stored Problem at ``points`` budgets in about ``seconds``.
+def latest_front(run: Path, updates: Sequence[Update], unreadable: list[str], *, points: int = POINTS) -> Front | None:
+    """Solve the front of the latest stored Problem at ``points`` budgets in about :data:`SECONDS`.
 
     Of an update that planned phases it is the front of one map, without the run's own. Returns None if there is no
     Problem, or if it cannot be read or solved, of which ``unreadable`` receives a message.
@@ -64,20 +62,20 @@ def latest_front(
         problem = Problem.from_json(read_file(files[step], most=MAX_BYTES), where=str(files[step]))
         if problem.phases:
             problem, updates = rebuild(Stored(run, step), {}, None), ()
-        return _front(step, problem, updates, points, seconds)
+        return _front(step, problem, updates, points)
     except SnipError as error:
         unreadable.append(str(error))
     return None
 
 
-def _front(step: int, problem: Problem, updates: Sequence[Update], points: int, seconds: float) -> Front:
+def _front(step: int, problem: Problem, updates: Sequence[Update], points: int) -> Front:
     started, asked = time.perf_counter(), problem.budget
     share = asked.kind == "fp4"
     if asked.kind == "loss":  # the same trade-off, drawn over the predicted speedup
         problem = replace(problem, budget=Budget("speedup", 1.0))
     cost = {item.id: item.cost for item in problem.items}
     found = []
-    for solution in sweep(problem, points, time_limit_s=seconds / points):
+    for solution in sweep(problem, points, time_limit_s=SECONDS / points):
         x = solution.achieved if share else solution.finite_speedup
         if x is not None and solution.loss is not None and solution.choices:
             found.append(Point(x, solution.loss, solution.status == "optimal", cost_shares(solution, cost)))

@@ -51,12 +51,11 @@ def _steps(summary: RunSummary) -> str:
         parts.append(f"{duration(summary.bf16_s)} in bf16 (median of {summary.bf16_steps} steps)")
     shown = summary.judged or next((m for m in reversed(summary.maps) if m.quantised and m.step_s), None)
     if shown is not None and shown.step_s is not None:
-        stretch = shown
         mean = "" if shown.mean_s is None else f", mean {duration(shown.mean_s)}"
-        speed = "" if stretch.speedup is None else f": {stretch.speedup:.2f} x"
+        speed = "" if shown.speedup is None else f": {shown.speedup:.2f} x"
         of = " for the linears alone" if shown.predicted_of == "linears" else ""
         predicted = "" if shown.predicted is None else f", {shown.predicted:.2f} x was predicted{of}"
-        under = f"under map {stretch.version} ({stretch.steps:,} steps{mean})"
+        under = f"under map {shown.version} ({shown.steps:,} steps{mean})"
         parts.append(f"{duration(shown.step_s)} {under}{speed}{predicted}")
     return f"A step took {', '.join(parts)}." if parts else ""
 

@@ -149,8 +149,8 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
 
-    def optional(name: str, least: float, most: float) -> float | None:
-        return None if body.get(name) is None else _number(body[name], name, least, most)
+    def optional(name: str, most: float) -> float | None:
+        return None if body.get(name) is None else _number(body[name], name, 1, most)
 
     least = 1 if quantised else 0
     return TimingTable(
@@ -162,8 +162,8 @@ def _table(body: dict[str, Any]) -> TimingTable:
         weights=_rows(body, "weights", weight, least=least),
         grouped=_rows(body, "grouped", grouped),
         attention=_rows(body, "attention", attention),
-        copy_rate=optional("copy_rate", 1, 1e20),
-        memory=optional("memory", 1, 1e15),
+        copy_rate=optional("copy_rate", 1e20),
+        memory=optional("memory", 1e15),
         about={key: body[key] for key in _ABOUT if key in body},
     )
 

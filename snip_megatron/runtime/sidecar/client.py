@@ -97,7 +97,7 @@ class SidecarClient:
         while (ticket := self._jobs.get()) is not None and not self._closed.is_set():
             while not (ready := self._has_process()) and not self._is_late(ticket) and not self._closed.is_set():
                 pass
-            result = self._ask(ticket) if ready else self._failure(ticket, "died")
+            result = self._ask(ticket) if ready else self._failure(ticket)
             self._results.put(replace(result, version=ticket.version, latency_s=time.monotonic() - ticket.submitted))
             self._has_process()  # another one loads its modules before the next job
         if self._process is not None:
@@ -152,9 +152,10 @@ class SidecarClient:
         self._process = None
         if garbage:
             self.last_error = "the solver process sent something that is no answer; it was killed"
-        return self._failure(ticket, "died")
+        return self._failure(ticket)
 
-    def _failure(self, ticket: _Ticket, kind: str) -> SidecarResult:
+    def _failure(self, ticket: _Ticket) -> SidecarResult:
+        kind = "died"
         if self._is_late(ticket):
             kind = "deadline"
             self.last_error = f"no answer within {self._deadline:g} s; the solver process was killed"
