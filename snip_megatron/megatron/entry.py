@@ -21,6 +21,7 @@ from snip_megatron.megatron.validate import check_layers_of_experts
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
 SPIKY_LOSS_FACTOR = 10
+_NOT_FINITE = ((torch.isnan, "NaN"), (torch.isinf, "Inf"))
 
 _stimer = StragglerDetector()
 
@@ -111,24 +112,12 @@ def loss_function(
 
 def _validate(loss: torch.Tensor) -> None:
     """Pass the loss to Megatron's rerun machine, which attributes NaN, Inf and spikes to hardware or data."""
-    args = get_args()
-    machine = get_rerun_state_machine()
+    args, machine = get_args(), get_rerun_state_machine()
+    checks: list[tuple[Callable[..., Any], str, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        for rejects, kind in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f"{kind} in the local forward loss",
-                tolerance=0.0,
-                fatal=True,
-            )
+        checks = [(each, f"{kind} in the local forward loss", True) for each, kind in _NOT_FINITE]
     if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=loss,
-            rejection_func=functools.partial(
-                machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
-            ),
-            message="spiky local forward loss",
-            tolerance=0.0,
-            fatal=False,
-        )
+        spiky = functools.partial(machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
+        checks.append((spiky, "spiky local forward loss", False))
+    for rejects, message, fatal in checks:
+        machine.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
