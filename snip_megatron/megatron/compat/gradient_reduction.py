@@ -7,6 +7,7 @@ handle of its own that finishes the sum. That argument is set, and its function 
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.errors import SnipError
-from snip_megatron.layers.communication import Exchange, start_gradient_reduction
+from snip_megatron.layers.communication import start_gradient_reduction
 from snip_megatron.megatron.compat.versions import changed, check_signature
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
@@ -89,27 +90,17 @@ def check_reduced_models(models: Sequence[Any]) -> None:
             )
 
 
-class _Handle:
-    """What Megatron waits for."""
-
-    def __init__(self, reduction: Exchange[Any]) -> None:
-        self._reduction = reduction
-
-    def wait(self) -> None:
-        self._reduction.result()
-
-
 def _reduce_scatter(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     op: Any,
     group: dist.ProcessGroup,
     async_op: bool,
-) -> _Handle | None:
+) -> SimpleNamespace | None:
     """Write the sum over ranks of this rank's part of ``input_tensor`` to ``output_tensor``, which is that part."""
     assert op == dist.ReduceOp.SUM
-    handle = _Handle(start_gradient_reduction(output_tensor, input_tensor, group))
+    reduction = start_gradient_reduction(output_tensor, input_tensor, group)
     if async_op:
-        return handle
-    handle.wait()
+        return SimpleNamespace(wait=reduction.result)  # what Megatron waits for
+    reduction.result()
     return None
