@@ -1,6 +1,7 @@
 """``snip validate-proxy``: compares the scores of estimators with measured divergences."""
 
 import argparse
+import dataclasses
 import signal
 import time
 from pathlib import Path
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     body = {
         "schema": PROXY_SCHEMA,
         "machine": describe(select_gpus(args.gpus)),
-        "validations": [v.as_dict() for v in validations],
+        "validations": [dataclasses.asdict(each) for each in validations],
     }
     deliver("--out", args.out / "proxy.json", dump_json(body))
     deliver("--out", args.out / "proxy.md", text)

@@ -3,12 +3,10 @@
 The sensitivity of an option is measured by forcing only this option to the candidate format.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +90,6 @@ class Validation:
         """The names of all estimators: the ceiling first, then the default estimator."""
         names = dict.fromkeys(comparison.estimator for comparison in self.comparisons)
         return sorted(names, key=lambda name: (name != CEILING, name != DEFAULT))
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def find_tables(source: Path) -> list[Path]:

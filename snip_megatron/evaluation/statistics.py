@@ -72,11 +72,6 @@ def recovered(loss: float, bf16: float, fp4: float) -> float:
     return 1.0 - (loss - bf16) / gap if gap > 0.0 else math.nan
 
 
-def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the sample standard deviation, which is NaN for a single value."""
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-
 def latest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the last run of each policy, budget and block; those before it had other settings."""
     return list({(e["kind"], e["label"], e["budget"], _block(e)): e for e in entries}.values())

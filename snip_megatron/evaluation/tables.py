@@ -1,8 +1,9 @@
 """The markdown page of a comparison: policies, differences with confidence intervals, origin of the figures."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from snip_megatron.evaluation.experiment import VALIDATIONS
 from snip_megatron.evaluation.results import Results
@@ -11,7 +12,6 @@ from snip_megatron.evaluation.statistics import (
     Row,
     differences,
     latest,
-    mean_std,
     planned_count,
     rows,
 )
@@ -43,8 +43,8 @@ def spread(values: Iterable[float], digits: int) -> str:
     known = list(values)
     if not known:
         return "–"
-    mean, std = mean_std(known)
-    return f"{mean:.{digits}f}" + ("" if math.isnan(std) else f" ± {std:.{digits}f}")
+    deviation = "" if len(known) == 1 else f" ± {np.std(known, ddof=1):.{digits}f}"
+    return f"{np.mean(known):.{digits}f}{deviation}"
 
 
 def _ordered(results: Results, table: Sequence[Row]) -> list[Row]:
