@@ -119,13 +119,10 @@ def main() -> int:
         return 2
     sys.argv = sys.argv[1:]
     script = Path(sys.argv[0])
-    try:
+    with _one_line():
         if not script.is_file():
             raise SnipError(f"{script}: no such file; give the path of the training script")
         startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
-    except SnipError as error:
-        startup.report(error, script.stem)
-        return error.exit_code
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
     return 0
