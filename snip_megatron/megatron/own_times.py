@@ -13,6 +13,7 @@ import torch
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.startup import say
@@ -47,6 +48,7 @@ class OwnTimes:
     device: torch.device
     clock: Clock | None = None
     spans: dict[str, Spans] = field(default_factory=dict, init=False)
+    _watched: list[LinearState] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         config, args = self.config, self.args
@@ -75,10 +77,11 @@ class OwnTimes:
         return self._predicted(table)
 
     def watch(self, registry: LinearRegistry) -> None:
-        """Time Megatron's own code of the grouped linears of experts from now on, while no map quantises them."""
+        """Time Megatron's own code of the grouped linears of experts, until the first update has the times."""
         for handle in registry:
             if handle.expert is not None and handle.parameter != "weight":
                 handle.state.spans = self.spans.setdefault(handle.name, Spans(self._kept))
+                self._watched.append(handle.state)
 
     def rehearse(self) -> None:
         """Run what :meth:`measure` times, once, so that its kernels can be listed."""
@@ -102,12 +105,17 @@ class OwnTimes:
             f"timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
             f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
         )
-        return self._predicted(table)
+        return self._final(table)
 
     def renew(self) -> OptionTimes:
         """Return the stored times, with those that Megatron's own experts took in this start's latest steps."""
         found = self._table.find()
-        return self.measure() if found is None else self._predicted(self._with_stock(found[0]))
+        return self.measure() if found is None else self._final(self._with_stock(found[0]))
+
+    def _final(self, table: TimingTable) -> OptionTimes:
+        for state in self._watched:
+            state.spans = None
+        return self._predicted(table)
 
     def _with_stock(self, table: TimingTable) -> TimingTable:
         """Add the seconds of Megatron's own code of experts. They hold what the GPU waits for its host, which launches

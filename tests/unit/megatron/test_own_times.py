@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llama_arguments import WANTED, linears, run_arguments
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.step_costs import check_measurable
@@ -25,6 +27,7 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_atten
          "seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4}  # fmt: skip
 CONFIG = SnipConfig(**WANTED, pin=("*.0.*=nvfp4_46",))
 CPU = torch.device("cpu")
+LACKING = "('input', <Format.FP8: 'fp8'>, 2)"
 
 
 class FakeClock:
@@ -131,6 +134,28 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
     assert resumed == first  # under a map from its first step on
 
 
+def test_megatron_s_own_experts_are_timed_until_the_times_are_known(tmp_path: Path) -> None:
+    def watched(first_update: FakeClock) -> tuple[OwnTimes, list[LinearState]]:
+        times, states = own(tmp_path, first_update), [LinearState(), LinearState()]
+        named = zip(("weight0", "weight"), states, strict=True)  # of TEGroupedMLP, and of a shared expert
+        handles = [SimpleNamespace(expert=0, parameter=each, name=each, state=state) for each, state in named]
+        times.watch(handles)  # type: ignore[arg-type]
+        return times, states
+
+    times, (grouped, other) = watched(FakeClock(lacking=LACKING))
+    assert isinstance(grouped.spans, Spans)
+    assert other.spans is None
+    with pytest.raises(SnipError):
+        times.measure()
+    assert grouped.spans is not None  # the next update tries again
+    times.clock = FakeClock()
+    times.measure()
+    assert grouped.spans is None
+    again, (grouped, _) = watched(FakeClock())
+    again.renew()
+    assert grouped.spans is None
+
+
 def test_the_times_of_another_card_or_backend_are_not_taken(tmp_path: Path, cache: Path) -> None:
     run = tmp_path / "run"
     own(run, FakeClock()).measure()
@@ -161,7 +186,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_run(
 
 
 def test_a_size_that_cannot_be_timed_is_an_error(tmp_path: Path) -> None:
-    clock = FakeClock(lacking="('input', <Format.FP8: 'fp8'>, 2)")
+    clock = FakeClock(lacking=LACKING)
     with pytest.raises(SnipError, match=r"be (timed|measured): .*out of memory"):
         own(tmp_path, clock).measure()
     assert not (tmp_path / TIMINGS).exists()
