@@ -248,8 +248,12 @@ def _backward_in_parts(
     return g, d, grad_weight
 
 
+@torch.no_grad()
 def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callable[[], Tensor]) -> None:
-    """Run a delayed wgrad, and add its result where autograd would have."""
+    """Run a delayed wgrad, and add its result where autograd would have.
+
+    No backward is around it: in bf16 its operand X may require a gradient.
+    """
     grad_weight = grad_weight_of()
     if main_grad is None:
         gradient = grad_weight.to(weight.dtype)

@@ -93,13 +93,18 @@ class Ignored:
     def on_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
-@pytest.mark.parametrize("of_ddp", [False, True])
-def test_a_delayed_wgrad_runs_when_it_is_called_for(of_ddp: bool) -> None:
-    """Two microbatches forward, two backward, as in a pipeline; then the calls, in the same order."""
+@pytest.mark.parametrize(("of_ddp", "wgrad"), [(False, Format.FP8), (True, Format.FP8), (True, Format.BF16)])
+def test_a_delayed_wgrad_runs_when_it_is_called_for(of_ddp: bool, wgrad: Format) -> None:
+    """Two microbatches forward, two backward, as in a pipeline; then the calls, in the same order.
+
+    In bf16, the operands are X and G themselves, and the calls come outside of any backward.
+    """
     gradients = []
     for delay in (False, True):
         chunk = dense(delay_wgrad=delay, add_bias_linear=True)
-        registry = under(chunk, Format.FP8)
+        registry = convert_model([chunk], CONFIG)
+        name = "decoder.layers.0.mlp.linear_fc2"
+        registry.adopt(PrecisionMap({f"{name}:fprop": Format.FP8, f"{name}:dgrad": Format.FP8, f"{name}:wgrad": wgrad}))
         registry.start_step(0)
         linear = chunk.decoder.layers[0].mlp.linear_fc2
         if of_ddp:
@@ -116,3 +121,4 @@ def test_a_delayed_wgrad_runs_when_it_is_called_for(of_ddp: bool) -> None:
         gradients.append([linear.weight.main_grad if of_ddp else linear.weight.grad, *(x.grad for x in xs)])
     for now, later in zip(*gradients, strict=True):
         assert torch.equal(now, later)
+        assert not later.requires_grad
