@@ -87,7 +87,7 @@ def _check_engine(args: argparse.Namespace) -> None:
         if given:
             raise SnipError(
                 f"{argument} cannot be combined with --transformer-impl {args.transformer_impl}: it needs Transformer"
-                " Engine's layers; use --transformer-impl transformer_engine"
+                " Engine's layers; use --transformer-impl transformer_engine, which needs a GPU"
             )
 
 
