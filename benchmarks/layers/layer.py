@@ -39,8 +39,7 @@ from benchmarks.common import header, host_milliseconds, interleaved, refuse_wit
 from benchmarks.jobs.kernels import recorded, summarised
 from benchmarks.layers.llama_blocks import transformer_config
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron.conversion import convert_model
+from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 
 MICROBATCHES = 4

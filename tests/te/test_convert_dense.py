@@ -12,9 +12,8 @@ from te_models import dense
 from torch.nn import functional
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers import LinearRegistry
+from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_linear
-from snip_megatron.megatron.conversion import convert_model
 from snip_megatron.precision import Format, PrecisionMap
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")

@@ -18,10 +18,9 @@ from torch.nn import functional
 from snip_megatron.config import SnipConfig
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.layers import LinearRegistry
+from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_experts
 from snip_megatron.megatron.compat import tell_ddp_of_experts
-from snip_megatron.megatron.conversion import convert_model
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.quantization import packed, swiglu
 from tests.unit.gemm import emulated_grouped

@@ -27,8 +27,7 @@ from torch.nn import functional
 from torch_attention import TorchAttention
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron.conversion import convert_model
+from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.precision import Format, PrecisionMap
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.conversion import convert_model
+from snip_megatron.layers import convert_model
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 
 pytestmark = [

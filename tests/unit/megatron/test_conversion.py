@@ -18,7 +18,7 @@ from torch_attention import TorchAttention
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.megatron.conversion import convert_model
+from snip_megatron.layers import convert_model
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision import dense_names

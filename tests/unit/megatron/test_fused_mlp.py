@@ -18,11 +18,10 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.layers import LinearRegistry
+from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
-from snip_megatron.megatron.conversion import convert_model
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.quantization import packed, swiglu
