@@ -23,7 +23,6 @@ from snip_megatron.statistics.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
 _TRUTH_GROUPS = ("truth", "truth_again")
-_LINEAR: tuple[Any, ...] = (str, int, int, int, int, int, int, Role, bool, Side)  # types of the fields of a LinearRow
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
@@ -187,10 +186,7 @@ class StatisticsTable:
                     tokens=int(header["tokens"]),
                     tokens_per_step=int(header["tokens_per_step"]),
                     formats=tuple(header["formats"]),
-                    linears=tuple(
-                        LinearRow(*(read(value) for read, value in zip(_LINEAR, fields, strict=True)))
-                        for fields in header["linears"]
-                    ),
+                    linears=tuple(_linear_row(*fields) for fields in header["linears"]),
                     sinks=tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"]),
                     **groups,
                     drift2=data["drift2"],
@@ -218,6 +214,12 @@ def array_shapes(
         "sink_drift2": (s, len(RHO_GRID)),
         "sink_w2": (s,),
     }
+
+
+def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
+    """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
+    known = zip(more, (int, int, int, Role, bool, Side), strict=False)
+    return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in known))
 
 
 def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:
