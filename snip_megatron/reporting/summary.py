@@ -321,7 +321,7 @@ def _with_verdict(found: RunSummary) -> RunSummary:
     if found.judged is None or found.saved_s is None:
         if found.bf16_s is None:
             why = (
-                f"there are {found.bf16_steps} usual steps in bf16 to compare with, {STEPS} are needed: use a later"
+                f"usual steps in bf16 to compare with are {found.bf16_steps}, {STEPS} are needed: use a later"
                 " --snip-first-update"
             )
             return replace(found, verdict="not judged", why=why)
