@@ -55,16 +55,6 @@ def written(figures: str) -> dict[str, float]:
 
 def trainings(body: dict) -> dict[str, float]:
     """Speedups of a result of ``benchmarks/job.py`` under the names of the table."""
-    names = {
-        "fp8_tensor": "snip_fp8_tensor",
-        "fp8": "snip_fp8",
-        "tensorwise": "te_fp8_tensor",
-        "blockwise": "te_fp8_block",
-    }
-    return {shown: body["speedup"][f"{name}_graphs"] for shown, name in names.items()}
-
-
-def fused_trainings(body: dict) -> dict[str, float]:
     speedup = body["speedup"]
     fused = {name: speedup[f"snip_{name}_fused_graphs"] for name in ("fp8_tensor", "fp8")}
     return fused | {"tensorwise": speedup["te_fp8_tensor_graphs"]}
@@ -78,8 +68,7 @@ def host_times(body):
 
 
 RESULTS = {
-    "graphs": trainings,
-    "fusions": fused_trainings,
+    "trainings": trainings,
     "linear": lambda body: body["geomean"],
     "layer": lambda body: body["speedup"],
     "host": host_times,
@@ -91,8 +80,7 @@ RESULTS = {
 @pytest.mark.parametrize(
     ("kind", "word"),
     [
-        ("graphs", "a training of"),
-        ("fusions", "with CUDA graphs and"),
+        ("trainings", "a training of"),
         ("linear", "one linear"),
         ("layer", "four Llama"),
         ("host", "host time of"),
