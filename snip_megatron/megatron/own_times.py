@@ -29,6 +29,7 @@ from snip_megatron.timing.calibration.workload import shapes_workload
 from snip_megatron.timing.table import STOCK, TimingTable
 
 _LONGEST_ATTENTION = 8192  # tokens: longer sequences have the rate of this length
+_MOST_KEPT = 64  # microbatches of a linear: each keeps four CUDA events
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class OwnTimes:
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         layout = layout_of(args, self.linears, config)
-        self._shapes, self._kept = layout.shapes, LATEST * layout.microbatches
+        self._shapes, self._kept = layout.shapes, min(LATEST * layout.microbatches, _MOST_KEPT)
         self._table = OwnTable(
             device_name(self.device),
             self.backend.name,
