@@ -1,4 +1,4 @@
-"""``python -m adoption_ranks SCENARIO`` on gloo ranks with ``OUT=<folder>``: each writes ``rank<k>.json``."""
+"""Scenarios on gloo ranks, named by the arguments: each writes ``rank<k>.json`` to the folder ``OUT``."""
 
 import json
 import os
@@ -147,7 +147,3 @@ def main() -> None:
     (Path(os.environ["OUT"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -247,7 +247,3 @@ def main() -> int:
     code = pretrain_gpt.main()
     print("process groups left:", dist.is_initialized())
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

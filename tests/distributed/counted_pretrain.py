@@ -1,4 +1,4 @@
-"""The training entry, which counts what each step sends: ``python -m counted_pretrain`` with ``SENT=<file>``.
+"""The training entry, which counts what each step sends: module of warm ranks, with ``SENT=<file>``.
 
 Rank 0 writes a list with an object for each training step: the bytes that it sent, by kind of collective.
 Every collective of ``torch.distributed`` goes through a method of a process group, and these are wrapped. What is
@@ -124,7 +124,3 @@ def main() -> None:
     run(startup)
     if os.environ["RANK"] == "0":
         Path(os.environ["SENT"]).write_text(json.dumps(steps))
-
-
-if __name__ == "__main__":
-    main()

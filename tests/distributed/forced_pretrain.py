@@ -1,4 +1,4 @@
-"""The truth about options, without the product's measurement: ``python -m forced_pretrain`` with ``BRUTE=<file>``.
+"""The truth about options, without the product's measurement: module of warm ranks, with ``BRUTE=<file>``.
 
 The training entry; before step ``BRUTE_STEP`` (0-based) each option of ``BRUTE_OPTIONS`` (JSON: [[linear, gemm,
 format], …]) is put in force by a static map of that one option, and the microbatches of ``BRUTE_MICROBATCHES`` run
@@ -149,7 +149,3 @@ def main() -> None:
         run(startup)
     finally:
         Path(os.environ["BRUTE"]).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

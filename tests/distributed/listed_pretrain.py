@@ -1,4 +1,4 @@
-"""The training entry on a CPU as if it had Triton's kernels: ``python -m listed_pretrain`` with ``LISTED=FILE``.
+"""The training entry on a CPU as if it had Triton's kernels: module of warm ranks, with ``LISTED=FILE``.
 
 Each kernel is listed instead of launched, and plain torch does its work. The file holds which variants the warm-up
 rehearses and which ones training launches afterwards, of this rank.
@@ -111,7 +111,3 @@ def main() -> None:
 
     run(startup)
     Path(f"{os.environ['LISTED']}.{os.environ['RANK']}").write_text(json.dumps({k: list(v) for k, v in SEEN.items()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -70,7 +70,3 @@ def main() -> None:
 
     compat.wrap_train_step(wrap)
     run(startup)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""``python -m parallel_linears`` on two gloo ranks with ``OUT=<folder>``: sharded linears beside the whole one.
+"""Sharded linears on two gloo ranks beside the whole one: module of warm ranks, with ``OUT=<folder>``.
 
 Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
 records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
@@ -262,7 +262,3 @@ def main() -> None:
     torch.save(reduced_broken, folder / f"reduced_broken{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

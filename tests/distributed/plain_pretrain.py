@@ -1,4 +1,4 @@
-"""Megatron's ``pretrain`` with nothing of SNIP in it, as its users' own scripts call it: ``python -m plain_pretrain``.
+"""Megatron's ``pretrain`` with nothing of SNIP in it, as its users' own scripts call it: module of warm ranks.
 
 Only what lets Megatron run on a CPU at all is ours. For Megatron 0.19.
 """
@@ -52,7 +52,3 @@ def main() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -70,7 +70,3 @@ def solvers() -> list[str]:
         except OSError:
             continue
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""An example script without its three lines of SNIP, as a team has it: ``SCRIPT=<file> python -m stripped_script``.
+"""An example script without its three lines of SNIP, as a team has it: module of warm ranks, with ``SCRIPT=<file>``.
 
 Only what lets Megatron run on a CPU at all is ours.
 """
@@ -32,7 +32,3 @@ def main() -> None:
     assert "attach(" not in text
     assert "snip_arguments(" not in text
     exec(compile(text, str(path), "exec"), {"__name__": "__main__"})
-
-
-if __name__ == "__main__":
-    main()

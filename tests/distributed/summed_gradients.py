@@ -1,4 +1,4 @@
-"""``python -m summed_gradients`` on gloo ranks with ``OUT=<folder>``: gradients summed as quantised parts.
+"""Gradients summed as quantised parts, on gloo ranks: module of warm ranks, with ``OUT=<folder>``.
 
 Each rank writes ``rank<k>.pt``: for each length of a rank's part, its gradients and its part of the sum.
 """
@@ -28,7 +28,3 @@ def main() -> None:
         found.append((before, whole.view(ranks, length)[rank].clone()))
     torch.save(found, Path(os.environ["OUT"]) / f"rank{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

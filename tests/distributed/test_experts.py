@@ -138,7 +138,7 @@ KINDS = {
     "recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} moe",
     "shared-recomputed": f"{EXPERTS} {EP2} {SHARED} {RECOMPUTED} shared_experts mlp",
 }
-FAST = ("heterogeneous", "muon", "hybrid", "shared-overlapped", "latent-recomputed")
+FAST = ("heterogeneous", "hybrid", "shared-overlapped", "latent-recomputed")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from checkpoints import differences
 from trainings import Formats, Run, Trainings, assert_same_training, in_turn
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import Format, LinearId
+from snip_megatron.precision import Format
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.records.readers import read_maps
 
@@ -24,26 +24,16 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 COLUMN = ("self_attention.linear_qkv", "mlp.linear_fc1")
 STEPS = 3
 MIXED: tuple[Formats, ...] = ((FP8, FP4, FP8), (FP4, FP8, BF16), (BF16, FP4, FP4), (FP4, FP4, FP4))
-MAPS: dict[str, tuple[Formats, ...]] = {
-    "mixed": MIXED,
-    # On request: test_layers_parallel.py has them too.
-    "others": ((Format.NVFP4, Format.MXFP4, Format.FP8_TENSOR), (Format.MXFP8, Format.NVFP4, Format.NVFP4)),
-}
-
-
-NAMES = [name if name == "mixed" else pytest.param(name, marks=pytest.mark.matrix) for name in MAPS]
-
-
-def formats_of(name: str) -> dict[LinearId, Formats]:
-    return in_turn(MAPS[name], LAYERS)
+"""test_layers_parallel.py has other formats."""
+FORMATS = in_turn(MIXED, LAYERS)
 
 
 class Gathers(Trainings):
     """Trainings that communicate in one way or another."""
 
-    def static(self, name: str, communication: str, *extra: str) -> Run:
-        label = "-".join((name, communication, *(part.strip("-") for part in extra[:2])))
-        chosen = self.map_argument(name, formats_of(name))
+    def static(self, communication: str, *extra: str) -> Run:
+        label = "-".join((communication, *(part.strip("-") for part in extra[:2])))
+        chosen = self.map_argument("mixed", FORMATS)
         return self.train(label, *chosen, "--snip-communication", communication, *extra)
 
     def updated(self, communication: str) -> Run:
@@ -57,18 +47,17 @@ def trainings(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Gath
     return Gathers(warm, tmp_path_factory.mktemp("gathers"), MODEL, STEPS)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bits_are_those_of_bf16_communication(trainings: Gathers, name: str) -> None:
-    packed = trainings.static(name, "gather")
+def test_bits_are_those_of_bf16_communication(trainings: Gathers) -> None:
+    packed = trainings.static("gather")
     assert [step for step, _, _ in packed.figures] == list(range(STEPS))
-    assert_same_training(packed, trainings.static(name, "bf16"))
+    assert_same_training(packed, trainings.static("bf16"))
 
 
 def test_bytes_of_a_step_fall_by_those_of_the_gathers(trainings: Gathers) -> None:
     """Of two ranks each sends its shard: T/2 tokens of X for fprop and again for wgrad, of G for dgrad and wgrad."""
-    before, after = trainings.static("mixed", "bf16").sent, trainings.static("mixed", "gather").sent
+    before, after = trainings.static("bf16").sent, trainings.static("gather").sent
     saved = 0.0
-    for linear, (fprop, dgrad, wgrad) in formats_of("mixed").items():
+    for linear, (fprop, dgrad, wgrad) in FORMATS.items():
         elements = MICROBATCHES * TOKENS // 2 * HIDDEN
         if linear.path in COLUMN:
             saved += elements * sum(2 - bytes_per_element(fmt) for fmt in (fprop, wgrad))
@@ -96,8 +85,8 @@ def test_updates_measure_and_choose_as_with_bf16(trainings: Gathers) -> None:
 
 def test_a_run_resumes_with_the_same_bits(trainings: Gathers) -> None:
     """Sums keep nothing from step to step."""
-    whole = trainings.static("mixed", "all")
-    chosen = trainings.map_argument("mixed", formats_of("mixed"))
+    whole = trainings.static("all")
+    chosen = trainings.map_argument("mixed", FORMATS)
     saved = ("--load", str(trainings.saved(whole.folder.name)), "--ckpt-step", "2")
     resumed = trainings.train("resumed-all", *chosen, "--snip-communication", "all", *saved)
     assert resumed.figures == whole.figures[2:]
@@ -107,22 +96,22 @@ def test_a_run_resumes_with_the_same_bits(trainings: Gathers) -> None:
 # -- quantised partial sums -------------------------------------------------------------------------------------------
 def test_sums_of_quantised_parts_are_near_those_of_bf16(trainings: Gathers) -> None:
     """Other numbers from the first forward on, whose loss is that of an untrained model either way."""
-    reduced, gathered = trainings.static("mixed", "all"), trainings.static("mixed", "gather")
+    reduced, gathered = trainings.static("all"), trainings.static("gather")
     for (_, one, _), (_, other, _) in zip(reduced.figures, gathered.figures, strict=True):
         assert one != other
         assert one == pytest.approx(other, rel=1e-2)
 
 
 def test_recomputation_sums_again_with_the_same_bits(trainings: Gathers) -> None:
-    again, without = trainings.static("mixed", "all", *RECOMPUTE), trainings.static("mixed", "all")
+    again, without = trainings.static("all", *RECOMPUTE), trainings.static("all")
     assert_same_training(again, without)
     assert again.sent[-1]["all_to_all"] > without.sent[-1]["all_to_all"]
 
 
 def test_bytes_of_a_step_fall_by_those_of_the_sums(trainings: Gathers) -> None:
     """Of two ranks each sends half of its partial Y or ∂L/∂X, where fprop or dgrad is quantised."""
-    before, after = trainings.static("mixed", "gather").sent, trainings.static("mixed", "all").sent
-    sums = [dgrad if linear.path in COLUMN else fprop for linear, (fprop, dgrad, _) in formats_of("mixed").items()]
+    before, after = trainings.static("gather").sent, trainings.static("all").sent
+    sums = [dgrad if linear.path in COLUMN else fprop for linear, (fprop, dgrad, _) in FORMATS.items()]
     elements = MICROBATCHES * TOKENS // 2 * HIDDEN * sum(fmt is not BF16 for fmt in sums)
     for one, other in zip(before, after, strict=True):
         assert one["all_gather"] == other["all_gather"]

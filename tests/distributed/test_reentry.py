@@ -33,14 +33,10 @@ def whole(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(warm, tmp_path_factory.mktemp("whole"), "whole")[0]
 
 
-@pytest.mark.parametrize("crash", [9, pytest.param(16, marks=pytest.mark.matrix)])
-def test_an_in_process_restart_continues_bitwise(warm: WarmRanks, whole: Path, tmp_path: Path, crash: int) -> None:
-    """The model is built anew in the same process, from the checkpoint of step 5 or 15, with a map in force.
-
-    Step 9 lies before a decision, and step 16 (on request) too.
-    """
-    run, _ = train(warm, tmp_path, "restarted", CRASH=str(crash))
-    assert [e["step"] for e in read_events(run) if e["event"] == "resume"][-1] == crash // 5 * 5
+def test_an_in_process_restart_continues_bitwise(warm: WarmRanks, whole: Path, tmp_path: Path) -> None:
+    """The model is built anew in the same process, from the checkpoint of step 5, with a map in force."""
+    run, _ = train(warm, tmp_path, "restarted", CRASH="9")  # before a decision
+    assert [e["step"] for e in read_events(run) if e["event"] == "resume"][-1] == 5
     figures = [
         [(m["step"], m["loss"], m["grad_norm"], m["fp4_fraction"]) for m in read_metrics(r)] for r in (run, whole)
     ]

@@ -18,7 +18,6 @@ STEPS, SEQUENCE, FREE = 12, 64, (2**10, 2**40, 14 * 2**20)
     [
         ("--use-distributed-optimizer --global-batch-size 16", 2),
         ("--pipeline-model-parallel-size 2", 1),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 1),
     ],
 )
 def test_all_ranks_probe_what_fits_on_the_smallest(

@@ -1,4 +1,4 @@
-"""The training entry, recording every step bit for bit: ``python -m traced_pretrain`` with ``TRACE=<folder>``.
+"""The training entry, recording every step bit for bit: module of warm ranks, with ``TRACE=<folder>``.
 
 Each rank writes ``rank<k>.json``: ``losses`` and ``grad_norms`` (step from 1 -> float.hex(); losses only on the last
 pipeline stage) and ``weights`` (SHA-256 of all parameters at the end).
@@ -95,7 +95,3 @@ def main() -> None:
         run(startup)
     finally:
         recorder.write(folder)
-
-
-if __name__ == "__main__":
-    main()
