@@ -14,7 +14,7 @@ import pytest
 from agreement import agree, worst_differences
 from launch import losses, tiny_llama_args
 from resumes import EXPERTS, LATENT
-from traced_pretrain import read_traces
+from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
@@ -151,10 +151,7 @@ def test_an_all_bf16_map_is_stock_bit_for_bit_and_updated_maps_train_nearly_so(
     for name, snip in (("stock", []), ("bf16", ["--snip", "--snip-policy", "bf16"]), ("updated", SNIP)):
         words = shlex.split(f"--bf16 --use-distributed-optimizer --global-batch-size 8 {KINDS[kind]}")
         run = ["--snip-dir", str(tmp_path / name / "run")] if snip else []
-        env = {"TRACE": str(tmp_path / name / "trace")}
-        args = tiny_llama_args(*words, *snip, *run, iters=6)
-        warm.succeed(2, args, module="traced_pretrain", env=env, tmp=tmp_path / name)
-        found.append(read_traces(tmp_path / name / "trace")[-1])
+        found.append(traced(warm, 2, tiny_llama_args(*words, *snip, *run, iters=6), tmp_path / name)[-1])
     stock, bf16, updated = found
     assert bf16 == stock
     first, last = (float.fromhex(stock["losses"][step]) for step in (1, 6))

@@ -13,7 +13,7 @@ import pytest
 from launch import tiny_llama_args
 from resumes import EXPERTS, LATENT
 from test_warm_up import assert_all_is_warmed_up
-from traced_pretrain import read_traces
+from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.records.readers import read_maps
@@ -50,15 +50,8 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
         words = [*shlex.split(f"{MODEL} {layout} {snip}"), "--save", str(folder / name), "--save-interval", str(SAVED)]
         words += ["--snip-dir", str(folder / name / "snip")] if snip else []
         words += [] if load is None else ["--load", str(folder / load), "--ckpt-step", str(at)]
-        warm.succeed(
-            ranks,
-            tiny_llama_args(*words, iters=STEPS),
-            module="traced_pretrain",
-            tmp=folder / name,
-            env={"TRACE": str(folder / name / "trace"), "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-            timeout=300,
-        )
-        return read_traces(folder / name / "trace")
+        args = tiny_llama_args(*words, iters=STEPS)
+        return traced(warm, ranks, args, folder / name, CUDA_DEVICE_MAX_CONNECTIONS="8")
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

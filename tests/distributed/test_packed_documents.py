@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launch import tiny_llama_args
-from traced_pretrain import read_traces
+from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
@@ -56,14 +56,8 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
     def run(name: str, extra: str = "", snip: str = "", ranks: int = 1, sft: bool = True) -> Any:
         words = [*(conversations if sft else ()), *shlex.split(f"--num-layers 2 {extra} {snip}")]
         words += ["--snip-dir", str(folder / name / "snip")] if snip else []
-        warm.succeed(
-            ranks,
-            tiny_llama_args(*words, iters=STEPS, mock_data=not sft),
-            module="traced_pretrain",
-            tmp=folder / name,
-            env={"TRACE": str(folder / name / "trace"), "TORCH_ATTENTION": "1"},
-        )
-        return read_traces(folder / name / "trace")
+        args = tiny_llama_args(*words, iters=STEPS, mock_data=not sft)
+        return traced(warm, ranks, args, folder / name, TORCH_ATTENTION="1")
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

@@ -95,14 +95,6 @@ def test_what_cannot_be_reached_is_refused_at_start(warm: WarmRanks, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cpu_has_no_times_of_its_own(warm: WarmRanks, tmp_path: Path) -> None:
-    wanted = ("--snip-budget", "speedup=1.2", "--snip-formats", FORMATS)
-    done = warm.run(1, tiny_llama_args(*SNIP, *wanted, iters=2), tmp=tmp_path)
-    (line,) = error_lines(done)
-    assert done.returncode == 2
-    assert "a CPU emulates them, which saves none: give --snip-timings h200" in line
-
-
 def test_a_run_without_a_table_times_its_gemms_once(warm: WarmRanks, tmp_path: Path) -> None:
     """A resume has the times of the first start, whatever the cache holds, and another run those of the cache."""
     run, cache = tmp_path / "run", tmp_path / "cache"

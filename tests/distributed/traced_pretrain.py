@@ -57,6 +57,13 @@ def _load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
     return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
 
+def traced(warm: Any, ranks: int, args: list[str], folder: Path, **variables: str) -> list[dict[str, Any]]:
+    """What each of the warm ranks recorded of a training in ``folder``."""
+    env = {"TRACE": str(folder / "trace"), **variables}
+    warm.succeed(ranks, args, module="traced_pretrain", tmp=folder, env=env)
+    return read_traces(folder / "trace")
+
+
 def read_traces(folder: Path) -> list[dict[str, Any]]:
     """What the ranks wrote, in order of rank; steps are ints."""
     traces = []

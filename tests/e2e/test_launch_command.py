@@ -82,10 +82,8 @@ def test_hardware(arguments: tuple[object, ...], line: str) -> None:
     ("arguments", "message"),
     [
         ("7b --save x", "--data: missing"),
-        ("70b --data mock --save x", "--nodes 8: give --rendezvous HOST:PORT, the same on every node"),
         ("7b --data mock --save x --cores 8", "unrecognized arguments: --cores 8 (see snip launch --help)"),
         ("7b --data mock --save x --pp two", "argument --pp: invalid int value: 'two'"),
-        ("7b --data mock --save x --recompute most", "argument --recompute: invalid choice: 'most'"),
     ],
 )
 def test_refusals(arguments: str, message: str) -> None:

@@ -61,9 +61,7 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
     [
         ("absent",),
         ("run/config.json",),
-        ("run", "--out", "."),
         ("run", "--port", "1"),
-        ("run", "--live", "--port", "70000"),
         ("run", "--json", "--out", "page.html"),
         ("run", "run", "--live"),
     ],

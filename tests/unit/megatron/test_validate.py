@@ -169,6 +169,12 @@ def test_cuda_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("--cuda-graph-impl transformer_engine needs a CUDA device")
 
 
+def test_a_cpu_has_no_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
+    found = refused(config(budget="speedup=1.2", formats=("bf16", "fp8")), arguments())
+    assert "a CPU emulates them, which saves none: give --snip-timings h200" in found
+
+
 def test_gradients_in_fp8_need_megatrons_own_loop() -> None:
     bridge = arguments(**SCATTERS)
     del bridge.ddp_reduce_scatter_with_fp32_accumulation

@@ -27,9 +27,8 @@ def test_a_name_that_no_folder_can_hold_is_refused_in_one_line(tmp_path: Path) -
         deliver("--out", path, "")
 
 
-@pytest.mark.parametrize("name", ["map.json", "größe mit leerzeichen.json"])
-def test_a_new_file_in_a_folder_is_fine(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_file_in_a_folder_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    check_folder("--out", Path(name))
+    check_folder("--out", Path("map.json"))
     check_folder("--out", Path("/dev/null"))
     check_folder("--out", None)

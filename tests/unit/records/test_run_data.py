@@ -8,7 +8,6 @@ import synthetic_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_data import load_run
 from snip_megatron.records.run_directory import RunDirectory
@@ -113,11 +112,6 @@ def test_broken_files_are_listed_not_fatal(tmp_path):
     assert len(run.unreadable) == 2
     assert run.adoptions[0].precision_map is None
     assert run.adoptions[1].scores is None
-
-
-def test_not_a_run_directory(tmp_path):
-    with pytest.raises(SnipError, match="not a run directory"):
-        load_run(tmp_path)
 
 
 JSON_VALUES = st.recursive(

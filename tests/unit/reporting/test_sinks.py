@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from snip_megatron.precision import PrecisionMap
 from snip_megatron.reporting.sinks import GIVE_UP_AFTER, Sinks
 
 pytest.importorskip("tensorboard")
@@ -73,12 +72,3 @@ def test_a_dead_run_is_reported_once_and_given_up(offline, capsys):
         sink.metric(step, fp4_fraction=0.5)
     assert capsys.readouterr().err.count("snip: wandb:") == 1
     assert sink.loggers[0].last_error
-
-
-def test_without_a_writer_nothing_happens():
-    sink = Sinks()
-    sink.metric(0, fp4_fraction=0.5)
-    sink.event(0, "adopt", version=1)
-    sink.precision_map(0, PrecisionMap(choices={}))
-    assert not any(logger.active for logger in sink.loggers)
-    assert [logger.last_error for logger in sink.loggers] == [None, None]

@@ -33,7 +33,8 @@ def test_late_forward_switches_the_fprops_and_late_all_everything() -> None:
 
 
 def test_the_better_format_is_the_one_with_most_bits_and_bf16_where_all_have_four() -> None:
-    _, late = late_maps(SolveRequest(policy="late-all", formats=("nvfp4", "mxfp8")), NAMES)
+    early, late = late_maps(SolveRequest(policy="late-all", formats=("mxfp8", "nvfp4", "nvfp4_46")), NAMES)
+    assert formats(early) == ["nvfp4"] * 3  # no variant beside its base
     assert formats(late) == ["mxfp8"] * 3
     _, late = late_maps(SolveRequest(policy="late-all", formats=("fp4", "nvfp4")), NAMES)
     assert formats(late) == ["bf16"] * 3

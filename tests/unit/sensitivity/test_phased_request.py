@@ -1,6 +1,5 @@
-"""PhasedRequest: what it holds of a schedule, what it refuses, and that it survives JSON within a SolveRequest."""
+"""PhasedRequest: what it holds of a schedule, and what it refuses."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ import pytest
 from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import Schedule, SchedulePhase
-from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.phased import PhasedRequest
 
 REQUEST = PhasedRequest(
@@ -54,12 +52,6 @@ def test_what_remains_of_a_schedule() -> None:
     assert seen == [(40, 60, 85)]
     deployed_in_bf16 = PhasedRequest.of_schedule(Schedule(phases), (10, 110), 40, standing=0.15, **arguments)
     assert deployed_in_bf16 == replace(request, standing=(0.0, 0.0, 0.15))
-
-
-def test_round_trip() -> None:
-    request = SolveRequest(phases=REQUEST, standing_share=0.7)
-    assert SolveRequest.from_dict(json.loads(json.dumps(request.as_dict())), "config.json") == request
-    assert SolveRequest.from_dict(SolveRequest().as_dict(), "config.json").phases is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape
 
 from .synthetic import linear_rows, make_table
+from .test_phased_problem import PHASES
 
 FORMATS = ("bf16", "fp8", "fp8_tensor")
 SIZES = ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
@@ -142,6 +143,7 @@ def test_formats_without_figures_are_refused() -> None:
     [
         SolveRequest(),
         SolveRequest(pins=(("*.0.*", "bf16"),), unquantised_stage_flops={0: 1.0, 1: 2.0}),
+        SolveRequest(phases=PHASES, standing_share=0.7),
         request(granularity="layer"),
         request(budget=Budget("loss", 0.002), times=replace(times(), rest={0: 0.25, 1: 0.5})),
     ],

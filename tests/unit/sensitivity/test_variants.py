@@ -9,7 +9,6 @@ from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.sensitivity.fixed import late_shares
 from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.solver import solve
@@ -73,10 +72,3 @@ def test_pins() -> None:
     assert solve(problem).choices["decoder.layers.1.mlp.linear_fc1:fprop"] is Format.NVFP4_46
     with pytest.raises(SnipError, match=r"matches decoder.layers.0.mlp.linear_fc1:dgrad, and nvfp4_46 is a format of"):
         pinned_formats(names, (("*linear_fc1", "nvfp4_46"),))
-
-
-def test_late_policies_use_no_variant_beside_its_base() -> None:
-    request = SolveRequest(formats=("mxfp8", "nvfp4", "nvfp4_46"), policy="late-all")
-    (first, _), (last, _) = late_shares(request, {"decoder.layers.0.mlp.linear_fc1": 1.0})
-    found = [[m.format_of("decoder.layers.0.mlp.linear_fc1", gemm).value for gemm in Gemm] for m in (first, last)]
-    assert found == [["nvfp4"] * 3, ["mxfp8"] * 3]
