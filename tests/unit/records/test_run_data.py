@@ -85,8 +85,17 @@ def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
         run.event(2, "submit", version=1)
         run.event(4, "adopt", version=1, changed=12)
         run.event(40, "adopt", version=1, changed=0)
+        run.event(60, "adopt", version=1, changed=3)
     (update,) = load_run(tmp_path).updates
     assert (update.adopted_step, update.changed) == (4, 12)
+    assert [adoption.step for adoption in load_run(tmp_path).maps] == [4, 60]
+
+
+def test_validations_of_a_second_set_have_a_key_of_their_own(tmp_path):
+    with open_run(tmp_path) as run:
+        for formats, name, loss in (("map", "a", 2.0), ("bf16", "a", 2.5), ("map", "b", 3.0)):
+            run.event(4, "validation", formats=formats, set=name, loss=loss)
+    assert load_run(tmp_path).validations() == {"map": {4: 2.0}, "bf16": {4: 2.5}, "map, b": {4: 3.0}}
 
 
 def test_outcomes_that_are_no_adoption(tmp_path):

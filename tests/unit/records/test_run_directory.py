@@ -26,8 +26,10 @@ def test_lines_and_files_hold_what_was_written(tmp_path):
         run.write("plans", 8, plan.to_json())
         run.write_scores(4, scores, version=3)
         run.write("problems", 4, '{"schema": "snip.problem/1"}')
+        run.set_fact("request", {"wait": False})
     path = tmp_path / "a" / "run"
-    assert read_config(path) == {"schema": "snip.run/1", "config": CONFIG, "facts": {"world_size": 2}}
+    facts = {"world_size": 2, "request": {"wait": False}}
+    assert read_config(path) == {"schema": "snip.run/1", "config": CONFIG, "facts": facts}
     (event,) = read_events(path)
     assert event.pop("time") > 1e9
     expected = {"step": 4, "event": "probe", "step_s": 0.5, "wait_s": 0.2, "kind": "statistics", "seconds": 0.25}
