@@ -17,6 +17,13 @@ def test_a_late_answer_is_postponed_by_whole_lags_on_every_rank() -> None:
     assert run.controller.state.pending is None
 
 
+def test_a_validation_after_a_step_finds_no_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, ended = Run(Script()), list[bool]()
+    monkeypatch.setattr(run.registry, "end_step", lambda: ended.append(True))
+    run.steps(0, 2)
+    assert len(ended) == 2
+
+
 def test_an_update_that_is_due_while_one_is_pending_is_left_out() -> None:
     run = Run(Script({1: [LATE, LATE, LATE, LATE, ready(1)]}))
     run.steps(0, 13)
