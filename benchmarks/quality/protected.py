@@ -21,16 +21,15 @@ from benchmarks.common import header, write
 from snip_megatron.evaluation.results import load_results
 from snip_megatron.precision import Gemm, PrecisionMap, split_option_id
 from snip_megatron.records.readers import step_files
+from snip_megatron.sensitivity.fixed import tail_blocks
 from snip_megatron.solver import Problem
-
-LAST_BLOCKS = 0.15
 
 
 def figures(chosen: PrecisionMap, cost: Mapping[str, float]) -> dict[str, float]:
     """Return the shares of one map, of FLOPs ``cost`` by option."""
     options = {option: split_option_id(option) for option in cost}
     blocks = 1 + max(linear.layer for linear, _ in options.values())
-    last = blocks - max(1, round(LAST_BLOCKS * blocks))
+    last = blocks - tail_blocks(blocks)
     listed = {o for o, (linear, _) in options.items() if linear.layer >= last or _mixes(linear.path)}
     protected = {option for option in cost if chosen.choices[option].bits > 4}
 
