@@ -45,6 +45,7 @@ from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.times import OptionTimes
 
 _SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
 
@@ -339,6 +340,7 @@ class SnipRun:
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None
+        measure: Callable[[], OptionTimes] | None = None
         if config.wanted.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
@@ -349,8 +351,11 @@ class SnipRun:
                 if run is not None:
                     run.set_fact("request", request.as_dict())
             own.watch(registry)
+            if request.times is None:
+                measure = own.measure
+            elif own.spans:
+                measure = own.renew
         self._unmeasured = own if request.times is None else None
-        measure = None if own is None else own.measure if request.times is None else own.renew if own.spans else None
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None
