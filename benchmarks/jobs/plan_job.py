@@ -25,7 +25,7 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Formats
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
 
@@ -60,7 +60,7 @@ def _values(arguments: Sequence[str]) -> dict[str, str]:
     }
 
 
-def formats_of(contender: Contender, block: int) -> tuple[Format, Format, Format]:
+def formats_of(contender: Contender, block: int) -> Formats:
     """Return the formats of fprop, dgrad and wgrad in a block."""
     if contender.updates:
         return (Format.FP8 if block % 4 else Format.FP4, Format.FP4, Format.FP4)

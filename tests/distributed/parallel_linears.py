@@ -21,6 +21,7 @@ import torch.distributed as dist
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.precision import (
     Format,
+    Formats,
     LinearId,
     LinearRow,
     dense_names,
@@ -39,7 +40,7 @@ class Case:
     kind: str
     n: int
     k: int
-    formats: tuple[Format, Format, Format]
+    formats: Formats
     sequence_parallel: bool
     dtype: torch.dtype = torch.float32
 

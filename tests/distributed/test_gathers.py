@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 from checkpoints import differences
-from trainings import Formats, Run, Trainings, assert_same_training, in_turn
+from trainings import Run, Trainings, assert_same_training, in_turn
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Formats
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.records.readers import read_maps
 

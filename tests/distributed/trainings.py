@@ -12,11 +12,8 @@ from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.precision import DENSE_LAYER, Formats, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.records.readers import read_metrics
-
-Formats = tuple[Format, Format, Format]
-"""Formats of fprop, dgrad and wgrad."""
 
 
 @dataclass(frozen=True)

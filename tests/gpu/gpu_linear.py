@@ -6,9 +6,7 @@ from torch import Tensor
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
-from snip_megatron.precision import Format, LinearId
-
-Formats = tuple[Format, Format, Format]
+from snip_megatron.precision import Formats, LinearId
 
 
 class Linear(torch.nn.Module):

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from gpu_linear import Formats, Linear
+from gpu_linear import Linear
 from torch import Tensor
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.check import decibel
 from snip_megatron.gemm.selection import select_backend
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR

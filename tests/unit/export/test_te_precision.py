@@ -14,7 +14,7 @@ from snip_command import refused, snip
 
 from snip_megatron.errors import SnipError
 from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
-from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, dense_names, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, dense_names, option_id
 
 EXPECTED = {
     Format.BF16: (None, None),
@@ -126,7 +126,7 @@ def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path:
 
 # -- collapse --------------------------------------------------------------------------------------------------
 @given(st.tuples(*[st.sampled_from(FORMATS)] * 3))
-def test_collapse_takes_the_widest(three: tuple[Format, Format, Format]) -> None:
+def test_collapse_takes_the_widest(three: Formats) -> None:
     taken = collapse(three)
     assert taken in three
     assert all(FORMATS.index(taken) <= FORMATS.index(f) for f in three)

@@ -10,7 +10,7 @@ from snip_megatron.gemm.check import decibel, wrong_numbers
 from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import replay
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Formats
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
@@ -34,7 +34,7 @@ def backend() -> HopperBackend:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "-".join(formats))
-def test_a_linear_gives_what_python_gives(extension: Any, formats: tuple[Format, Format, Format]) -> None:
+def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> None:
     python, replayed = backend(), replay(backend(), extension)
     fprop, dgrad, wgrad = formats
     for seed in range(5):

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from handles import handle_of
-from linears import FC1, Formats, convert, operands, reference, stock_linear
+from linears import FC1, convert, operands, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearState, StepContext
-from snip_megatron.precision import ALL_BF16, Format
+from snip_megatron.precision import ALL_BF16, Format, Formats
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 ONE_GEMM: list[Formats] = [

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from linears import Formats, convert, operands, stock_linear
+from linears import convert, operands, stock_linear
 
 from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.gemm.check import decibel
@@ -15,7 +15,7 @@ from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.layers.context import Override, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.precision import Format, LinearRow
+from snip_megatron.precision import Format, Formats, LinearRow
 from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import quantize_exact
 from tests.unit.gemm.products import Dequantised

@@ -22,7 +22,7 @@ from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, Step
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
 from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.formats import STOCHASTIC
@@ -40,7 +40,6 @@ CASES = [
     ((384,), (FP8, FP4, FP8)),
     (tuple(3 * (e % 3) for e in range(128)), (FP8, FP8, FP8)),
 ]
-Formats = tuple[Format, Format, Format]
 
 
 class Experts(torch.nn.Module):

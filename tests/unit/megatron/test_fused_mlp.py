@@ -23,7 +23,7 @@ from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
-from snip_megatron.precision import Format, Gemm, PrecisionMap
+from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
 from snip_megatron.quantization import packed, swiglu
 from snip_megatron.quantization.kernels import swiglu as kernels
 from tests.unit.gemm.products import Dequantised
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 STOCK = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
-Formats = tuple[Format, Format, Format]
 MAPS: dict[str, tuple[Formats, Formats]] = {  # of fc1 and of fc2: (fprop, dgrad, wgrad)
     "fp8": ((FP8,) * 3, (FP8,) * 3),
     "mixed": ((FP8, FP4, FP8), (FP4, FP8, FP8)),
