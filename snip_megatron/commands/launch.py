@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from snip_megatron.errors import SnipError, is_number
 
 if TYPE_CHECKING:
+    from snip_megatron.launch.check import Training
     from snip_megatron.launch.job import Job
-    from snip_megatron.planner.layout import Layout
 
 _TIMINGS = "h200"  # the card of the forecast
 
@@ -103,8 +103,9 @@ def _title(job: Job) -> str:
     return f"{job.asked.title}: {job.model.name}{trial}"
 
 
-def _expected(job: Job, built: Layout | str) -> list[str]:
+def _expected(job: Job, training: Training) -> list[str]:
     """Return the forecast of a model as it was built; without one, why."""
+    built = training.layout
     if isinstance(built, str):
         return [f"{built}: maps and budgets are checked when training starts"]
     from snip_megatron.config.command_line import given_arguments

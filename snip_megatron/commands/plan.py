@@ -98,12 +98,10 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
-    ends = args.train_iters
-    if args.megatron is not None:
-        own = given_arguments(args.megatron)
-        given = {name: own[name] for name in _SHARED if name in own} | given
-        ends = ends or _number(_words(args.megatron), "--train-iters")
-    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=ends)
+    given = given_arguments(args.megatron or ()) | given
+    layout, recipe, ends = (_named(args), (), None) if args.megatron is None else _built(args)
+    ends = args.train_iters or ends
+    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=ends, recipe=recipe)
     if args.train_iters is not None and request.config.phases is None:
         raise SnipError(
             f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
@@ -111,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
         )
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    layout = _named(args) if args.megatron is None else _built(args)
     plan = make_plan(StepModel(layout, model, links), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
@@ -142,16 +139,20 @@ def _named(args: argparse.Namespace) -> Layout:
     ).checked()
 
 
-def _built(args: argparse.Namespace) -> Layout:
-    """Return the layout that the arguments of a training ask for, with the linears of the model that they build."""
+def _built(args: argparse.Namespace) -> tuple[Layout, tuple[str, ...], int | None]:
+    """Return the layout that the arguments of a training ask for, with the linears of the model that they build, the
+    formats of their recipe, and the training steps, if known.
+    """
     from snip_megatron.launch.check import check
+    from snip_megatron.launch.job import last_value
 
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
     words = _words(args.megatron)
-    vocabulary = args.vocab_size or _number(words, "--vocab-size")
-    if vocabulary is None:
+    named = last_value(words, "--vocab-size") or ""
+    vocabulary = args.vocab_size or (int(named) if named.isdecimal() else 0)
+    if not vocabulary:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
     local = "local" in words
     left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
@@ -162,26 +163,21 @@ def _built(args: argparse.Namespace) -> Layout:
     kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
     # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
     kept += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
-    layout = check(kept, args.gpus, {})
-    if isinstance(layout, str):
-        raise SnipError(f"--megatron: {layout}")
-    return replace(
-        layout,
-        model=replace(layout.model, vocabulary=vocabulary),
+    training = check(kept, args.gpus, {})
+    if isinstance(training.layout, str):
+        raise SnipError(f"--megatron: {training.layout}")
+    layout = replace(
+        training.layout,
+        model=replace(training.layout.model, vocabulary=vocabulary),
         grouped_experts="--moe-grouped-gemm" in words and not local,
         gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
     )
+    return layout, training.recipe, training.train_iters
 
 
 def _words(arguments: Sequence[str]) -> list[str]:
     """Return the words of Megatron's arguments, with each value apart from its name."""
     return [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
-
-
-def _number(words: list[str], name: str) -> int | None:
-    """Return the number, above 0, that stands after the argument ``name``. None if there is none."""
-    values = words[words.index(name) + 1 :][:1] if name in words else []
-    return int(values[0]) or None if values and values[0].isdigit() else None
 
 
 def _whole(text: str, least: int = 0) -> int:

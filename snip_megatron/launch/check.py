@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snip_megatron.config import parse_snip_arguments
@@ -20,12 +20,26 @@ from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
 
 
-def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Layout | str:
+@dataclass(frozen=True)
+class Training:
+    """What the arguments of a training ask for.
+
+    Attributes:
+        layout: what a rank runs, read from the model on torch's meta device, or why the model cannot be built on this
+            machine. The vocabulary is 0 if the tokenizer decides it.
+        recipe: the formats of Megatron's own FP8 or FP4, which are the candidates of SNIP where none are named.
+        train_iters: training steps; None if their number is unknown.
+    """
+
+    layout: Layout | str
+    recipe: tuple[str, ...]
+    train_iters: int | None
+
+
+def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Training:
     """Check the arguments of a training entry with so many ranks in a new process, since Megatron keeps global state.
 
-    ``added`` are environment variables of its ranks. Returns what a rank runs, read from the model on torch's meta
-    device, or why the model cannot be built on this machine. The vocabulary is 0 if the tokenizer decides it. Raises
-    SnipError if Megatron or SNIP refuses the arguments.
+    ``added`` are environment variables of its ranks. Raises SnipError if Megatron or SNIP refuses the arguments.
     """
     # Rank 0 would print a table of all arguments.
     variables = {**added, "WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}
@@ -54,7 +68,7 @@ def _become_rank(said: Path, variables: Mapping[str, str]) -> None:
     os.dup2(file, 2)
 
 
-def _validated(argv: Sequence[str]) -> Layout | str:
+def _validated(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.startup import prepare
 
     sys.argv[1:] = argv  # which Megatron parses
@@ -79,11 +93,16 @@ def _validated(argv: Sequence[str]) -> Layout | str:
         validate.check(config, args)
     model = pretraining.model_config(args, on_cpu=startup.on_cpu)  # which checks its sizes
     compat.apply(args, startup)
+    layout: Layout | str
     try:
         linears = linears_on_meta(args, model)
     except CannotBuildError as error:
-        return str(error)
-    if config.enabled:
-        validate.check_model(config, args, linears)
-    layout = layout_of(args, linears.covered, config)
-    return replace(layout, model=replace(layout.model, vocabulary=layout.model.vocabulary or args.vocab_size or 0))
+        layout = str(error)
+    else:
+        if config.enabled:
+            validate.check_model(config, args, linears)
+        layout = layout_of(args, linears.covered, config)
+        vocabulary = layout.model.vocabulary or args.vocab_size or 0
+        layout = replace(layout, model=replace(layout.model, vocabulary=vocabulary))
+    steps = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    return Training(layout, getattr(args, "snip_recipe", ()), steps or None)

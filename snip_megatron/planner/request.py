@@ -79,14 +79,16 @@ def parse_request(
     statistics: Path | None = None,
     seed: int = 1,
     train_iters: int | None = None,
+    recipe: tuple[str, ...] = (),
 ) -> PlanRequest:
     """Return the request of ``snip plan``, which has the defaults of a training on the device of the cost model.
 
-    ``given`` are the fields of the configuration that were given, ``train_iters`` the steps of the run, if known.
-    Raises SnipError if a training would refuse the fields, or if the cost model lacks a format.
+    ``given`` are the fields of the configuration that were given, ``train_iters`` the steps of the run, if known, and
+    ``recipe`` the formats of Megatron's own FP8 or FP4. Raises SnipError if a training would refuse the fields, or if
+    the cost model lacks a format.
     """
     with plain_arguments():
-        config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None)
+        config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None, recipe=recipe)
     missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(

@@ -83,7 +83,8 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     given = given.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
     given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
     given += " --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --te-rng-tracker"
-    given += " --fp8-format hybrid --fp8-recipe tensorwise"  # which SNIP replaces
+    given += " --fp8-format hybrid --fp8-recipe tensorwise"  # whose formats are the candidates
+    given = given.replace("--train-iters 10", "--train-samples 80")
     given += f" --wandb-project p --wandb-exp-name e --tensorboard-dir {tmp_path / 'board'}"
     out = tmp_path / "plan.json"
     asked = ("--budget", "fp4=0.5", "--schedule", "auto", "--timings", "flops")
@@ -92,6 +93,7 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     plan = json.loads(out.read_text())
     assert plan["layout"]["gradient_accumulation_fusion"]
     assert plan["phases"]["train_iters"] == 10
+    assert plan["budget"]["formats"] == ["fp8_tensor", "fp4"]
     assert list(tmp_path.iterdir()) == [out]
     assert plan["linears"][0]["kind"]
 

@@ -32,7 +32,7 @@ def test_the_least_budget_is_the_share_of_nvidias_list(name: str) -> None:
     for argument in ELSEWHERE:
         at = words.index(f"--{argument}")
         del words[at : at + 2]
-    layout = check([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--mock-data"], 1, {})
+    layout = check([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--mock-data"], 1, {}).layout
     assert isinstance(layout, Layout), layout
     config = parse_snip_arguments(words)
     flops = {row.name: row.flops for row in layout.model.rows}
