@@ -25,7 +25,7 @@ MAX_EVENT_ROWS = 1000
 MAX_MAP_ROWS = 200
 """The same for the table of steps by map."""
 SILENT_S, SILENT_STEPS = 120.0, 20
-"""A live run whose last record is older than both of these has stopped, or hangs."""
+"""A job whose last record is older than both of these has stopped, or hangs."""
 _FACTS_TO_COMPUTE_WITH = ("request", "unquantised_flops", "predicted_times", "linear_stages")
 
 
@@ -37,14 +37,11 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
     return write_page(render(load_run(run)), Path(run) / REPORT if out is None else Path(out))
 
 
-def render(run: RunData, *, live: bool = False) -> str:
-    """Return the page as text.
-
-    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
-    """
+def render(run: RunData) -> str:
+    """Return the page as text."""
     summary = summarise(run)
     unreadable = list(run.unreadable)
-    front = None if live else latest_front(run.path, run.updates, unreadable)
+    front = latest_front(run.path, run.updates, unreadable)
     rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
@@ -55,7 +52,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         "report.html",
         title=run.path.resolve().name,
         lines=[line for line in (policy_line(run.config), machine_line(run)) if line],
-        state=_state(run, summary, live=live),
+        state=_state(run, summary),
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
@@ -113,7 +110,7 @@ def machine_line(run: RunData) -> str:
     return " · ".join(str(part) for part in (cards, facts.get("host"), " to ".join(days), *versions) if part)
 
 
-def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
+def _state(run: RunData, summary: RunSummary) -> dict[str, Any]:
     """Return whether the job still runs, as a ``text``, and whether it was killed or hangs, a ``fault``."""
     times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
     last = max((at for at in times if at is not None), default=0.0)
@@ -124,15 +121,14 @@ def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
     if lock is None or lock.gone:
         what, fault = ("Ended", False) if over else ("Stopped", lock is not None)
         what += f", {lock} was killed" if fault else ""
-    elif lock.mine and not live:
+    elif lock.mine:
         what, fault = "Written by the run itself", False
     elif age > max(SILENT_S, SILENT_STEPS * usual):
         what = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
     else:
-        what, fault = f"{'Running' if live else 'Running when this page was written'}: {lock}", False
-    ago = f", {duration(max(0.0, age))} ago" if live and last else ""
+        what, fault = f"Running when this page was written: {lock}", False
     steps = f"step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
-    written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}{ago}" if last else "nothing was written"
+    written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}" if last else "nothing was written"
     return {"text": f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", "fault": fault}
 
 
