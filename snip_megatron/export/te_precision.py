@@ -1,8 +1,9 @@
 """Writes a precision map as YAML for Megatron's ``--te-precision-config-file``, one file per pipeline stage.
 
 Megatron matches the globs of a file against the module names of the model chunk that a rank builds, in which layers
-count from 0. Transformer Engine runs all three GEMMs of a linear in one recipe, so ``--collapse`` reduces a map of
-granularity ``gemm`` to the widest format of each linear. Neither Megatron nor Transformer Engine is needed.
+count from 0: it cannot tell the chunks of a virtual pipeline apart. Transformer Engine runs all three GEMMs of a linear
+in one recipe, so ``--collapse`` reduces a map of granularity ``gemm`` to the widest format of each linear. Neither
+Megatron nor Transformer Engine is needed.
 """
 
 from __future__ import annotations
@@ -71,46 +72,21 @@ def collapse(three: Formats) -> Format:
 
 
 # -- layers and stages ---------------------------------------------------------------------------------------------
-def chunk_layers(layers: int, stages: int, virtual: int = 1, counts: Sequence[int] | None = None) -> list[list[range]]:
-    """Return the global layer indices [stage][chunk] of a pipeline with ``virtual`` model chunks per stage.
+def stage_layers(layers: int, stages: int, counts: Sequence[int] | None = None) -> list[range]:
+    """Return the global layer indices of each stage of a pipeline.
 
-    ``counts`` are the layers of every chunk in the model's order (chunk c lies on stage c mod stages); None for an even
-    split. Raises SnipError if the layers do not divide evenly, or if ``counts`` does not match pipeline or layers.
+    ``counts`` are the layers of every stage; None for an even split. Raises SnipError if the layers do not divide
+    evenly, or if ``counts`` does not match pipeline or layers.
     """
-    chunks = stages * virtual
     if counts is None:
-        if layers % chunks:
-            raise SnipError(f"{layers} layers do not divide over {chunks} chunks: give --layers, the layers of each")
-        counts = [layers // chunks] * chunks
-    if len(counts) != chunks:
-        raise SnipError(f"--layers names {len(counts)} chunks, the pipeline has {chunks} (--pp times --vpp)")
+        if layers % stages:
+            raise SnipError(f"{layers} layers do not divide over {stages} stages: give --layers, the layers of each")
+        counts = [layers // stages] * stages
+    if len(counts) != stages:
+        raise SnipError(f"--layers names {len(counts)} stages, the pipeline has {stages} (--pp)")
     if sum(counts) != layers:
         raise SnipError(f"--layers {','.join(map(str, counts))} is {sum(counts)} layers in all, the map has {layers}")
-    starts = [sum(counts[:c]) for c in range(chunks)]
-    ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return [[ranges[v * stages + stage] for v in range(virtual)] for stage in range(stages)]
-
-
-def local_formats(formats: Mapping[LinearId, Format], stage: int, chunks: Sequence[range]) -> dict[str, Format]:
-    """Return module name in a chunk (layers counted from 0) → format.
-
-    Raises SnipError if two chunks of the stage need different recipes for one name: Megatron loads one file for all
-    chunks of a rank and cannot tell them apart.
-    """
-    found: dict[str, tuple[Format, LinearId]] = {}
-    for layers in chunks:
-        for linear, fmt in formats.items():
-            if linear.stack != "decoder" or linear.layer not in layers:
-                continue
-            name = str(replace(linear, layer=linear.layer - layers.start))
-            earlier, owner = found.setdefault(name, (fmt, linear))
-            if RECIPES[earlier] != RECIPES[fmt]:
-                raise SnipError(
-                    f"stage {stage}: {name} is {owner} ({earlier.value}) in one chunk and {linear} ({fmt.value}) in"
-                    " another, and Megatron's file cannot tell chunks of a virtual pipeline apart: export for a"
-                    " pipeline without --vpp, or make a map whose chunks agree (pins)"
-                )
-    return {name: fmt for name, (fmt, _) in found.items()}
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
 
 
 # -- the file ------------------------------------------------------------------------------------------------------
@@ -143,10 +119,7 @@ def recipe_yaml(formats: Mapping[str, Format], comment: Sequence[str] = ()) -> s
 def add_arguments(group: Any) -> None:
     """Add the arguments of ``snip export --format megatron``."""
     group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size; default: 1")
-    group.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per pipeline stage; default: 1")
-    group.add_argument(
-        "--layers", metavar="A,B,…", help="numbers of layers of all chunks in the model's order; default: an even split"
-    )
+    group.add_argument("--layers", metavar="A,B,…", help="numbers of layers of all stages; default: an even split")
     text = "if the GEMMs of a linear have different formats, use the widest of them"
     group.add_argument("--collapse", action="store_true", help=text)
 
@@ -162,13 +135,17 @@ def run(args: argparse.Namespace) -> int:
             f"{args.source}: {first} runs its GEMMs in {three}, and Megatron's file has one recipe a linear"
             f" ({len(mixed)} such linears): pass --collapse to take the widest of each"
         )
-    stages = chunk_layers(_layers(formats, args.source), args.pp, args.vpp, _counts(args))
+    stages = stage_layers(_layers(formats, args.source), args.pp, _counts(args))
     texts = {}
-    for stage, chunks in enumerate(stages):
-        own = ", ".join(f"{c.start} to {c.stop - 1}" for c in chunks if c) or "none"
-        comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within a chunk."]
+    for stage, layers in enumerate(stages):
+        own = f"{layers.start} to {layers.stop - 1}" if layers else "none"
+        comment = [f"Pipeline stage {stage} of {args.pp}: decoder layers {own}, counted from 0 within the stage."]
         comment += ["For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine."]
-        own_formats = local_formats(formats, stage, chunks)
+        own_formats = {
+            str(replace(linear, layer=linear.layer - layers.start)): fmt
+            for linear, fmt in formats.items()
+            if linear.stack == "decoder" and linear.layer in layers
+        }
         if stage == args.pp - 1:
             own_formats |= {str(linear): fmt for linear, fmt in formats.items() if linear.stack == "mtp"}
         texts[f"stage_{stage}.yaml"] = recipe_yaml(own_formats, comment)
@@ -200,9 +177,8 @@ def _layers(formats: Mapping[LinearId, Format], source: Path) -> int:
 
 
 def _counts(args: argparse.Namespace) -> list[int] | None:
-    for name in ("pp", "vpp"):
-        if getattr(args, name) < 1:
-            raise SnipError(f"--{name} {getattr(args, name)}: must be 1 or more")
+    if args.pp < 1:
+        raise SnipError(f"--pp {args.pp}: must be 1 or more")
     if args.layers is None:
         return None
     parts = args.layers.split(",")

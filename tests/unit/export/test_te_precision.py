@@ -12,8 +12,7 @@ from megatron.core.quantization.utils import get_quant_config_or_none, load_quan
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from snip_command import refused, snip
 
-from snip_megatron.errors import SnipError
-from snip_megatron.export.te_precision import RECIPES, chunk_layers, collapse, local_formats
+from snip_megatron.export.te_precision import RECIPES, collapse, stage_layers
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, dense_names, option_id
 
 EXPECTED = {
@@ -74,27 +73,23 @@ def test_every_linear_gets_its_recipe_on_its_stage(tmp_path: Path) -> None:
         assert get_quant_config_or_none(other, recipe) is None
 
 
-@pytest.mark.parametrize(("layers", "stages", "virtual"), [(8, 2, None), (8, 2, 2), (24, 4, 3), (6, 1, None)])
-def test_even_splits_are_megatrons(layers: int, stages: int, virtual: int | None) -> None:
+@pytest.mark.parametrize(("layers", "stages"), [(8, 2), (24, 4), (6, 1)])
+def test_even_splits_are_megatrons(layers: int, stages: int) -> None:
     config = SimpleNamespace(
-        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual,
+        num_layers=layers, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=None,
         pipeline_model_parallel_layout=None, num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None, account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )  # fmt: skip
-    for stage, chunks in enumerate(chunk_layers(layers, stages, virtual or 1)):
-        for v, chunk in enumerate(chunks):
-            vp_stage = None if virtual is None else v
-            assert chunk.start == get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+    for stage, own in enumerate(stage_layers(layers, stages)):
+        assert own.start == get_transformer_layer_offset(config, vp_stage=None, pp_rank=stage)
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.data())
-def test_chunks_hold_every_layer_once(stages: int, virtual: int, data: st.DataObject) -> None:
-    counts = data.draw(st.lists(st.integers(0, 4), min_size=stages * virtual, max_size=stages * virtual))
-    split = chunk_layers(sum(counts), stages, virtual, counts)
-    by_chunk = [split[c % stages][c // stages] for c in range(stages * virtual)]
-    assert [layer for chunk in by_chunk for layer in chunk] == list(range(sum(counts)))
-    assert [len(chunk) for chunk in by_chunk] == counts
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_stages_hold_every_layer_once(counts: list[int]) -> None:
+    split = stage_layers(sum(counts), len(counts), counts)
+    assert [layer for stage in split for layer in stage] == list(range(sum(counts)))
+    assert [len(stage) for stage in split] == counts
 
 
 def test_uneven_stages(tmp_path: Path) -> None:
@@ -102,26 +97,6 @@ def test_uneven_stages(tmp_path: Path) -> None:
     out = export(tmp_path, precision_map, "--pp", "2", "--layers", "2,3")
     fmt = precision_map.choices["decoder.layers.4.mlp.linear_fc2"]
     assert recipe_of(out / "stage_1.yaml", "decoder.layers.2.mlp.linear_fc2") == EXPECTED[fmt]
-
-
-def test_virtual_chunks_that_agree_share_a_file_and_others_are_refused(tmp_path: Path) -> None:
-    """4 layers on 2 stages of 2 chunks: stage 0 holds layers 0 and 2, both called layer 0 there."""
-    layers = (Format.FP8, Format.BF16, Format.FP8, Format.BF16)
-    choices = {name: layers[LinearId.parse(name).layer] for name in dense_names(4)}
-    out = export(tmp_path, PrecisionMap(choices), "--pp", "2", "--vpp", "2")
-    assert recipe_of(out / "stage_0.yaml", "decoder.layers.0.mlp.linear_fc1") == EXPECTED[Format.FP8]
-    assert recipe_of(out / "stage_1.yaml", "decoder.layers.0.mlp.linear_fc1") == EXPECTED[Format.BF16]
-    # fp4 and nvfp4 are one recipe there; fp8 and bf16 are not.
-    formats = {LinearId.parse(name): fmt for name, fmt in choices.items()}
-    alike = formats | {LinearId("decoder", 0, k): Format.FP4 for k in DENSE_LAYER} | {
-        LinearId("decoder", 2, k): Format.NVFP4 for k in DENSE_LAYER
-    }  # fmt: skip
-    assert len(local_formats(alike, 0, [range(1), range(2, 3)])) == 4
-    formats[LinearId("decoder", 2, "mlp.linear_fc2")] = Format.BF16
-    with pytest.raises(SnipError) as caught:
-        local_formats(formats, 0, [range(1), range(2, 3)])
-    for words in ("stage 0", "decoder.layers.0.mlp.linear_fc2 (fp8)", "decoder.layers.2.mlp.linear_fc2 (bf16)"):
-        assert words in str(caught.value)
 
 
 # -- collapse --------------------------------------------------------------------------------------------------
@@ -164,13 +139,11 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--pp", "3"], "4 layers do not divide over 3 chunks"),
+        (["--pp", "3"], "4 layers do not divide over 3 stages"),
         (["--pp", "0"], "--pp 0"),
-        (["--vpp", "-1"], "--vpp -1"),
         (["--pp", "2", "--layers", "1,2"], "3 layers in all, the map has 4"),
-        (["--pp", "2", "--layers", "4"], "names 1 chunks, the pipeline has 2"),
+        (["--pp", "2", "--layers", "4"], "names 1 stages, the pipeline has 2"),
         (["--pp", "2", "--layers", "1,x"], "--layers 1,x"),
-        (["--pp", "2", "--vpp", "2"], "cannot tell chunks"),
         (["--format", "onnx"], "onnx"),
     ],
 )
