@@ -109,16 +109,18 @@ def _expected(job: Job, training: Training) -> list[str]:
     if isinstance(built, str):
         return [f"{built}: maps and budgets are checked when training starts"]
     from snip_megatron.config.command_line import given_arguments
+    from snip_megatron.launch.job import megatron_arguments
     from snip_megatron.planner.plan import make_plan
     from snip_megatron.planner.render import render
-    from snip_megatron.planner.request import DECISIVE, parse_request
+    from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.timing.loading import load_cost_model
 
     vocabulary = built.model.vocabulary or job.model.vocabulary
-    model, given = load_cost_model(_TIMINGS), given_arguments(job.extra)
+    model = load_cost_model(_TIMINGS)
+    given = given_arguments(megatron_arguments(job)) if job.snip else {"update_interval": 0}
     try:
-        request = parse_request({name: given[name] for name in DECISIVE if name in given}, model)
+        request = parse_request(given, model, train_iters=training.train_iters, recipe=training.recipe)
         layout = dataclasses.replace(
             built, model=dataclasses.replace(built.model, name=job.model.name, vocabulary=vocabulary)
         )

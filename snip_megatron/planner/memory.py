@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.updates import probe_microbatches, solves
+from snip_megatron.planner.updates import probe_microbatches
 from snip_megatron.precision import ALL_BF16, Format, Formats, LinearRow, Role
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.shapes import LinearShape
@@ -182,7 +182,7 @@ def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
     """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and the rows that the
     statistics pass samples, which are kept to the end of the update.
     """
-    if config is None or not solves(config):
+    if config is None or not config.updates:
         return 0.0
     each, layers = probe_microbatches(layout, config), layout.stages[stage]
     rows = [row for layer in layers for row in layer]

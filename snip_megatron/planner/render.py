@@ -144,8 +144,8 @@ def _phases(run: Body) -> str:
 
 def _overhead(plan: Body) -> str:
     costs = plan["overhead"]
-    if not costs["passes"]:
-        return f"policy {costs['policy']}: its map is fixed, nothing is measured"
+    if costs["fixed"]:
+        return f"{costs['fixed']}, nothing is measured; the map above is that of the budget"
     source = f"estimator {costs['estimator']}" if costs["policy"] == "snip" else f"policy {costs['policy']}"
     kinds = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in costs["by_kind"].items())
     return (

@@ -20,9 +20,6 @@ from snip_megatron.solver.problem import Problem
 from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel
 
-DECISIVE = ("budget", "formats", "granularity", "policy", "estimator", "q", "stage_tolerance", "pin")
-"""The fields of a configuration that decide the map of a plan."""
-
 SYNTHETIC = (
     "losses are synthetic (log-normal over four decades, larger for fprop, for linears that end a branch, and in the"
     " first and the last layers): they show what a budget costs in time and memory, not which options are good;"

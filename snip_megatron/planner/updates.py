@@ -3,6 +3,7 @@
 from typing import Any
 
 from snip_megatron.config import SnipConfig
+from snip_megatron.errors import cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.rates import Links
 from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
@@ -17,9 +18,14 @@ ASSUMPTIONS = (
 _FLOAT32 = 4
 
 
-def solves(config: SnipConfig) -> bool:
-    """Return whether the policy measures anything. Policies with a fixed map do not."""
-    return config.policy not in UNSOLVED
+def fixed_maps(config: SnipConfig) -> str:
+    """Return what a training that solves for no map trains under; an empty text if it solves."""
+    if config.updates:
+        return ""
+    given = {name: getattr(config, name) for name in ("map", "replay")}
+    given["policy"] = config.policy if config.policy in UNSOLVED else None
+    named = next((f"{name} {cut(value)}" for name, value in given.items() if value is not None), None)
+    return "no updates: SNIP quantises no linear" if named is None else f"{named}: its map is fixed"
 
 
 def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
@@ -30,7 +36,7 @@ def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
 
 def passes(layout: Layout, config: SnipConfig) -> dict[str, int]:
     """Return kind of ``probe`` event → microbatches that a rank runs for it, each in one call of the schedule."""
-    if not solves(config):
+    if not config.updates:
         return {}
     kinds = ["statistics"]
     if needs_forward_noise(SolveRequest(policy=config.policy, estimator=config.estimator)):
@@ -43,7 +49,8 @@ def update_cost(
 ) -> dict[str, Any]:
     """Predict the cost of an update: the calls of the pipeline schedule (``passes``), the ``microbatches`` that a rank
     runs in them, ``by_kind`` of ``probe`` event; its duration in bf16 ``steps`` and in ``seconds``, of which probe
-    gradients are reduced over data parallel ranks for ``reducing_seconds``; and the ``share`` of training time.
+    gradients are reduced over data parallel ranks for ``reducing_seconds``; the ``share`` of training time; and what is
+    ``fixed`` where there are no updates.
 
     ``work`` and ``bf16`` are the seconds of the slowest stage's work in a bf16 step, and of that step, ``running``
     those of a step between updates.
@@ -62,5 +69,6 @@ def update_cost(
         "steps": seconds / bf16,
         "seconds": seconds,
         "reducing_seconds": reducing,
-        "share": seconds / (seconds + config.update_interval * running),
+        "share": seconds / (seconds + config.update_interval * running) if by_kind else 0.0,
+        "fixed": fixed_maps(config),
     }

@@ -1,5 +1,6 @@
 """``snip launch`` as a user runs it: the exact command, the hardware, one line for every mistake."""
 
+import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
-from snip_megatron.launch.job import make_job
+from snip_megatron.launch.job import make_job, progress
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import parse_request
@@ -41,11 +42,13 @@ def test_what_is_printed_runs(tmp_path: Path) -> None:
 
 
 def without_clock(plan: str) -> list[str]:
-    return [line.partition(": optimal in")[0] for line in plan.splitlines()]
+    return [re.sub(r": (optimal|feasible) in .*", "", line) for line in plan.splitlines()]
 
 
 def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path: Path) -> None:
-    """Its linears are those of the table of known models. The loggers of the training stay closed."""
+    """Its linears are those of the table of known models, and the default of a training whose end is known is a plan of
+    phases. The loggers of the training stay closed.
+    """
     wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
     logged = (
         "--wandb-project",
@@ -62,10 +65,12 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     assert expected.startswith(
         "Llama 3 70B: llama-70b\nllama-70b: 70.57 B parameters, 80 blocks\nTP 8 × PP 4 × DP 2 = 64"
     )
-    layout = replace(make_job("70b", data="mock", save=Path("/nowhere/c")).layout, gradient_accumulation_fusion=False)
+    job = make_job("70b", data="mock", save=Path("/nowhere/c"))
+    layout = replace(job.layout, gradient_accumulation_fusion=False)
     layout = replace(layout, model=replace(layout.model, vocabulary=129_024))  # as Megatron pads it
     table = load_cost_model("h200")
-    known = render(make_plan(StepModel(layout, table), parse_request({}, table)))
+    known = render(make_plan(StepModel(layout, table), parse_request({}, table, train_iters=progress(job)[1])))
+    assert "phases of --schedule auto over 3576279 steps" in known
     assert without_clock(expected.partition("\n")[2]) == without_clock(known)
     assert refused("launch", *wanted, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
 

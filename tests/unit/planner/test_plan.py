@@ -89,6 +89,24 @@ def test_rendering_says_everything() -> None:
     assert not any(math.isnan(step["seconds"]) for step in found["steps"].values())
 
 
+@pytest.mark.parametrize(
+    ("fields", "maps"),
+    [
+        ({"policy": "uniform-fp8", "update_interval": 0}, "policy uniform-fp8: its map is fixed"),
+        ({"map": "m.json"}, "map m.json: its map is fixed"),
+        ({"replay": "run"}, "replay run: its map is fixed"),
+        ({"update_interval": 0}, "no updates: SNIP quantises no linear"),
+    ],
+)
+def test_where_a_training_solves_for_no_map_the_plan_says_that_its_map_is_another(
+    fields: dict[str, Any], maps: str
+) -> None:
+    found = plan("fp4=0.5", train_iters=100, **fields)
+    assert f"\n{maps}, nothing is measured; the map above is that of the budget\n" in render(found)
+    assert (found["phases"], found["overhead"]["seconds"], found["overhead"]["share"]) == (None, 0.0, 0.0)
+    assert found["stages"][0]["bytes"]["map"]["probe"] == 0.0
+
+
 def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
     assert request("loss=0.1", policy="fisher").config.wanted.kind == "loss"
     with pytest.raises(
