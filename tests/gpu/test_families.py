@@ -179,7 +179,9 @@ class Family:
             said += f"\n{self.stdout(name)[-2000:]}\n{failed[max(failed.find('Traceback'), 0) :][:9000]}"  # the cause
         print(said, flush=True)  # at once, with pytest -s
         assert done.returncode == 0, said
-        self.found[name] = json.loads((run / "rank0.json").read_text())
+        ranks = [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(self._ranks)]
+        # Only the last pipeline stage has losses.
+        self.found[name] = ranks[-1] | {"weights": [rank["weights"] for rank in ranks]}
 
     def losses(self, name: str) -> list[float]:
         return [float.fromhex(each) for each in self.found[name]["losses"].values()]

@@ -93,7 +93,8 @@ def rerun_disabled() -> AbstractContextManager[None]:
 def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
     """Let Megatron's schedule run without gradient reduction, parameter gathering and timers inside this context.
 
-    Layers run whole, one microbatch after the other, also where training overlaps parts of two microbatches.
+    Layers run whole, one microbatch after the other, also where training overlaps parts of two microbatches. The output
+    layer defers no wgrad, since Megatron's code for that fails with the single microbatch of a probe.
     """
     return changed(
         model_config,
@@ -103,6 +104,7 @@ def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
         finalize_model_grads_func=nothing,  # with None, Megatron would call its own
         timers=None,
         overlap_moe_expert_parallel_comm=False,
+        defer_embedding_wgrad_compute=False,
     )
 
 

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import megatron.training.training as training
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.transformer import TransformerConfig
 
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
@@ -49,3 +51,25 @@ def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.Monk
             judge()
     finally:
         machine.mode = before
+
+
+def test_the_wgrad_of_a_probe_s_only_microbatch_is_not_deferred() -> None:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        gradient_accumulation_fusion=True,
+        defer_embedding_wgrad_compute=True,
+    )
+    weight = torch.zeros(4, 8)
+    module = SimpleNamespace(
+        embedding_activation_buffer=[torch.ones(2, 8)],
+        grad_output_buffer=[torch.ones(2, 4)],
+        share_embeddings_and_output_weights=True,
+        output_layer=SimpleNamespace(weight=weight),
+    )
+    with compat.quiet_schedule(config):
+        schedules.finish_embedding_wgrad_compute(config, module, True, None)
+    assert config.defer_embedding_wgrad_compute
