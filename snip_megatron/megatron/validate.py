@@ -118,8 +118,6 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
             f"{here} --num-experts {args.num_experts} under --snip: the host counts the rows of experts, which no graph"
             " may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
         )
-    if getattr(args, "delay_wgrad_compute", False):  # on two GPUs neither the first capture nor a later one succeeded
-        raise SnipError(f"{here} --delay-wgrad-compute under --snip: it cannot be captured; leave the latter out")
     if config.gemm == "transformer_engine":
         raise SnipError(f"{here} --snip-gemm transformer_engine: a new map needs new graphs; use --snip-gemm auto")
     stages = args.pipeline_model_parallel_size

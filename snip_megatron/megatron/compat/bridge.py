@@ -12,7 +12,7 @@ import megatron.bridge.training.setup as setup
 import megatron.bridge.training.train as train
 
 from snip_megatron.megatron.compat import patches
-from snip_megatron.megatron.compat.own_precision import switch_off
+from snip_megatron.megatron.compat.own_precision import may_delay_wgrads, switch_off
 from snip_megatron.megatron.compat.versions import check_names, check_signature, nothing
 from snip_megatron.megatron.startup import Startup, say
 
@@ -41,10 +41,13 @@ def let_snip_choose(container: Any) -> None:
     """Switch FP8 and FP4 off in Bridge's ``ConfigContainer``, in its recipe of mixed precision too, and say so."""
     if isinstance(container.mixed_precision, str):
         container.mixed_precision = mixed_precision.get_mixed_precision_config(container.mixed_precision)
-    overlap, graphs = container.comm_overlap, getattr(container.model, "cuda_graph_impl", None)
-    if graphs not in (None, "none") and getattr(overlap, "delay_wgrad_compute", None):
+    overlap = container.comm_overlap
+    if getattr(overlap, "delay_wgrad_compute", None) and not may_delay_wgrads(container.model):
         overlap.delay_wgrad_compute = False
-        say("comm_overlap.delay_wgrad_compute left out: CUDA graphs cannot be captured with it")
+        say(
+            "comm_overlap.delay_wgrad_compute left out beside CUDA graphs: Transformer Engine's alone allow it, with"
+            " gradient_accumulation_fusion"
+        )
     for settings in (container.model, container.ddp, container.optimizer, container.mixed_precision):
         line, _ = switch_off(settings)
         if line:

@@ -39,9 +39,10 @@ _OFF: dict[str, Any] = {
 }
 """What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that.
 
-Delayed wgrads stay unless there are CUDA graphs, which cannot be captured with them. The four above serve fused
-operations, whose buffers of tokens have a fixed size. A step in which tokens do not fit is run again without that
-bound, so that training is the same without it. The backend ncclep alone needs the bound.
+Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` says so: a GEMM must add them to
+``main_grad``, which has a fixed address. The four above serve fused operations, whose buffers of tokens have a fixed
+size. A step in which tokens do not fit is run again without that bound, so that training is the same without it. The
+backend ncclep alone needs the bound.
 """
 
 
@@ -53,7 +54,7 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     on = {name: value for name, off in _OFF.items() if (value := getattr(settings, name, off)) not in (off, None)}
     if getattr(settings, "moe_flex_dispatcher_backend", None) == "ncclep":
         on.pop("moe_expert_rank_capacity_factor", None)
-    if getattr(settings, "cuda_graph_impl", None) in (None, "none"):
+    if may_delay_wgrads(settings):
         on.pop("delay_wgrad_compute", None)
     if not on:
         return "", ()
@@ -68,6 +69,13 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
         f" in BF16{graphs}",
         RECIPES.get(str(getattr(recipe, "value", recipe)), ()),
     )
+
+
+def may_delay_wgrads(settings: Any) -> bool:
+    """Return whether the graphs of ``settings``, if any, are those beside which wgrads can be delayed."""
+    graphs = getattr(settings, "cuda_graph_impl", None)
+    accumulated = getattr(settings, "gradient_accumulation_fusion", False)
+    return graphs in (None, "none") or (graphs == "transformer_engine" and accumulated)
 
 
 def _graph_parts(settings: Any) -> str:

@@ -58,9 +58,19 @@ def test_the_bound_of_fused_operations_goes_with_them_where_the_backend_allows(
     assert (parts in said) == (args.cuda_graph_impl == "transformer_engine") == (kept is None)
 
 
-@pytest.mark.parametrize(("graphs", "kept"), [("none", True), ("transformer_engine", False)])
-def test_wgrads_are_not_delayed_beside_graphs(graphs: str, kept: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("graphs", "kept"),
+    [
+        ("none", True),
+        ("transformer_engine", True),
+        ("transformer_engine --no-gradient-accumulation-fusion", False),
+        ("full_iteration", False),
+    ],
+)
+def test_wgrads_are_delayed_beside_graphs_that_hold_the_address_of_gradients(
+    graphs: str, kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = let_snip_choose(add_arguments(megatron_parser()))
-    args = parser.parse_args(["--snip", "--delay-wgrad-compute", "--cuda-graph-impl", graphs])
+    args = parser.parse_args(["--snip", "--delay-wgrad-compute", "--cuda-graph-impl", *graphs.split()])
     assert args.delay_wgrad_compute is kept
     assert ("--delay-wgrad-compute left out" in capsys.readouterr().out) is not kept

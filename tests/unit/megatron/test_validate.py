@@ -34,11 +34,7 @@ GATHERS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_leng
 LOW = {"accumulate_allreduce_grads_in_fp32": False}
 TP, PP, CP = ({f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"))
 GATHER, ALL, FP8 = {"communication": "gather"}, {"communication": "all"}, {"gradient_reduction": "fp8"}
-DELAYED, OVERLAPPED, OWN_GEMMS = (
-    {"delay_wgrad_compute": True},
-    {"tp_comm_overlap": True},
-    {"gemm": "transformer_engine"},
-)
+OVERLAPPED, OWN_GEMMS = {"tp_comm_overlap": True}, {"gemm": "transformer_engine"}
 FISHER, RULE, FIRST = {"estimator": "fisher"}, {"policy": "backward-first"}, {"first_update": 0}
 
 
@@ -98,8 +94,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},
          "--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch", ""),
         (EXPERTS | GRAPHS["full_iteration"], {}, WHOLE, "--num-experts 4 under --snip: the host counts"),
-        (GRAPHS["transformer_engine"] | DELAYED, {},
-         "--cuda-graph-impl transformer_engine cannot be combined with --delay-wgrad-compute under", ""),
         (EXPERTS | GRAPHS["local"], {}, LOCAL, "--num-experts 4 under --snip: the host counts"),
         (EXPERTS | GRAPHS["local"] | {"cuda_graph_modules": [CudaGraphModule.moe]}, {},
          LOCAL, "--cuda-graph-modules attn moe_router"),
