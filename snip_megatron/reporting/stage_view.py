@@ -33,23 +33,27 @@ class Prediction:
 
     def step_speedup(self, precision_map: PrecisionMap) -> float | None:
         """Return the predicted speedup of the whole step under a map; None if it is not known."""
-        if precision_map.step_speedup is not None:
-            return precision_map.step_speedup
-        try:
-            stages = {name: int(self.stages[name]) for name in map(str, precision_map.linears())}
-            return self.times.step_speedup(precision_map, stages)
-        except (SnipError, KeyError, TypeError, ValueError):  # a format without a time, a linear without a stage
-            return None
+        return precision_map.step_speedup or self._speedup(precision_map, None)
 
-    def over_fp8(self, precision_map: PrecisionMap) -> tuple[Format, float] | None:
-        """Return the fastest 8-bit format, and how much faster a step under the map is; None if unknown."""
-        own, names = self.step_speedup(precision_map), [str(linear) for linear in precision_map.linears()]
-        uniform = {fmt: self.step_speedup(PrecisionMap.uniform(names, fmt)) for fmt in _FP8}
+    def over_fp8(self, precision_map: PrecisionMap, bf16_s: float | None) -> tuple[Format, float] | None:
+        """Return the fastest 8-bit format, and how much faster a step under the map is; None if unknown.
+
+        Both save seconds of the same step in bf16: one that took ``bf16_s``, or without it the predicted one.
+        """
+        own, names = self._speedup(precision_map, bf16_s), [str(linear) for linear in precision_map.linears()]
+        uniform = {fmt: self._speedup(PrecisionMap.uniform(names, fmt), bf16_s) for fmt in _FP8}
         known = {fmt: speedup for fmt, speedup in uniform.items() if speedup is not None}
         if own is None or not known:
             return None
         best = max(known, key=lambda fmt: known[fmt])
         return best, own / known[best]
+
+    def _speedup(self, precision_map: PrecisionMap, bf16_s: float | None) -> float | None:
+        try:
+            stages = {name: int(self.stages[name]) for name in map(str, precision_map.linears())}
+            return self.times.step_speedup(precision_map, stages, bf16_s)
+        except (SnipError, KeyError, TypeError, ValueError):  # a format without a time, a linear without a stage
+            return None
 
 
 @dataclass(frozen=True)

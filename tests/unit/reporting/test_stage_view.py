@@ -1,14 +1,16 @@
 """Maps by pipeline stage: shares counted from the formats, times from the run's own figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import synthetic_run
 
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.records.run_data import load_run
 from snip_megatron.reporting import stage_view as views
 from snip_megatron.reporting.report import render
+from snip_megatron.sensitivity.times import OptionTimes
 
 
 @pytest.fixture
@@ -43,6 +45,18 @@ def test_times_are_those_that_the_run_solved_with(path):
     view = stage_view(with_facts(path, request={"times": {"model": "card", "seconds": seconds}}), [])
     assert view.model == "card"
     assert view.times["1"][1] / view.times["1"][0] == pytest.approx(0.625)
+
+
+@pytest.mark.parametrize(("measured", "of_bf16"), [(None, 18 / 24), (60.0, 54 / 60)])
+def test_a_map_and_fp8_everywhere_are_compared_on_one_step_in_bf16(measured, of_bf16):
+    """Six seconds are saved, of a step of 24 s in the model. A map has a speedup of its own, over a measured step."""
+    names = synthetic_run.LINEARS[:2]
+    times = {g.value: {"bf16": 2.0, "fp8": 1.0} for g in Gemm}
+    times = OptionTimes("card", dict.fromkeys(names, times), rest={0: 12.0})
+    prediction = views.Prediction(times, dict.fromkeys(names, 0))
+    for fmt, expected in ((Format.FP8, 1.0), (Format.BF16, of_bf16)):
+        chosen = replace(PrecisionMap.uniform(names, fmt), step_speedup=1.1)
+        assert prediction.over_fp8(chosen, measured) == (Format.FP8, pytest.approx(expected))
 
 
 def test_broken_times_are_said(path):
