@@ -179,6 +179,11 @@ class Account:
         return statistics.median(list(self._bf16)[-LATEST:]) if len(self._bf16) >= LATEST else None
 
     @property
+    def map_s(self) -> float | None:
+        """Median seconds of a step under the map in force; None if it is all bf16, or with too few steps."""
+        return self._now.step_s if self._now is not None and self._now.quantised else None
+
+    @property
     def bf16_steps(self) -> int:
         """The number of steps of which ``bf16_s`` is the median."""
         return len(self._bf16)

@@ -70,6 +70,7 @@ class RankZeroCoordinator:
         self._run = run
         self._unjudged = unjudged
         self._account = _account_of(run)
+        self._adopted: PrecisionMap | None = None
         self._formats: Mapping[str, float] | None = None
         self._figures: dict[int, dict[str, Any]] = {}  # of steps whose metrics are still to come
         self._news: dict[str, float] | None = None
@@ -205,7 +206,9 @@ class RankZeroCoordinator:
             return precision_map
         assert self._request.times is not None
         stages = {row.name: row.stage for row in self._linears}
-        step = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s)
+        map_s = self._account.map_s
+        ran = None if self._adopted is None or map_s is None else (self._adopted, map_s)
+        step = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s, ran)
         return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
@@ -283,6 +286,7 @@ class RankZeroCoordinator:
             self._run.write("plans", step, plan.to_json())
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
+        self._adopted = precision_map
         self._account.adopted(step, precision_map.version, is_quantised(precision_map))
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())

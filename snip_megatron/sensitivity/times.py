@@ -101,18 +101,28 @@ class OptionTimes(JsonFields):
         return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
 
     def step_speedup(
-        self, precision_map: PrecisionMap, stages: Mapping[str, int], bf16_s: float | None = None
+        self,
+        precision_map: PrecisionMap,
+        stages: Mapping[str, int],
+        bf16_s: float | None = None,
+        ran: tuple[PrecisionMap, float] | None = None,
     ) -> float | None:
         """Return the predicted speedup of the whole step, or None if the rest of the step is not known."""
-        found = self.step_seconds(precision_map, stages, bf16_s)
+        found = self.step_seconds(precision_map, stages, bf16_s, ran)
         return None if found is None else found[0] / found[1]
 
     def step_seconds(
-        self, precision_map: PrecisionMap, stages: Mapping[str, int], bf16_s: float | None = None
+        self,
+        precision_map: PrecisionMap,
+        stages: Mapping[str, int],
+        bf16_s: float | None = None,
+        ran: tuple[PrecisionMap, float] | None = None,
     ) -> tuple[float, float] | None:
         """Return the seconds of a step in bf16 and under a map; None if not known.
 
-        Those in bf16 are ``bf16_s`` if they were measured. What a map saves is predicted either way.
+        Those in bf16 are ``bf16_s`` if they were measured. What a map saves is predicted either way: against steps in
+        bf16, or against those of a map that ``ran``, given with its measured seconds, in which the waits of the host
+        are those under a map.
         """
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
@@ -123,9 +133,15 @@ class OptionTimes(JsonFields):
         measured = before if bf16_s is None else bf16_s
         if {Format.BF16}.issuperset(precision_map.choices.values()):
             return measured, measured
-        after = self.bubble * max(self.rest[k] + after for k, (_, after) in times.items())
+
+        def under(chosen: PrecisionMap) -> float:
+            return self.bubble * max(self.rest[k] + own for k, (_, own) in self.by_stage(chosen, stages).items())
+
+        after, base, base_s = under(precision_map), before, measured
+        if ran is not None:
+            base, base_s = under(ran[0]), ran[1]
         # A saving of more than the measured step would be an error of the prediction.
-        return measured, measured - (before - after) if before - after < measured else after
+        return measured, base_s - (base - after) if base - after < base_s else after
 
 
 def seconds_of[F](

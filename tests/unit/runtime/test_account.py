@@ -54,13 +54,13 @@ def test_time_saved_is_that_of_usual_steps_less_what_updates_cost() -> None:
 def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
     account = Account()
     at = steps(account, 0, 9.0, 9.0, 9.0, *[3.0] * 7)
-    assert account.latest_bf16_s is None
+    assert (account.latest_bf16_s, account.map_s) == (None, None)
     at = steps(account, at, *[3.0] * 9, *[1.0] * 8)
     account.event("submit", {})
     at = steps(account, at, 9.0, 9.0, 9.0)
     account.adopted(at, 1, quantised=True)
     steps(account, at, *[0.5] * 20)
-    assert (account.latest_bf16_s, account.bf16_s) == (1.0, 3.0)
+    assert (account.latest_bf16_s, account.bf16_s, account.map_s) == (1.0, 3.0, 0.5)
     assert account.bf16_steps == 24
 
 

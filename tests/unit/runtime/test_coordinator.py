@@ -12,7 +12,7 @@ from scripted_controller import table
 from sidecar.jobs import make_job, wait_until
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.precision import Format, PrecisionMap, dense_names
+from snip_megatron.precision import Format, Gemm, PrecisionMap, dense_names
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_data import load_run
@@ -95,3 +95,22 @@ def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.C
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "solve_failed"]
     assert "hold no nvfp4" in event["message"]
     assert f"snip: update 2: {event['message']}; the map in force stays\n" in capsys.readouterr().out
+
+
+def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
+    rows = table(8).linears
+    seconds = {row.name: {gemm.value: {"bf16": 1e-3, "fp8": 5e-4} for gemm in Gemm} for row in rows}
+    known = OptionTimes("card", seconds, rest={row.stage: 1e-3 for row in rows})
+    request = SolveRequest(budget=Budget("speedup", 1.5), formats=("bf16", "fp8"), times=known)
+    coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, None)
+    for step in range(20):
+        coordinator.step_took(step, 0.1)
+    for begin, expected in ((20, None), (60, 0.1 / 0.04)):  # without the waits of the host, which are no GEMM's
+        coordinator.submit(begin, table(8), version=begin)
+        chosen = coordinator.decision(begin + 2, version=begin).precision_map
+        if expected is not None:
+            assert chosen.step_speedup == pytest.approx(expected)
+        coordinator.adopted(begin + 2, chosen)
+        for step in range(begin + 2, begin + 30):
+            coordinator.step_took(step, 0.04)
+    coordinator.close()

@@ -100,6 +100,10 @@ def test_a_step_of_bf16_alone_is_that_of_megatron_s_own_code() -> None:
     longer = replace(known, bubble=1.5)
     assert longer.step_speedup(chosen, stages) == pytest.approx(known.step_speedup(chosen, stages))
     assert longer.step_seconds(chosen, stages, bf16_s=9.0) == (9.0, pytest.approx(9.0 - 1.5 * saved))
+    fewer = PrecisionMap.uniform(stages, Format.FP8_TENSOR)
+    differ = after - known.by_stage(fewer, stages)[0][1]
+    assert known.step_seconds(fewer, stages, 9.0, ran=(chosen, 4.0)) == (9.0, pytest.approx(4.0 - differ))
+    assert known.step_seconds(bf16, stages, 9.0, ran=(chosen, 4.0)) == (9.0, 9.0)
 
 
 # -- reachable -------------------------------------------------------------------------------------------------
