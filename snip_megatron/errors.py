@@ -19,13 +19,9 @@ class SnipError(Exception):
     Args:
         message: the text. Runs of white space, line breaks included, become single spaces.
         exit_code: exit code of the command. Default: 2.
-
-    Attributes:
-        on_all_ranks: whether all ranks of a training find the same error, so that one of them prints it.
     """
 
     exit_code = 2
-    on_all_ranks = False
 
     def __init__(self, message: str, *, exit_code: int | None = None) -> None:
         super().__init__(" ".join(message.split()))

@@ -12,7 +12,6 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.registry import check_map_fits, load_map
@@ -28,7 +27,7 @@ from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
-from snip_megatron.megatron.startup import is_rank_zero, say
+from snip_megatron.megatron.startup import on_rank_zero, say
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
@@ -90,11 +89,7 @@ class SnipRun:
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
         self._linears = ModelLinears(self._registry.rows, self._registry.left)
-        try:
-            validate.check_model(self._config, self._args, self._linears)
-        except SnipError as error:  # the linears of all stages were gathered
-            error.on_all_ranks = True
-            raise
+        validate.check_model(self._config, self._args, self._linears)
         check_measurable(self._config, self._registry.context.backend.name)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
         self._registry.context.gathers = validate.sharding(self._args) is not None
@@ -304,8 +299,7 @@ class SnipRun:
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))
         self._oracle = Oracle(registry, host) if config.truth else None
-        if is_rank_zero():
-            self._coordinator = self._make_coordinator(args, registry, request, linears, step)
+        self._coordinator = on_rank_zero(lambda: self._make_coordinator(args, registry, request, linears, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
         restored = self._restored_state()
         device = host.device

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ COMPAT_SETS = (
 #: Name of the environment variable with the file for a failing rank's exit code.
 EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"
 
-#: Seconds that other ranks wait for rank 0 to print an error. A launcher kills all ranks as soon as one has failed.
+#: Seconds that the first rank of another node waits for rank 0 to print an error, half of what all others wait.
 _PATIENCE = 20.0
 
 
@@ -80,20 +80,34 @@ def say(line: str, who: str = "snip") -> None:
         print(f"{who}: {line}", flush=True)
 
 
+def on_rank_zero[T](make: Callable[[], T]) -> T | None:
+    """Return the result of ``make`` on rank 0, None on the others. Raises its SnipError on all ranks. A collective."""
+    import torch
+
+    made, fault = None, [None]
+    if is_rank_zero():
+        try:
+            made = make()
+        except SnipError as error:
+            fault = [error]
+    torch.distributed.broadcast_object_list(fault)
+    if fault[0] is not None:
+        raise fault[0]
+    return made
+
+
 def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 
-    Before the process group exists all ranks find the same error in the arguments, and rank 0 prints it. Later errors
-    may occur on one rank only, which prints them itself, unless they are of all ranks.
+    Most errors are of all ranks, or of all ranks of a node. The first of them prints the line and ends, upon which the
+    launcher ends the others. A rank that is not ended prints an error of its own.
     """
     note_exit_code(error.exit_code)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized() and not error.on_all_ranks:
-        print(f"{program}: [rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
-    elif is_rank_zero():
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(_PATIENCE)
+    rank = ""
+    if not is_rank_zero():
+        time.sleep(_PATIENCE if os.environ.get("LOCAL_RANK") == "0" else 2 * _PATIENCE)
+        rank = f"[rank {os.environ['RANK']}] "
+    print(f"{program}: {rank}{error}", file=sys.stderr, flush=True)
 
 
 def note_exit_code(code: int) -> None:

@@ -24,6 +24,22 @@ def test_unknown_compat_set_is_one_line_over_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--snip-dir", "run directory map.json: is a file; choose another --snip-dir"),  # rank 0 alone finds it
+        ("--snip-map", "--snip-map map.json: not JSON: Expecting value: line 1 column 1 (char 0)"),  # each rank
+    ],
+)
+def test_what_ranks_that_communicate_find_is_one_line_over_all_ranks(
+    argument: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "map.json").touch()
+    process = run_ranks(2, tiny_llama_args("--snip", argument, "map.json"), tmp=tmp_path)
+    assert error_lines(process) == [f"pretrain_gpt: {message}"]
+    assert process.stderr.count("Traceback") == 1  # torchrun's own
+
+
+@pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
@@ -90,7 +106,7 @@ def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step
     process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
     assert process.returncode == 2
     (line,) = error_lines(process)
-    assert line.startswith("pretrain_gpt: [rank 0] the optimizer adds weight decay to gradients (decoupled_weight_d")
+    assert line.startswith("pretrain_gpt: the optimizer adds weight decay to gradients (decoupled_weight_d")
     assert losses(process) == {}
     assert not (tmp_path / "run").exists()
 
