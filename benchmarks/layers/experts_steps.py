@@ -56,7 +56,7 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor | None, splits: Sequence[int]) -> Tensor | GroupedCall:
         """As the linears of Megatron's experts: without x, the call."""
         if x is None:
-            return grouped_call(self.handles, self.weights, splits, told=lambda: None)
+            return grouped_call(self.handles, self.weights, told=lambda: None)
         return grouped_product(self.handles, self.weights, x, splits, told=lambda: None)
 
 
@@ -141,7 +141,7 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
             problem.x.grad = None
             rows = group_rows(tuple(splits), problem.x.device)
             if may_fuse_experts(fc1.handles[0], fc2.handles[0]):
-                y = fused_experts(problem.x, problem.probs, fc1(None, rows), fc2(None, rows))
+                y = fused_experts(problem.x, problem.probs, rows, fc1(None, rows), fc2(None, rows))
             else:
                 hidden, probs = pad(problem.x, rows), pad(problem.probs, rows)
                 y = unpad(fc2(swiglu(fc1(hidden, rows), probs), rows), rows)

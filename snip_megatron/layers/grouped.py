@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.group_rows import GroupRows, group_rows, rows_of
+from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import (
@@ -42,14 +42,17 @@ class GroupedCall(NamedTuple):
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
         told: see :func:`grouped_call`. None: the weights are arguments of the autograd function (``passed``).
+        versions: what every change of a weight increases.
+        operands: the weights as the operands of fprop and of dgrad.
     """
 
     linear: LinearCall
     handles: Sequence[LinearHandle]
     weights: Sequence[Tensor]
-    splits: Sequence[int]
     products: GroupLoop
     told: Callable[[], None] | None
+    versions: list[int]
+    operands: OperandPair = (None, None)
 
     def seen_by(self, *inputs: Tensor) -> GroupedCall:
         """Return the call for ``inputs``: if none requires a gradient, a backward needs weights that do."""
@@ -62,28 +65,18 @@ class GroupedCall(NamedTuple):
         return self.weights if self.told is None else ()
 
     @property
-    def versions(self) -> list[int]:
-        """What every change of a weight increases."""
-        return [weight._version for weight in self.weights]
-
-    @property
     def input_spec(self) -> OperandSpec:
         """How X is quantised for fprop and wgrad."""
         fprop, _, wgrad = self.linear.formats
         kept = wgrad if self.linear.has_backward else None
         return OperandSpec(fprop, kept, rotation=_rotation(self.linear.handle, wgrad))
 
-    @property
-    def rows(self) -> GroupRows:
-        """The rows of the experts, if the products pad them."""
-        return rows_of(self.splits, self.weights[0].device)
-
-    def check(self, versions: list[int]) -> None:
-        """Raise SnipError if a backward cannot follow the forward that saw ``versions``."""
+    def check(self) -> None:
+        """Raise SnipError if a backward cannot follow the forward."""
         name = self.linear.handle.name
         if torch.is_grad_enabled():
             raise SnipError(f"{name}: create_graph=True is not supported, because rounding has no derivative")
-        if self.versions != versions:
+        if self.versions != [weight._version for weight in self.weights]:
             raise SnipError(f"{name}: a weight was changed between the forward and the backward")
 
     def wgrad(self, g: Any, x: Any) -> Sequence[Tensor | None]:
@@ -108,15 +101,13 @@ class GroupedCall(NamedTuple):
 def grouped_call(
     handles: Sequence[LinearHandle],
     weights: Sequence[Tensor],
-    splits: Sequence[int],
     told: Callable[[], None] | None = None,
 ) -> GroupedCall:
-    """Return the arguments of a forward of the linear of all experts, in the formats of the precision map.
+    """Return what a forward of the linear of all experts needs beside X, in the formats of the precision map.
 
     Args:
         handles: the linears of this rank's experts, in the order of the rows, which is theirs or its reverse.
         weights: their weights [N, K].
-        splits: number of rows of each expert, with the padding that the products need.
         told: called in the backward, when ∇W has been added to the ``main_grad`` of all weights. Autograd does not see
             the weights then, which takes the host much longer than all GEMMs do where experts are many. None: autograd
             gets a gradient of every weight.
@@ -126,7 +117,9 @@ def grouped_call(
     linear = LinearCall(
         first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
     )
-    return GroupedCall(linear, handles, weights, splits, grouped_products(first), told)
+    versions = [weight._version for weight in weights]
+    call = GroupedCall(linear, handles, weights, grouped_products(first), told, versions)
+    return call._replace(operands=_weight_operands(call, *linear.formats[:2]))
 
 
 def grouped_product(
@@ -136,13 +129,13 @@ def grouped_product(
     splits: Sequence[int],
     told: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return X_e·W_eᵀ of all experts, for X [rows, K]. The other arguments are those of :func:`grouped_call`."""
+    """Return X_e·W_eᵀ of all experts, for X with ``splits`` rows of each. :func:`grouped_call` has other arguments."""
     pads, rows = grouped_products(handles[0]).pads and not isinstance(splits, GroupRows), None
     if pads and any(count % TILE for count in splits):
         splits = rows = group_rows(tuple(splits), x.device)
         x = pad(x, rows)
-    call = grouped_call(handles, weights, splits, told).seen_by(x)
-    y: Tensor = GroupedLinear.apply(x, call, *call.passed)  # type: ignore[no-untyped-call]
+    call = grouped_call(handles, weights, told).seen_by(x)
+    y: Tensor = GroupedLinear.apply(x, splits, call, *call.passed)  # type: ignore[no-untyped-call]
     return y if rows is None else unpad(y, rows)
 
 
@@ -163,22 +156,21 @@ class GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: GroupedCall, *passed: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *passed: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
         handle, weights = call.linear.handle, call.weights
-        fprop, dgrad, _ = ctx.formats = call.linear.formats
-        ctx.call, ctx.versions = call, call.versions
+        ctx.formats = call.linear.formats
+        ctx.call, ctx.splits = call._replace(operands=(None, call.operands[1])), splits
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
-        rowwise, columnwise = call.products.quantize_rows(x, call.splits, call.input_spec)
-        w, ctx.w = weight_operands_of(call, fprop, dgrad)
-        y = call.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        rowwise, columnwise = call.products.quantize_rows(x, splits, call.input_spec)
+        y = call.products.multiply(Gemm.FPROP, rowwise, call.operands[0], x.dtype)
         override = call.linear.override
         if override is not None:
-            y = _by_expert(call, lambda a, b, own: perturbed(override, Gemm.FPROP, a, b.t(), own), x, weights, y)
+            y = _by_expert(splits, lambda a, b, own: perturbed(override, Gemm.FPROP, a, b.t(), own), x, weights, y)
             if override.compare is not None:
                 error = partial(output_error, override, handle, handle.context.backend)
-                ctx.error = _by_expert(call, error, x, weights, y)
+                ctx.error = _by_expert(splits, error, x, weights, y)
         if call.linear.has_backward:
             tensors, ctx.rest = flatten(columnwise)
             ctx.save_for_backward(*tensors, *([x] if probed else []))
@@ -188,32 +180,33 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad."""
         call: GroupedCall = ctx.call
-        weights, g = call.weights, grad_outputs[0].contiguous()
-        call.check(ctx.versions)
+        weights, g, splits = call.weights, grad_outputs[0].contiguous(), ctx.splits
+        call.check()
         _, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
-        rowwise, columnwise = call.products.quantize_rows(g, call.splits, gradient_spec(call, g, dgrad, wgrad))
-        w = weight_operands_of(call, None, dgrad)[1] if ctx.w is None else ctx.w
+        rowwise, columnwise = call.products.quantize_rows(g, splits, gradient_spec(call, g, dgrad, wgrad))
+        _, w = call.operands if call.operands[1] is not None else _weight_operands(call, None, dgrad)
         d = call.products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         override = call.linear.override
         if override is not None:
-            d = _by_expert(call, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
+            d = _by_expert(splits, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
             report_error(override, g, getattr(ctx, "error", None))
         passed = call.wgrad(columnwise, assemble((tuple(saved), ctx.rest)))
         if x is not None:
-            _record(ctx.recorders, call, x, weights, g, d)
-        return d, None, *passed
+            _record(ctx.recorders, call, splits, x, g, d)
+        return d, None, None, *passed
 
 
 def _by_expert(
-    call: GroupedCall, function: Callable[..., Tensor | None], rows: Tensor, weights: Sequence[Tensor], out: Tensor
+    splits: Sequence[int], function: Callable[..., Any], rows: Tensor, weights: Sequence[Tensor], out: Tensor
 ) -> Tensor:
     """Return ``function(rows, weight, out)`` of every expert, which an Override asks for, as one tensor."""
-    of_rows, of_out = (torch.split(each, list(call.splits)) for each in (rows, out))
-    return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])  # type: ignore[misc]
+    of_rows, of_out = (torch.split(each, list(splits)) for each in (rows, out))
+    return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])
 
 
-def weight_operands_of(call: GroupedCall, fprop: Format | None, dgrad: Format) -> OperandPair:
+@torch.no_grad()
+def _weight_operands(call: GroupedCall, fprop: Format | None, dgrad: Format) -> OperandPair:
     """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed.
 
     Weights that are gathered for every pass become the operands of that pass alone; in a backward ``fprop`` is None.
@@ -244,12 +237,12 @@ def _rotation(handle: LinearHandle, wgrad: Format) -> Rotation | None:
 
 
 def _record(
-    recorders: Sequence[Any], call: GroupedCall, x: Tensor, weights: Sequence[Tensor], g: Tensor, d: Tensor
+    recorders: Sequence[Any], call: GroupedCall, splits: Sequence[int], x: Tensor, g: Tensor, d: Tensor
 ) -> None:
     """Pass the tensors of each expert to its recorder. All GEMMs of a probe run in bf16."""
     with torch.no_grad():
         whole = unreduced_gradient(call.linear.handle, d)
-        rows = (torch.split(tensor, list(call.splits)) for tensor in (x, g, d, whole))
-        for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, weights, *rows, strict=True):
+        rows = (torch.split(tensor, list(splits)) for tensor in (x, g, d, whole))
+        for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, call.weights, *rows, strict=True):
             if recorder is not None:
                 recorder.on_backward(of_x, weight.detach(), of_g, of_d, of_whole)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.backend import Formats, matrix
+from snip_megatron.gemm.group_rows import GroupRows
 from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, weight_operands_of
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
 from snip_megatron.layers.padding import refuse_second_derivatives
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.precision import Format, Gemm
@@ -127,52 +128,51 @@ def may_fuse_experts(fc1: LinearHandle, fc2: LinearHandle) -> bool:
     return grouped_products(fc2).fuses_swiglu((fprop, wgrad))
 
 
-def fused_experts(x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall) -> Tensor:
+def fused_experts(x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall) -> Tensor:
     """Return the MLP of all experts: fc2 of SwiGLU of fc1, times the probability of each row.
 
     Args:
         x: [rows, hidden], without padding.
         probs: [rows], or [rows, 1], the probabilities of the router.
+        rows: those of the experts.
         fc1, fc2: the two linears. :func:`may_fuse_experts` holds.
     """
     fc1, fc2 = (each.seen_by(x, probs) for each in (fc1, fc2))
-    return _FusedExperts.apply(x, probs, fc1, fc2, *fc1.passed, *fc2.passed)  # type: ignore[no-untyped-call,no-any-return]
+    return _FusedExperts.apply(x, probs, rows, fc1, fc2, *fc1.passed, *fc2.passed)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _FusedExperts(torch.autograd.Function):
     """One function for what would be three: the host bounds experts of a few thousand rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, fc1: GroupedCall, fc2: GroupedCall, *passed: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall, *passed: Tensor
+    ) -> Tensor:
         """Compute the result, and save Y of fc1 and the operands of both wgrads."""
-        ctx.calls, ctx.versions = (fc1, fc2), (fc1.versions, fc2.versions)
-        ctx.like_probs, rows = (probs.shape, probs.dtype), fc1.rows
-        first, second = ctx.formats = fc1.linear.formats, fc2.linear.formats
+        ctx.calls, ctx.rows, ctx.like_probs = (fc1, fc2), rows, (probs.shape, probs.dtype)
+        _, second = ctx.formats = fc1.linear.formats, fc2.linear.formats
         rowwise, of_x = fc1.products.quantize_unpadded(x, rows, fc1.input_spec)
-        w, w1 = weight_operands_of(fc1, *first[:2])
-        y = fc1.products.multiply(Gemm.FPROP, rowwise, w, x.dtype)
+        y = fc1.products.multiply(Gemm.FPROP, rowwise, fc1.operands[0], x.dtype)
         spec = OperandSpec(second[0], second[2] if fc2.linear.has_backward else None)
         probs = rows.pad(probs.float().view(-1))
         rowwise, of_hidden = fc2.products.swiglu(y, probs, rows, spec)
-        w, w2 = weight_operands_of(fc2, *second[:2])
-        ctx.weights = w1, w2
         if fc1.linear.has_backward:
             tensors, ctx.rest = flatten((of_x, of_hidden))
             ctx.save_for_backward(y, probs, *tensors)
-        return rows.unpad(fc2.products.multiply(Gemm.FPROP, rowwise, w, x.dtype))
+        return rows.unpad(fc2.products.multiply(Gemm.FPROP, rowwise, fc2.operands[0], x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Run dgrad and wgrad of fc2, the gradient of SwiGLU, and dgrad and wgrad of fc1."""
         fc1, fc2 = ctx.calls
-        for call, versions in zip(ctx.calls, ctx.versions, strict=True):
-            call.check(versions)
+        for call in ctx.calls:
+            call.check()
         y, probs, *tensors = ctx.saved_tensors
         of_x, of_hidden = assemble((tuple(tensors), ctx.rest))
-        g, rows = grad_outputs[0].contiguous(), fc1.rows
+        g, rows = grad_outputs[0].contiguous(), ctx.rows
         first, second = (formats[1:] for formats in ctx.formats)
         rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g, *second))
-        d = fc2.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[1], g.dtype)
+        d = fc2.products.multiply(Gemm.DGRAD, rowwise, fc2.operands[1], g.dtype)
         passed = fc2.wgrad(columnwise, of_hidden)
         spec, fuses = gradient_spec(fc1, y, *first), fc1.products.fuses_swiglu(first)
         (rowwise, columnwise), of_probs = fc1.products.swiglu_gradient(
@@ -180,10 +180,10 @@ class _FusedExperts(torch.autograd.Function):
         )
         if not fuses:
             rowwise, columnwise = fc1.products.quantize_rows(rowwise.matrix, rows, spec)
-        d = rows.unpad(fc1.products.multiply(Gemm.DGRAD, rowwise, ctx.weights[0], g.dtype))
+        d = rows.unpad(fc1.products.multiply(Gemm.DGRAD, rowwise, fc1.operands[1], g.dtype))
         shape, dtype = ctx.like_probs
         of_probs = rows.unpad(of_probs).view(shape).to(dtype)
-        return d, of_probs, None, None, *fc1.wgrad(columnwise, of_x), *passed
+        return d, of_probs, None, None, None, *fc1.wgrad(columnwise, of_x), *passed
 
 
 _UNQUANTIZED = OperandSpec(Format.BF16, None)

@@ -19,6 +19,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
+from snip_megatron.megatron.compat.routing import before_counts
 from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
@@ -35,10 +36,8 @@ class _GroupedForward(StockState):
     snip_experts: list[LinearHandle]
     snip_told: Callable[[], None] | None = None
 
-    def forward(
-        self: Any, x: Tensor | None, m_splits: Sequence[int]
-    ) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
-        """Return Y and its biases; without x the call that computes it, for an MLP that runs both of its linears."""
+    def forward(self: Any, x: Tensor | None, m_splits: Any) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
+        """Return Y and its biases; without x a call for an MLP, which starts with the last expert if ``m_splits``."""
         if self.snip_experts[0].is_stock:
             spans, forward = self.snip_experts[0].state.spans, super().forward  # type: ignore[misc]
             return forward(x, m_splits) if spans is None else spans.run(forward, x, m_splits)  # type: ignore[no-any-return]
@@ -46,11 +45,12 @@ class _GroupedForward(StockState):
             weights = [handle.weight for handle in self.snip_experts]
             return forward_under(self, self.snip_experts[0], weights, super().forward, x, m_splits)  # type: ignore[misc,no-any-return]
         self.is_first_microbatch = False  # as after a forward of the stock class
-        order = slice(None, None, -1 if isinstance(m_splits, GroupRows) and m_splits.backwards else 1)
+        backwards = m_splits.backwards if isinstance(m_splits, GroupRows) else x is None and m_splits
+        order = slice(None, None, -1 if backwards else 1)
         handles = self.snip_experts[order]
         weights = [self._parameters[handle.parameter] for handle in handles]
         if x is None:
-            return grouped_call(handles, weights, m_splits, self.snip_told), None
+            return grouped_call(handles, weights, self.snip_told), None
         y = grouped_product(handles, weights, x, m_splits, self.snip_told)
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)][order] if self.use_bias else []
         if self.apply_bias:
@@ -79,31 +79,44 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
     snip_fuses: bool
 
+    def snip_prepare(self) -> None:
+        """Make what the next forward needs beside its rows, for whose numbers the host waits."""
+        if not self.linear_fc1.snip_experts[0].context.gathers:  # weights that are not there yet
+            self.__dict__["snip_prepared"] = self._snip_prepared()
+
+    def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:
+        """Return whether rows are padded, whether the last expert comes first, and the calls of linears to fuse."""
+        fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
+        if not (_pads(fc1) or _pads(fc2)):
+            return False, False, []
+        last = self.linear_fc1.snip_experts[-1]
+        # Transformer Engine's own code takes rows from the first expert on.
+        backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
+        # The modules are called, because DDP's hooks on them wait for their weights.
+        linears = (self.linear_fc1, self.linear_fc2) if self.snip_fuses and may_fuse_experts(fc1, fc2) else ()
+        return True, backwards, [linear(None, backwards)[0] for linear in linears]
+
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
-        fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
-        if not (_pads(fc1) or _pads(fc2)):
+        pads, backwards, calls = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
+        if not pads:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
-        last = self.linear_fc1.snip_experts[-1]
-        # Transformer Engine's own code takes rows from the first expert on.
-        backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
         rows = group_rows(tuple(tokens_per_expert.tolist()), hidden.device, backwards=backwards)
-        if self.snip_fuses and may_fuse_experts(fc1, fc2):
-            # The modules are called, because DDP's hooks on them wait for their weights.
-            calls = (linear(None, rows)[0] for linear in (self.linear_fc1, self.linear_fc2))
-            return fused_experts(hidden, probs, *calls), None
+        if calls:
+            return fused_experts(hidden, probs, rows, *calls), None
         output, bias = super().forward(pad(hidden, rows), rows, pad(probs, rows), *buffers, **named)
         return unpad(output, rows), bias
 
 
 def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
     """Let the MLPs of experts whose linears are converted pad their rows, and with ``fuses`` fuse SwiGLU."""
-    mlps: list[Any] = [module for chunk in model_chunks for module in chunk.modules() if type(module) is TEGroupedMLP]
-    for mlp in mlps:
-        if hasattr(mlp.linear_fc1, "snip_experts"):
+    for layer in (module for chunk in model_chunks for module in chunk.modules()):
+        mlp: Any = getattr(layer, "experts", None)
+        if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
             mlp.__class__, mlp.snip_fuses = SnipTEGroupedMLP, fuses and _is_weighted_swiglu(mlp)
+            before_counts(layer.token_dispatcher, mlp.snip_prepare)
             for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
                 handle.state.beside_swiglu = mlp.snip_fuses
 

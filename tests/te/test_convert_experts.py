@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,25 +129,31 @@ class Noting:
         return getattr(swiglu, name)
 
 
+def in_memory(experts: Any, *, backwards: bool) -> None:
+    """Lay the weights of each linear out one after the other, and give them gradients that lie so too."""
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        weights = list(linear.parameters())
+        memory = torch.empty(4, *weights[0].shape, dtype=torch.bfloat16)
+        gradients = torch.zeros(4, *weights[0].shape)
+        for place, gradient, weight in zip(memory, gradients, weights[:: -1 if backwards else 1], strict=True):
+            weight.data = place.copy_(weight.data)
+            weight.main_grad, weight.grad_added_to_main_grad = gradient, False
+
+
+SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
+
+
 @pytest.mark.parametrize(("backwards", "fused"), [(False, False), (True, False), (False, True), (True, True)])
 def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
     """Grouped kernels need multiples of 128 rows. Weights in memory from the last expert on get rows in that order."""
-    given = {"gated_linear_unit": True, "activation_func": functional.silu, "add_bias_linear": False}
-    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=fused, **given)
+    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=fused, **SWIGLU)
     for handle in registry:  # the fastest formats of experts; wgrad in fp8 runs expert by expert
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
     experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
     registry.context.backend = HopperBackend(
         packed, ScaledProducts(scaled_mm), activations=activations, groups=emulated_grouped
     )
-    for linear in (experts.linear_fc1, experts.linear_fc2):
-        weights = list(linear.parameters())
-        ordered = weights[::-1] if backwards else weights
-        memory = torch.empty(4, *weights[0].shape, dtype=torch.bfloat16)
-        gradients = torch.zeros(4, *weights[0].shape)
-        for place, gradient, weight in zip(memory, gradients, ordered, strict=True):
-            weight.data = place.copy_(weight.data)
-            weight.main_grad, weight.grad_added_to_main_grad = gradient, False
+    in_memory(experts, backwards=backwards)
     splits = [5, 0, 130, 3]
     x, probs = torch.randn(138, 128).bfloat16().requires_grad_(), torch.rand(138, requires_grad=True)
     y, _ = experts(x, torch.tensor(splits), probs)
@@ -160,6 +167,37 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
         assert actual is not None
         assert (actual.float() - real.float()).norm() <= 0.1 * real.float().norm()
     assert activations.called == (["quantize_swiglu", "quantize_swiglu_gradient"] if fused else [])
+
+
+def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -> None:
+    chunk, registry = converted(Format.FP8, params_dtype=torch.bfloat16, bias_activation_fusion=True, **SWIGLU)
+    layer, seen = chunk.decoder.layers[0].mlp, []
+    for handle in registry:
+        handle.state.formats = (Format.FP8, Format.FP8, Format.BF16)
+
+    class Quantizers:
+        quantize_operands = staticmethod(packed.quantize_operands)
+
+        @staticmethod
+        def quantize_group_blocks(w: Tensor, spec: Any) -> Any:
+            seen.append("weights")
+            return packed.quantize_group_blocks(w, spec)
+
+    registry.context.backend = HopperBackend(
+        Quantizers, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped
+    )
+    in_memory(layer.experts, backwards=True)
+    x, probs, routes = torch.randn(64, 128).bfloat16(), torch.rand(64, 4), torch.rand(64, 4) < 0.5
+    layer.token_dispatcher.routing_map = routes
+    rows, of_rows = (
+        torch.cat([each[chosen] for each, chosen in zip(of, routes.t(), strict=True)]) for of in ([x] * 4, probs.t())
+    )
+    with mock.patch("torch.Tensor.cpu", lambda numbers: seen.append("numbers") or numbers):
+        y, _ = layer.routed_experts_compute(x, probs)
+    assert seen == ["weights", "weights", "numbers"]
+    again, _ = layer.experts(rows, routes.sum(0), of_rows)
+    assert seen == ["weights", "weights", "numbers"]
+    assert torch.equal(y, layer.token_dispatcher.combine_preprocess(again))
 
 
 def test_a_delayed_wgrad_is_told_to_ddp_when_megatron_calls_for_it() -> None:

@@ -11,6 +11,7 @@ therefore use the routing of its first pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,16 @@ def skip_sorting(model: Sequence[torch.nn.Module]) -> None:
             continue
         if dispatcher.ep_size == dispatcher.tp_size == 1:
             dispatcher.num_local_experts, dispatcher.num_global_tokens_per_local_expert = 1, None
+
+
+def before_counts(dispatcher: Any, call: Callable[[], None]) -> None:
+    """Let ``call`` run before a dispatcher waits for the experts' numbers of rows."""
+    dispatcher.dispatch_postprocess = functools.partial(_after, call, dispatcher.dispatch_postprocess)
+
+
+def _after(call: Callable[[], None], stock: Callable[..., Any], *given: Any) -> Any:
+    call()
+    return stock(*given)
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:

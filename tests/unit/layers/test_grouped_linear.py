@@ -66,7 +66,7 @@ class Experts(torch.nn.Module):
 
     def call(self, rows: GroupRows, told: Callable[[], None] | None = None) -> GroupedCall:
         order = slice(None, None, -1 if rows.backwards else 1)
-        return grouped_call(self.handles[order], list(self.parameters())[order], rows, told)
+        return grouped_call(self.handles[order], list(self.parameters())[order], told)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ def test_swiglu_times_probabilities_between_two_linears(
         return
     complete: list[str] = []
     calls = fc1.call(rows, lambda: complete.append("fc1")), fc2.call(rows, lambda: complete.append("fc2"))
-    y = fused_experts(x, probs, *calls)
+    y = fused_experts(x, probs, rows, *calls)
     y.backward(g)
     assert complete == ["fc2", "fc1"]
     assert noting.formats == asked
@@ -314,7 +314,7 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
         fc1.handles[0].state.formats = fc2.handles[0].state.formats = formats
         rows = group_rows((tokens - 7, 0, 7), torch.device("cpu"), backwards=backwards)
         with listed(run=False) as listing:
-            fused_experts(x, probs, fc1.call(rows), fc2.call(rows)).sum().backward()
+            fused_experts(x, probs, rows, fc1.call(rows), fc2.call(rows)).sum().backward()
         names = {each.name for each in listing.variants if isinstance(each, Variant)}
         assert {"quantised_rows_kernel", "rows_kernel", "grouped_wgrad_kernel"} <= names
         assert listing.variants.keys() <= before.variants.keys()
