@@ -84,12 +84,13 @@ def on_rank_zero[T](make: Callable[[], T]) -> T | None:
     """Return the result of ``make`` on rank 0, None on the others. Raises its SnipError on all ranks. A collective."""
     import torch
 
-    made, fault = None, [None]
+    made: T | None = None
+    fault: list[SnipError | None] = [None]
     if is_rank_zero():
         try:
             made = make()
         except SnipError as error:
-            fault = [error]
+            fault[0] = error
     torch.distributed.broadcast_object_list(fault)
     if fault[0] is not None:
         raise fault[0]
