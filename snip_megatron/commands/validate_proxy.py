@@ -20,8 +20,8 @@ from snip_megatron.evaluation.models import load_data
 from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
 from snip_megatron.evaluation.runner import Pool, describe
 from snip_megatron.evaluation.warm import record_truth
+from snip_megatron.precision.formats import FORMATS, Format, Gemm
 from snip_megatron.records.storage import deliver, dump_json
-from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.statistics.table import StatisticsTable
 
 PROXY_SCHEMA = "snip.proxy/1"
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE", help=text)
     add_training_arguments(parser, Path("runs/proxy"), "proxy.json and proxy.md")
-    parser.add_argument("--format", default="fp4", metavar="NAME", help="format to compare; default: fp4")
+    names = [each.value for each in FORMATS if each is not Format.BF16 and len(each.gemms) == len(Gemm)]
+    parser.add_argument("--format", default="fp4", choices=names, help="format to compare; default: fp4")
     text = "microbatches of each measured batch; default: 2"
     parser.add_argument("--probe-microbatches", type=int, default=2, metavar="B", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison and write its results. Returns 0. Raises SnipError on bad input."""
-    SolveRequest(formats=(args.format,))  # raises SnipError for bf16, and for what is not a format of all GEMMs
     validations: list[Validation] = []
     for source in args.sources:
         if source.suffix == ".json":

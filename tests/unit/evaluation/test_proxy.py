@@ -95,3 +95,12 @@ def test_tables_without_truth_are_one_line(tmp_path: Path) -> None:
         find_tables(tmp_path)
     run = save(tmp_path / "run", make_table())
     assert main(["validate-proxy", str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 2
+
+
+@pytest.mark.parametrize("name", ["fp3", "bf16", "nvfp4_46"])
+def test_a_format_that_not_all_gemms_can_be_forced_to_is_refused_by_the_name_of_its_argument(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["validate-proxy", str(tmp_path), "--format", name])
+    assert f"argument --format: invalid choice: '{name}'" in capsys.readouterr().err
