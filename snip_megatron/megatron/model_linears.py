@@ -16,20 +16,24 @@ from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId, LinearRow, Role, Side
 
-# Class → what tensor parallel ranks share. Subclasses are found by their bases, so that
-# Transformer Engine's need not be importable.
-_SHARDED = {
-    "ColumnParallelLinear": Side.OUTPUT,
-    "RowParallelLinear": Side.INPUT,
-    "TEColumnParallelLinear": Side.OUTPUT,
-    "TERowParallelLinear": Side.INPUT,
-    "TELayerNormColumnParallelLinear": Side.OUTPUT,
-    "TEColumnParallelGroupedLinear": Side.OUTPUT,
-    "TERowParallelGroupedLinear": Side.INPUT,
-    "TELinear": Side.NEITHER,
-    "LayerNormLinear": Side.NEITHER,  # Transformer Engine's own
-    "Linear": Side.NEITHER,  # torch's, and Transformer Engine's own
+# Class → part of the module, if it has several linears → what tensor parallel ranks share; None: what its parallel_mode
+# says. Subclasses are found by their bases, so that Transformer Engine's need not be importable.
+_SHARDED: dict[str, dict[str, Side | None]] = {
+    "ColumnParallelLinear": {"": Side.OUTPUT},
+    "RowParallelLinear": {"": Side.INPUT},
+    "TEColumnParallelLinear": {"": Side.OUTPUT},
+    "TERowParallelLinear": {"": Side.INPUT},
+    "TELayerNormColumnParallelLinear": {"": Side.OUTPUT},
+    "TEColumnParallelGroupedLinear": {"": Side.OUTPUT},
+    "TERowParallelGroupedLinear": {"": Side.INPUT},
+    "TELinear": {"": Side.NEITHER},
+    # Transformer Engine's own; the last also torch's
+    "LayerNormMLP": {"fc1": Side.OUTPUT, "fc2": Side.INPUT},
+    "LayerNormLinear": {"": None},
+    "GroupedLinear": {"": None},
+    "Linear": {"": None},
 }
+_MODES = {"column": Side.OUTPUT, "row": Side.INPUT}
 _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
 # Sub-block → norm before it; "norm" before any other.
 _NORMS = {
@@ -183,26 +187,29 @@ def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
     blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
     found: list[BuiltLinear] = []
     for path, module in linears:
-        found += _built(stack, layer, path, module, blocks.index(_sub_block(path)))
+        for part in _SHARDED[_class(module) or ""]:
+            found += _built(stack, layer, path, module, part, blocks.index(_sub_block(path)))
     roles = list(Role)  # modules are in the order of construction: attention builds its output first
     return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
 
 
-def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> list[BuiltLinear]:
-    config, of_experts = layer.config, "experts" in path.split(".")
-    owner = layer.get_submodule(path.rpartition(".")[0])
-    weights: list[tuple[int | None, str]] = [(None, "weight")]
-    if of_experts:
-        indices = layer.get_submodule(path.rpartition(".experts.")[0]).local_expert_indices
+def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block: int) -> list[BuiltLinear]:
+    config, owner = layer.config, layer.get_submodule(path.rpartition(".")[0])
+    sharded = _SHARDED[_class(module) or ""][part] or _MODES.get(getattr(module, "parallel_mode", ""), Side.NEITHER)
+    path, own = (f"{path}.{part}", f"{part}_weight") if part else (path, "weight")
+    weights: list[tuple[int | None, str]] = [(None, own)]
+    mixed = layer.get_submodule(path.rpartition(".experts.")[0]) if "experts" in path.split(".") else None
+    indices = getattr(mixed, "local_expert_indices", None)  # which an MLP of another library need not have
+    if indices is not None:
         mixture, inside, rest = path.partition(".local_experts.")
         if inside:  # one module an expert, under one name
             local, _, rest = rest.partition(".")
-            weights, path = [(indices[int(local)], "weight")], f"{mixture}.{rest}"
-        else:
+            weights, path = [(indices[int(local)], own)], f"{mixture}.{rest}"
+        elif not part:
             weights = [(expert, f"weight{i}") for i, expert in enumerate(indices)]
     linear = LinearId(stack, layer.layer_number - 1, path)
-    weight = getattr(module, weights[0][1])
-    (n, k), sharded = weight.shape, _SHARDED[_class(module) or ""]
+    weight = getattr(module, weights[0][1], None)  # Transformer Engine's own may be in parts, or one of several groups
+    n, k = (module.out_features, module.in_features) if weight is None or weight.dim() != 2 else weight.shape
     ranks = get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
     n, k = n * (ranks if sharded is Side.OUTPUT else 1), k * (ranks if sharded is Side.INPUT else 1)
     passes = config.mtp_num_layers if stack == "mtp" and getattr(config, "mtp_use_repeated_layer", False) else 1
@@ -211,8 +218,8 @@ def _built(stack: str, layer: Any, path: str, module: Any, sub_block: int) -> li
         parallel_state.get_pipeline_model_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0,
         n,
         k,
-        experts=config.num_moe_experts if of_experts else 1,
-        active=passes * (config.moe_router_topk if of_experts else 1),
+        experts=getattr(module, "num_gemms", 1) if indices is None else config.num_moe_experts,
+        active=passes * (1 if indices is None else config.moe_router_topk),
         sub_block=sub_block,
         role=_role(n, k, sharded, config.hidden_size),
         sharded=sharded,

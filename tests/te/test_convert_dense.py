@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
+import transformer_engine.pytorch as te
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_models import dense
+from te_models import dense, seeming_cuda
 from torch.nn import functional
 
 from snip_megatron.config import SnipConfig
@@ -53,6 +54,29 @@ def test_the_stock_module_keeps_all_but_its_class() -> None:
     assert list(chunk.state_dict()) == keys
     assert any(key.endswith("linear_qkv._extra_state") for key in keys)
     assert sharded(chunk) == layout
+
+
+def test_transformer_engine_s_own_classes_of_several_weights_stay_bf16_and_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A whole MLP, groups of which a token meets one, and a linear whose weight is in parts."""
+    chunk = dense()
+    layer = chunk.decoder.layers[1]
+    with seeming_cuda():
+        layer.mlp = te.LayerNormMLP(64, 96, activation="swiglu", bias=False, device="cpu")
+        layer.self_attention.side = te.GroupedLinear(3, 64, 32, bias=False, device="cpu")
+        layer.self_attention.parts = te.Linear(64, 96, parameters_split=("q", "k"), bias=False, device="cpu")
+    registry = convert_model([chunk], CONFIG)
+    assert {row.id.path: (row.n, row.k, row.experts, row.flops, row.role) for row in registry.left} == {
+        "mlp.fc1": (192, 64, 1, 2.0 * 192 * 64, "reads"),
+        "mlp.fc2": (64, 96, 1, 2.0 * 64 * 96, "writes"),
+        "self_attention.side": (32, 64, 3, 2.0 * 32 * 64, "reads"),
+        "self_attention.parts": (96, 64, 1, 2.0 * 96 * 64, "reads"),
+    }
+    assert len(registry) == 6
+    said = capsys.readouterr().out
+    for path, kind in (("mlp.fc1", "LayerNormMLP"), ("self_attention.side", "GroupedLinear")):
+        assert f"decoder.layers.*.{path} of 1 layers stays bf16 (no quantised form of {kind})" in said
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
