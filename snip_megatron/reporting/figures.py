@@ -33,10 +33,14 @@ LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 
 @dataclass
 class Figure:
-    """A figure over training steps in the style of the page. ``share``: the y axis shows shares as per cent."""
+    """A figure over training steps in the style of the pages.
+
+    ``share``: the y axis shows shares from 0 to 1 as per cent. ``zero``: the y axis begins at 0.
+    """
 
     y_title: str
     share: bool = False
+    zero: bool = False
     data: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
 
@@ -56,7 +60,7 @@ class Figure:
 
     def as_dict(self) -> dict[str, Any]:
         """Return data and layout as plotly.js takes them."""
-        y: dict[str, Any] = {"title": {"text": self.y_title}}
+        y: dict[str, Any] = {"title": {"text": self.y_title}, "rangemode": "tozero" if self.zero else "normal"}
         if self.share:
             y |= {"tickformat": ".0%", "range": [0, 1.02]}
         layout = {
