@@ -24,7 +24,7 @@ MAX_EVENT_ROWS = 1000
 MAX_MAP_ROWS = 200
 """The same for the table of steps by map."""
 SILENT_S, SILENT_STEPS = 120.0, 20
-"""A job whose last record is older than both of these has stopped, or hangs."""
+"""A live run whose last record is older than both of these has stopped, or hangs."""
 _FACTS_TO_COMPUTE_WITH = ("request", "unquantised_flops", "predicted_times", "linear_stages")
 
 
@@ -36,8 +36,11 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
     return write_page(render(load_run(run)), Path(run) / REPORT if out is None else Path(out))
 
 
-def render(run: RunData) -> str:
-    """Return the page as text."""
+def render(run: RunData, *, live: bool = False) -> str:
+    """Return the page as text.
+
+    With ``live`` the page says how old the last record is.
+    """
     summary = summarise(run)
     unreadable = list(run.unreadable)
     rows, phases = recorded_linears(run, unreadable), phase_view(run)
@@ -49,7 +52,7 @@ def render(run: RunData) -> str:
         "report.html",
         title=run.path.resolve().name,
         lines=[line for line in (policy_line(run.config), machine_line(run)) if line],
-        state=_state(run, summary),
+        state=_state(run, summary, live=live),
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
@@ -106,7 +109,7 @@ def machine_line(run: RunData) -> str:
     return " · ".join(str(part) for part in (cards, facts.get("host"), " to ".join(days), *versions) if part)
 
 
-def _state(run: RunData, summary: RunSummary) -> dict[str, Any]:
+def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
     """Return whether the job still runs, as a ``text``, and whether it was killed or hangs, a ``fault``."""
     times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
     last = max((at for at in times if at is not None), default=0.0)
@@ -117,14 +120,15 @@ def _state(run: RunData, summary: RunSummary) -> dict[str, Any]:
     if lock is None or lock.gone:
         what, fault = ("Ended", False) if over else ("Stopped", lock is not None)
         what += f", {lock} was killed" if fault else ""
-    elif lock.mine:
+    elif lock.mine and not live:
         what, fault = "Written by the run itself", False
     elif age > max(SILENT_S, SILENT_STEPS * usual):
         what = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
     else:
-        what, fault = f"Running when this page was written: {lock}", False
+        what, fault = f"{'Running' if live else 'Running when this page was written'}: {lock}", False
+    ago = f", {duration(max(0.0, age))} ago" if live and last else ""
     steps = f"step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
-    written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}" if last else "nothing was written"
+    written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}{ago}" if last else "nothing was written"
     return {"text": f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", "fault": fault}
 
 

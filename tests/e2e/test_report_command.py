@@ -1,10 +1,16 @@
 """`snip report RUN` as a user calls it."""
 
+import gzip
 import json
+import os
+import signal
+import subprocess
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
-from snip_command import refused, snip_alone
+from snip_command import ROOT, SNIP, refused, snip_alone
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.records.run_directory import RunDirectory
@@ -36,12 +42,28 @@ def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
     assert not (recorded / "report.html").exists()
 
 
+def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
+    command = [*SNIP, "report", "run", "--live", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        url, tunnel = server.stdout.readline().split()[0], server.stdout.readline()
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            page = gzip.decompress(answer.read()).decode()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=60) == 0
+    assert "<h1>run</h1>" in page
+    port = urllib.parse.urlsplit(url).port
+    assert f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("absent",),
         ("run/config.json",),
+        ("run", "--port", "1"),
         ("run", "--json", "--out", "page.html"),
+        ("run", "run", "--live"),
     ],
 )
 def test_bad_input_is_one_line(recorded, tmp_path, arguments, monkeypatch):

@@ -121,7 +121,7 @@ def test_command(pair, tmp_path):
     assert snip("report", *pair).stdout.strip() == str(pair[0] / "comparison.html")
     assert snip("report", *pair, "--out", tmp_path / "page.html").returncode == 0
     assert (tmp_path / "page.html").exists()
-    for arguments in ([pair[0], pair[0]], [pair[0], tmp_path], [*pair, "--json"]):
+    for arguments in ([pair[0], pair[0]], [pair[0], tmp_path], [*pair, "--live"]):
         refused("report", *arguments)
     with pytest.raises(SnipError, match="too many"):
         write_comparison([tmp_path] * (MAX_RUNS + 1))

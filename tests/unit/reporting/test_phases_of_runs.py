@@ -44,7 +44,7 @@ def test_a_run_without_plans_shows_nothing(path: Path) -> None:
     run = load_run(path)
     assert phase_view(run) is None
     assert phases_of(run) == remaining_phases(run) == []
-    assert 'id="phases-title"' not in render(run)
+    assert 'id="phases-title"' not in render(run, live=True)
 
 
 def test_phases_their_changes_and_the_average(path: Path) -> None:
@@ -61,7 +61,7 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
         {"fprop": "24 fp8 → fp4"},
     ]
     assert (view.timed, view.budget, view.target, view.expected) == (False, "fp4=0.75", 0.75, "76.00%")
-    page = render(run)
+    page = render(run, live=True)
     assert "is an average over the run: 76.00% if the latest plan is followed." in page
     assert "fprop: 24 fp4 → fp8</td>" in page
     assert "<td>0.125</td>" in page
@@ -90,7 +90,7 @@ def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
     assert spans(run) == [(15, 120, 1), (120, 240, 1)]
     assert [phase.share for phase in phases_of(run)] == [1.0, 0.5]
     assert [(phase.begin, phase.steps) for phase in remaining_phases(run)] == [(60, 60), (120, 120)]
-    page = render(run)
+    page = render(run, live=True)
     assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page
 
 

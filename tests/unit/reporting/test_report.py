@@ -3,10 +3,6 @@
 import base64
 import hashlib
 import json
-import os
-import socket
-import time
-from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,11 +12,9 @@ from plotly.offline import get_plotlyjs
 
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.lock import LOCK, take_lock
-from snip_megatron.records.run_data import RunData, load_run
 from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.figures import MAX_POINTS, thin
-from snip_megatron.reporting.report import render, write_report
+from snip_megatron.reporting.report import write_report
 
 URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
 VOID = {"meta", "input", "link", "br", "img", "hr"}
@@ -243,35 +237,3 @@ def test_out_and_its_errors(whole_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnipError, match="cannot be written"):
         write_report(whole_run, tmp_path / "file" / "page.html")
-
-
-def old_run(path: Path, age: float, steps: int = 40) -> RunData:
-    """A run whose last record is ``age`` seconds old."""
-    synthetic_run.write_run(path, updates=1, steps=steps, facts={"train_iters": 900, "global_batch_size": 8})
-    for name in ("metrics.jsonl", "events.jsonl"):
-        rows = [json.loads(line) | {"time": time.time() - age} for line in (path / name).open()]
-        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_run(path)
-
-
-def test_a_job_that_was_killed_does_not_look_alive(tmp_path):
-    run = old_run(tmp_path / "run", age=3600.0)
-    when = datetime.fromtimestamp(run.metrics[-1]["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    assert f"Stopped. Step 40 of 900, last write {when}." in render(run)
-    take_lock(run.path)  # the record of a job that still runs, as this process does
-    assert "Written by the run itself. Step 40 of 900" in render(run)
-
-    def belongs_to(process: int, born: int, run: RunData) -> str:
-        lock = json.loads((tmp_path / "run" / LOCK).read_text())
-        (run.path / LOCK).write_text(json.dumps(lock | {"process": process, "born": born}))
-        return f"process {process} on {socket.gethostname()}"
-
-    parent = os.getppid()
-    other = belongs_to(parent, int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]), run)
-    assert f"Stopped, or hangs: {other} has written nothing for " in render(run)
-    alive = old_run(tmp_path / "alive", age=5.0)
-    (alive.path / LOCK).write_text((run.path / LOCK).read_text())
-    assert f"Running when this page was written: {other}. Step 40 of 900, last write " in render(alive)
-    gone = belongs_to(2**22 + 1, 1, alive)  # no process has this id
-    assert f"Stopped, {gone} was killed. Step 40 of 900, last write " in render(alive)
-    assert "Ended. Step 900 of 900, last write " in render(old_run(tmp_path / "over", 3600.0, steps=900))

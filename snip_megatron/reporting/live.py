@@ -1,0 +1,104 @@
+"""``snip report RUN --live``: serves the page about a running job, and draws it again as the run continues.
+
+The server reads the run directory, so it can run on any machine that shares the file system with the job. It listens on
+the loopback address only; ``ssh -L`` forwards the page to another machine. The address contains a secret, because other
+users of this machine could connect, too. The browser reloads the page by itself (the header ``Refresh``). The page's
+security policy, which forbids network access to its scripts, is not changed.
+"""
+
+import contextlib
+import gzip
+import hmac
+import secrets
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.errors import SnipError
+from snip_megatron.records.readers import CONFIG, EVENTS, METRICS
+from snip_megatron.records.run_data import load_run
+from snip_megatron.reporting.report import render
+
+PORT = 8765
+REFRESH_S = 15
+REDRAW_S = 60
+"""The page is drawn when it is requested, if the run has recorded something or so long has passed since."""
+
+
+class LiveServer:
+    """A server for the page about a run. :meth:`serve` answers requests until it is interrupted or closed.
+
+    ``port`` 0 is any free port. Raises SnipError if ``run`` is not a run directory, or the port cannot be opened.
+    """
+
+    def __init__(self, run: Path | str, port: int = PORT) -> None:
+        self._run = Path(run)
+        self._lock = threading.Lock()
+        self._seen: object = None
+        self._page = b""
+        self.compressed()  # an error is one of the command, not of the first request
+        self.secret = secrets.token_urlsafe(12)
+        try:
+            self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        except (OSError, OverflowError) as error:
+            raise SnipError(f"--port {port}: cannot listen ({error}); choose another one, 0 for any") from None
+        self.http.daemon_threads = True  # a browser that keeps its connection does not keep the command
+        self.port = int(self.http.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/{self.secret}/"
+
+    def compressed(self) -> bytes:
+        """Return the page, compressed by gzip. Raises SnipError if the run directory cannot be read."""
+        with self._lock:
+            now = (time.time() // REDRAW_S, *(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
+            if now != self._seen:
+                text = render(load_run(self._run), live=True)
+                self._page, self._seen = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), now
+            return self._page
+
+    def serve(self) -> None:
+        try:
+            self.http.serve_forever()
+        finally:
+            self.http.server_close()
+
+    def close(self) -> None:
+        self.http.shutdown()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not hmac.compare_digest(self.path.encode(), f"/{server.secret}/".encode()):
+                self._answer(404, b"There is no page here: use the address that snip report printed.\n")
+                return
+            try:
+                self._answer(200, server.compressed(), "text/html", **{"Content-Encoding": "gzip"})
+            except SnipError as error:
+                self._answer(503, f"{error}\n".encode())
+
+        def _answer(self, status: int, body: bytes, kind: str = "text/plain", **headers: str) -> None:
+            self.send_response(status)
+            headers |= {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+            headers |= {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+            if status != 404:
+                headers["Refresh"] = str(REFRESH_S)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            with contextlib.suppress(ConnectionError):  # the browser has gone away
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing: a line for every request would hide the address."""
+
+    return Handler
