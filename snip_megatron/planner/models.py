@@ -1,10 +1,17 @@
-"""What a plan knows of a model, and the sizes of known Llama models."""
+"""What a plan knows of a model; the sizes of known Llama models, and of those that a ``config.json`` gives."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from snip_megatron.errors import SnipError, cut
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
+from snip_megatron.errors import SnipError, cut, located, quoted
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict
+
+_MAX_EDGE = 2**24
+_MAX_BLOCKS = 10_000
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of an untied Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others: :class:`Model`.
+    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others are as in :class:`Model`.
 
     ``blocks`` is the number of transformer blocks, ``ffn`` the intermediate size of the MLP.
     """
@@ -69,6 +76,7 @@ class Llama:
     head_size: int
     vocabulary: int
     context: int
+    tied: bool = False
     norm_epsilon: float = 1e-5
     rotary_base: int = 10_000
 
@@ -91,7 +99,7 @@ class Llama:
             for block in range(self.blocks)
             for path, shape in zip(DENSE_LAYER, shapes, strict=True)
         )
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Model) if f.name not in ("rows", "tied")}
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Model) if f.name != "rows"}
         return Model(rows=tuple(rows), **shared)
 
 
@@ -108,12 +116,70 @@ MODELS = {model.name: model for model in _KNOWN}
 
 
 def load_llama(name: str) -> Llama:
-    """Return a Llama's sizes by name (``70b``, ``llama-70b``). Raises SnipError if the name is unknown."""
-    found = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
-    if found is None:
+    """Load a Llama's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
+
+    Raises SnipError if the name is unknown, the file cannot be read, or a field is missing or invalid.
+    """
+    known = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
+    if known is not None:
+        return known
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    if not os.path.exists(path):
         names = ", ".join(model.removeprefix("llama-") for model in MODELS)
         raise SnipError(
-            f"model {cut(name)}: unknown; choose one of {names}, or give the arguments of another one to Megatron"
-            " (--megatron ...)"
+            f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
         )
-    return found
+    return from_hugging_face(strict.read_file(path, most=_MAX_BYTES), where=str(path))
+
+
+def from_hugging_face(text: str | bytes, *, where: str) -> Llama:
+    """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
+    with located(where):
+        body = strict.read_object(text)
+    if body.get("model_type") != "llama":
+        raise SnipError(
+            f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'
+            " arguments of Megatron (snip plan --megatron ...)"
+        )
+    if body.get("hidden_act", "silu") != "silu":
+        raise SnipError(f'{where}: hidden_act: must be "silu", got {quoted(body["hidden_act"])}')
+    for bias in ("attention_bias", "mlp_bias"):
+        if body.get(bias):
+            raise SnipError(f"{where}: {bias}: linears with biases are not planned for")
+    hidden, heads = _whole(body, "hidden_size", where), _whole(body, "num_attention_heads", where)
+    groups = _whole(body, "num_key_value_heads", where, default=heads)
+    if body.get("head_dim") is None and hidden % heads:
+        raise SnipError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+    if heads % groups:
+        raise SnipError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+    rope = body.get("rope_parameters") or {}
+    base = body.get("rope_theta", rope.get("rope_theta", Llama.rotary_base) if isinstance(rope, dict) else None)
+    return Llama(
+        name=where,
+        blocks=_whole(body, "num_hidden_layers", where, most=_MAX_BLOCKS),
+        hidden=hidden,
+        ffn=_whole(body, "intermediate_size", where),
+        heads=heads,
+        groups=groups,
+        head_size=_whole(body, "head_dim", where, default=max(1, hidden // heads)),
+        vocabulary=_whole(body, "vocab_size", where),
+        context=_whole(body, "max_position_embeddings", where, default=2048),
+        tied=body.get("tie_word_embeddings", False) is True,
+        norm_epsilon=float(_positive(body.get("rms_norm_eps", Llama.norm_epsilon), f"{where}: rms_norm_eps")),
+        rotary_base=int(_positive(base, f"{where}: rope_theta")),
+    )
+
+
+def _positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise SnipError(f"{where}: must be a positive number, got {quoted(value)}")
+    return value
+
+
+def _whole(body: dict[str, Any], field: str, where: str, *, default: int | None = None, most: int = _MAX_EDGE) -> int:
+    value = default if body.get(field) is None else body[field]
+    if value is None:
+        raise SnipError(f"{where}: {field}: missing")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise SnipError(f"{where}: {field}: must be a whole number from 1 to {most}, got {quoted(value)}")
+    return value
