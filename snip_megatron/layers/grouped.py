@@ -29,7 +29,7 @@ from snip_megatron.layers.autograd import (
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import pad, unpad
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.quantization.formats import SPECS, TILE
 from snip_megatron.quantization.hadamard import ROTATED, Rotation
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
@@ -42,6 +42,7 @@ class GroupedCall(NamedTuple):
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
         told: see :func:`grouped_call`. None: the weights are arguments of the autograd function (``passed``).
+        formats: formats of (fprop, dgrad, wgrad).
         versions: what every change of a weight increases.
         operands: the weights as the operands of fprop and of dgrad.
     """
@@ -51,6 +52,7 @@ class GroupedCall(NamedTuple):
     weights: Sequence[Tensor]
     products: GroupLoop
     told: Callable[[], None] | None
+    formats: Formats
     versions: list[int]
     operands: OperandPair = (None, None)
 
@@ -67,7 +69,7 @@ class GroupedCall(NamedTuple):
     @property
     def input_spec(self) -> OperandSpec:
         """How X is quantised for fprop and wgrad."""
-        fprop, _, wgrad = self.linear.formats
+        fprop, _, wgrad = self.formats
         kept = wgrad if self.linear.has_backward else None
         return OperandSpec(fprop, kept, rotation=_rotation(self.linear.handle, wgrad))
 
@@ -99,9 +101,7 @@ class GroupedCall(NamedTuple):
 
 
 def grouped_call(
-    handles: Sequence[LinearHandle],
-    weights: Sequence[Tensor],
-    told: Callable[[], None] | None = None,
+    handles: Sequence[LinearHandle], weights: Sequence[Tensor], told: Callable[[], None] | None = None
 ) -> GroupedCall:
     """Return what a forward of the linear of all experts needs beside X, in the formats of the precision map.
 
@@ -113,13 +113,14 @@ def grouped_call(
             gets a gradient of every weight.
     """
     first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
-    override = first.context.override
-    linear = LinearCall(
-        first, has_backward=torch.is_grad_enabled(), override=None if override is None else override(first)
+    override = None if first.context.override is None else first.context.override(first)
+    linear, products = (
+        LinearCall(first, has_backward=torch.is_grad_enabled(), override=override),
+        grouped_products(first),
     )
     versions = [weight._version for weight in weights]
-    call = GroupedCall(linear, handles, weights, grouped_products(first), told, versions)
-    return call._replace(operands=_weight_operands(call, *linear.formats[:2]))
+    call = GroupedCall(linear, handles, weights, products, told, linear.formats, versions)
+    return call._replace(operands=_weight_operands(call))
 
 
 def grouped_product(
@@ -157,9 +158,8 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *passed: Tensor) -> Tensor:
-        """Run fprop, and save the operand of wgrad and the formats of the call for the backward."""
+        """Run fprop, and save the operand of wgrad for the backward."""
         handle, weights = call.linear.handle, call.weights
-        ctx.formats = call.linear.formats
         ctx.call, ctx.splits = call._replace(operands=(None, call.operands[1])), splits
         probed = handle.context.probing and call.linear.has_backward
         ctx.recorders = [each.state.recorder for each in call.handles] if probed else None
@@ -182,10 +182,9 @@ class GroupedLinear(torch.autograd.Function):
         call: GroupedCall = ctx.call
         weights, g, splits = call.weights, grad_outputs[0].contiguous(), ctx.splits
         call.check()
-        _, dgrad, wgrad = ctx.formats
         *saved, x = ctx.saved_tensors if ctx.recorders is not None else (*ctx.saved_tensors, None)
-        rowwise, columnwise = call.products.quantize_rows(g, splits, gradient_spec(call, g, dgrad, wgrad))
-        _, w = call.operands if call.operands[1] is not None else _weight_operands(call, None, dgrad)
+        rowwise, columnwise = call.products.quantize_rows(g, splits, gradient_spec(call, g))
+        _, w = call.operands if call.operands[1] is not None else _weight_operands(call, backward=True)
         d = call.products.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
         override = call.linear.override
         if override is not None:
@@ -206,24 +205,22 @@ def _by_expert(
 
 
 @torch.no_grad()
-def _weight_operands(call: GroupedCall, fprop: Format | None, dgrad: Format) -> OperandPair:
+def _weight_operands(call: GroupedCall, *, backward: bool = False) -> OperandPair:
     """Return the weights as the operands of fprop and of dgrad, quantised if one of them has changed.
 
-    Weights that are gathered for every pass become the operands of that pass alone; in a backward ``fprop`` is None.
+    Weights that are gathered for every pass become the operands of that pass alone.
     """
-    handle, weights = call.linear.handle, call.weights
-    if handle.context.gathers:
-        spec = OperandSpec(fprop, dgrad if fprop is None else None, weight=True)
+    context, weights, (fprop, dgrad, _) = call.linear.handle.context, call.weights, call.formats
+    if context.gathers:
+        spec = OperandSpec(None, dgrad, weight=True) if backward else OperandSpec(fprop, None, weight=True)
         return call.products.quantize_weights(weights, spec)
-    assert fprop is not None
-    spec = OperandSpec(fprop, dgrad, weight=True)
-    return handle.state.weights.get(
-        handle.context.backend, weights, (fprop, dgrad), lambda: call.products.quantize_weights(weights, spec)
-    )
+    quantize = partial(call.products.quantize_weights, weights, OperandSpec(fprop, dgrad, weight=True))
+    return call.linear.handle.state.weights.get(context.backend, weights, (fprop, dgrad), quantize)
 
 
-def gradient_spec(call: GroupedCall, g: Tensor, dgrad: Format, wgrad: Format) -> OperandSpec:
+def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:
     """Return how G [rows, N], or a tensor of as many rows, is quantised. It is called once in each backward."""
+    _, dgrad, wgrad = call.formats
     keys = gradient_keys(call.linear, g, dgrad, wgrad)
     return OperandSpec(dgrad, wgrad, keys=keys, rotation=_rotation(call.linear.handle, wgrad))
 

@@ -150,12 +150,10 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         """Compute the result, and save Y of fc1 and the operands of both wgrads."""
         ctx.calls, ctx.rows, ctx.like_probs = (fc1, fc2), rows, (probs.shape, probs.dtype)
-        _, second = ctx.formats = fc1.linear.formats, fc2.linear.formats
         rowwise, of_x = fc1.products.quantize_unpadded(x, rows, fc1.input_spec)
         y = fc1.products.multiply(Gemm.FPROP, rowwise, fc1.operands[0], x.dtype)
-        spec = OperandSpec(second[0], second[2] if fc2.linear.has_backward else None)
         probs = rows.pad(probs.float().view(-1))
-        rowwise, of_hidden = fc2.products.swiglu(y, probs, rows, spec)
+        rowwise, of_hidden = fc2.products.swiglu(y, probs, rows, fc2.input_spec)
         if fc1.linear.has_backward:
             tensors, ctx.rest = flatten((of_x, of_hidden))
             ctx.save_for_backward(y, probs, *tensors)
@@ -170,11 +168,10 @@ class _FusedExperts(torch.autograd.Function):
         y, probs, *tensors = ctx.saved_tensors
         of_x, of_hidden = assemble((tuple(tensors), ctx.rest))
         g, rows = grad_outputs[0].contiguous(), ctx.rows
-        first, second = (formats[1:] for formats in ctx.formats)
-        rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g, *second))
+        rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g))
         d = fc2.products.multiply(Gemm.DGRAD, rowwise, fc2.operands[1], g.dtype)
         passed = fc2.wgrad(columnwise, of_hidden)
-        spec, fuses = gradient_spec(fc1, y, *first), fc1.products.fuses_swiglu(first)
+        spec, fuses = gradient_spec(fc1, y), fc1.products.fuses_swiglu(fc1.formats[1:])
         (rowwise, columnwise), of_probs = fc1.products.swiglu_gradient(
             d, y, probs, rows, spec if fuses else _UNQUANTIZED
         )
