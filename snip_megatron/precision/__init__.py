@@ -17,7 +17,6 @@ from snip_megatron.precision.linears import (
     LinearRow,
     Role,
     Side,
-    dense_names,
     option_id,
     split_option_id,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "Side",
     "Variant",
     "candidates_fault",
-    "dense_names",
     "format_shares",
     "fp4_fraction",
     "misplaced",

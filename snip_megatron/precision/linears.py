@@ -48,11 +48,6 @@ class LinearId:
         return cls(match[1], int(match[2]), match[3])
 
 
-def dense_names(layers: int) -> list[str]:
-    """Return the names of all linears of a decoder of dense layers."""
-    return [str(LinearId("decoder", layer, path)) for layer in range(layers) for path in DENSE_LAYER]
-
-
 class Role(StrEnum):
     """What a linear does in its residual sub-block."""
 

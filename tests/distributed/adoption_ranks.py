@@ -9,14 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dense_names import dense_names
 
-from snip_megatron.precision import (
-    Format,
-    Gemm,
-    PrecisionMap,
-    dense_names,
-    option_id,
-)
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError
 from snip_megatron.runtime.step_report import StepFigures, StepReport

@@ -17,15 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dense_names import dense_names
 
 from snip_megatron.megatron.startup import prepare
-from snip_megatron.precision import (
-    Format,
-    Formats,
-    LinearId,
-    LinearRow,
-    dense_names,
-)
+from snip_megatron.precision import Format, Formats, LinearId, LinearRow
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 TENSOR, NVFP4, HADAMARD = Format.FP8_TENSOR, Format.NVFP4, Format.NVFP4_HADAMARD

@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from dense_names import dense_names
 
-from snip_megatron.precision import (
-    Format,
-    PrecisionMap,
-    dense_names,
-)
+from snip_megatron.precision import Format, PrecisionMap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4

@@ -15,6 +15,7 @@ from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
 import transformer_engine.pytorch as te
+from dense_names import dense_names
 from te_models import dense
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.quantization import CustomRecipeState
@@ -22,7 +23,7 @@ from transformer_engine.pytorch.quantization import CustomRecipeState
 from snip_megatron.cli import main
 from snip_megatron.export.te_factory import MODULE
 from snip_megatron.gemm.transformer_engine import QUANTIZERS
-from snip_megatron.precision import Format, Gemm, PrecisionMap, dense_names, option_id
+from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 
 pytestmark = pytest.mark.skipif(not hasattr(te, "HybridQuantizer"), reason="needs Transformer Engine 2.19 or later")
 TRIPLES = list(itertools.product(QUANTIZERS, repeat=3))  # every mix in one linear

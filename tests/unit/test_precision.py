@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dense_names import dense_names
 from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
@@ -22,7 +23,6 @@ from snip_megatron.precision import (
     PrecisionMap,
     Role,
     candidates_fault,
-    dense_names,
     fp4_fraction,
     misplaced,
     option_id,

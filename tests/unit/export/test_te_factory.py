@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from dense_names import dense_names
 from snip_command import refused
 
 from snip_megatron.export.te_factory import factory_source
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, dense_names, option_id
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
 
 CHOICES = {option_id(name, gemm): Format.FP8 for name in dense_names(2) for gemm in Gemm}
 FC1 = "decoder.layers.1.mlp.linear_fc1"

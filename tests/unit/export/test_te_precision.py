@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dense_names import dense_names
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
@@ -13,7 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from snip_command import refused, snip
 
 from snip_megatron.export.te_precision import RECIPES, collapse, stage_layers
-from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, dense_names, option_id
+from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 
 EXPECTED = {
     Format.BF16: (None, None),

@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from dense_names import dense_names
 from handles import handle_of
 
 from snip_megatron.config import SnipConfig
@@ -12,7 +13,7 @@ from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
-from snip_megatron.precision import LinearRow, dense_names
+from snip_megatron.precision import LinearRow
 
 
 def a_call() -> StepCall:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_names import dense_names
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -21,7 +22,6 @@ from snip_megatron.errors import SnipError
 from snip_megatron.layers import convert_model
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
-from snip_megatron.precision import dense_names
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 

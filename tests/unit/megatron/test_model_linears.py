@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from dense_names import dense_names
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from meta_models import on_meta, rows_of
 
 from snip_megatron.megatron.compat.meta_model import CannotBuildError
-from snip_megatron.precision import LinearRow, dense_names
+from snip_megatron.precision import LinearRow
 
 
 def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dense_names import dense_names
 from llama_arguments import EXPERTS, arguments, check, linears, refused
 from megatron.core.transformer.enums import CudaGraphModule
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
-from snip_megatron.precision import Format, PrecisionMap, dense_names
+from snip_megatron.precision import Format, PrecisionMap
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from dense_names import dense_names
 from handles import handle_of
 from sensitivity.synthetic import make_table, with_columns
 
@@ -13,7 +14,7 @@ from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap, dense_names
+from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import Decision, MapChannel

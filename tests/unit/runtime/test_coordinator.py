@@ -8,11 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from dense_names import dense_names
 from scripted_controller import table
 from sidecar.jobs import make_job, wait_until
 
 from snip_megatron.config import SnipConfig
-from snip_megatron.precision import Format, Gemm, PrecisionMap, dense_names
+from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.records.readers import read_events
 from snip_megatron.records.run_data import load_run

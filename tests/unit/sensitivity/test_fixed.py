@@ -1,8 +1,9 @@
 """Policies with a fixed map: which formats they take from the candidates, and where."""
 
 import pytest
+from dense_names import dense_names
 
-from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, dense_names, misplaced
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, misplaced
 from snip_megatron.sensitivity.fixed import FIXED, fixed_map, formats_of
 from snip_megatron.sensitivity.policies import POLICIES
 
