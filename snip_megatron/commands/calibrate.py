@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.precision import Format
 from snip_megatron.records.storage import check_folder, deliver
 
@@ -65,8 +65,9 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.timing.calibration.measure import Measurer
 
     # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
-    backend = select_backend(gemm, formats, checks=False).backend
-    backend.check(device, formats)
+    with plain_arguments():
+        backend = select_backend(gemm, formats, checks=False).backend
+        backend.check(device, formats)
     return Measurer(backend, clock_for(device), formats)
 
 
