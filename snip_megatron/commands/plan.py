@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,16 +149,16 @@ def _built(args: argparse.Namespace) -> tuple[Layout, tuple[str, ...], int | Non
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
-    words = _words(args.megatron)
+    words = args.megatron
     named = last_value(words, "--vocab-size") or ""
     vocabulary = args.vocab_size or (int(named) if named.isdecimal() else 0)
     if not vocabulary:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
-    local = "local" in words
+    local = last_value(words, "--transformer-impl") == "local"
     left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
     kept, keep = [], True
     for word in words:
-        keep = word not in left_out if word[:2] == "--" else keep
+        keep = word.partition("=")[0] not in left_out if word[:2] == "--" else keep
         kept += [word] * keep
     kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
     # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
@@ -173,11 +173,6 @@ def _built(args: argparse.Namespace) -> tuple[Layout, tuple[str, ...], int | Non
         gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
     )
     return layout, training.recipe, training.train_iters
-
-
-def _words(arguments: Sequence[str]) -> list[str]:
-    """Return the words of Megatron's arguments, with each value apart from its name."""
-    return [part for word in arguments for part in (word.split("=", 1) if word[:2] == "--" else [word])]
 
 
 def _whole(text: str, least: int = 0) -> int:

@@ -183,11 +183,11 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
-    linears = [(path, module) for path, module in layer.named_modules() if _class(module) is not None]
+    linears = [(path, module) for path, module in layer.named_modules() if _parts(module)]
     blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
     found: list[BuiltLinear] = []
     for path, module in linears:
-        for part in _SHARDED[_class(module) or ""]:
+        for part in _parts(module):
             found += _built(stack, layer, path, module, part, blocks.index(_sub_block(path)))
     roles = list(Role)  # modules are in the order of construction: attention builds its output first
     return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
@@ -195,7 +195,7 @@ def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
 
 def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block: int) -> list[BuiltLinear]:
     config, owner = layer.config, layer.get_submodule(path.rpartition(".")[0])
-    sharded = _SHARDED[_class(module) or ""][part] or _MODES.get(getattr(module, "parallel_mode", ""), Side.NEITHER)
+    sharded = _parts(module)[part] or _MODES.get(getattr(module, "parallel_mode", ""), Side.NEITHER)
     path, own = (f"{path}.{part}", f"{part}_weight") if part else (path, "weight")
     weights: list[tuple[int | None, str]] = [(None, own)]
     mixed = layer.get_submodule(path.rpartition(".experts.")[0]) if "experts" in path.split(".") else None
@@ -250,8 +250,8 @@ def _role(n: int, k: int, sharded: Side, hidden: int) -> Role:
     return Role.WRITES if sharded is not Side.OUTPUT and n == hidden else Role.BETWEEN
 
 
-def _class(module: torch.nn.Module) -> str | None:
-    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _SHARDED), None)
+def _parts(module: torch.nn.Module) -> dict[str, Side | None]:
+    return next((_SHARDED[base.__name__] for base in type(module).__mro__ if base.__name__ in _SHARDED), {})
 
 
 def _sub_block(path: str) -> str:

@@ -171,11 +171,8 @@ def summarise(run: RunData) -> RunSummary:
         tokens_s=_tokens_per_second(run, maps),
     )
     last = run.adoptions[-1].precision_map if run.adoptions else None
-    if (
-        prediction is not None
-        and last is not None
-        and (over := prediction.over_fp8(last, account.latest_bf16_s)) is not None
-    ):
+    over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
+    if over is not None:
         found = replace(found, fp8=over[0].value, over_fp8=over[1])
     if found.why:  # speeds without a meaning must not be read as some
         bare = tuple(replace(each, bf16=deque()) for each in found.maps)
