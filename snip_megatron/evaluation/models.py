@@ -133,8 +133,9 @@ def load_data(folder: Path, tokenizer: str) -> Data:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise SnipError(f"--data {folder}: manifest.json cannot be used ({cut(error)}); {how} --overwrite") from None
     if data.tokenizer != tokenizer:
-        raise SnipError(
-            f"--data {folder}: its tokenizer is {cut(data.tokenizer)}, the experiment wants {tokenizer}; {how}"
+        raise SnipError(  # how ends with this folder, which prepare-data would not replace
+            f"--data {folder}: its tokenizer is {cut(data.tokenizer)}, the experiment wants {tokenizer};"
+            f" {how}-{tokenizer}"
         )
     if not data.valid_tokens:
         raise SnipError(f"--data {folder}: has no hold-out for validation; {how} --holdout 0.05 --overwrite")

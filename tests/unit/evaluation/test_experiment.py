@@ -178,7 +178,7 @@ def test_the_name_is_that_of_the_file_and_text_that_is_no_json_is_refused(tmp_pa
 def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(prepared: Path) -> None:
     with pytest.raises(SnipError, match="holds no prepared text; make it with: snip prepare-data --tokenizer bytes"):
         load_data(prepared.parent, "bytes")
-    with pytest.raises(SnipError, match="its tokenizer is bytes, the experiment wants bpe"):
+    with pytest.raises(SnipError, match=r"its tokenizer is bytes, the experiment wants bpe; .* --output .*-bpe$"):
         load_data(prepared, "bpe")
     assert load_data(prepared, "bytes").tokens == 1000
     manifest = json.loads((prepared / "manifest.json").read_text())
