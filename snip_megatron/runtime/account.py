@@ -180,8 +180,9 @@ class Account:
 
     @property
     def map_s(self) -> float | None:
-        """Median seconds of a step under the map in force; None if it is all bf16, or with too few steps."""
-        return self._now.step_s if self._now is not None and self._now.quantised else None
+        """The same of steps under the map in force; None if it is all bf16."""
+        usual = list(self._now.usual) if self._now is not None and self._now.quantised else []
+        return statistics.median(usual[-LATEST:]) if len(usual) >= LATEST else None
 
     @property
     def bf16_steps(self) -> int:

@@ -30,7 +30,7 @@ def replayed() -> GemmBackend:
 
 @pytest.fixture(scope="module")
 def python() -> GemmBackend:
-    return select_backend("hopper", replays=False).backend
+    return select_backend("hopper", checks=False).backend
 
 
 def operands(t: int, n: int, k: int, seed: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
