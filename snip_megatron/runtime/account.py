@@ -102,6 +102,7 @@ class Account:
         self._all: list[Stretch] = []
         self._now: Stretch | None = None
         self._bf16: deque[float] = deque(maxlen=KEPT)
+        self._mapped: deque[float] = deque(maxlen=LATEST)  # under the map in force
         self._settling, self._changed = SETTLING, False
         self._judged: Stretch | None = None  # the last one that slower() has judged
 
@@ -110,10 +111,12 @@ class Account:
         self._all.append(self._now)
         return self._now
 
-    def adopted(self, step: int, version: int | None, quantised: bool) -> None:
-        """Note that a map is in force from ``step`` on."""
+    def adopted(self, step: int, version: int | None, quantised: bool, *, changed: bool = True) -> None:
+        """Note that a map is in force from ``step`` on. Not ``changed``: its formats were in force before."""
         if self._now is not None:
             self._now.end = step
+        if changed:
+            self._mapped.clear()
         self._open(step, version, quantised)
         self._settling, self._changed = SETTLING, True
 
@@ -127,6 +130,7 @@ class Account:
             self._settling, self._changed = SETTLING, kind != "resume"
         if kind == "resume" and fields.get("changed_fact") is not None:
             self._now, self._bf16 = None, deque(maxlen=KEPT)  # another machine
+            self._mapped.clear()
 
     def step(self, step: int, seconds: float | None) -> None:
         """Note a training step and its duration, which is None if it was not a usual one."""
@@ -141,8 +145,7 @@ class Account:
                 now.settling.append(seconds)
         else:
             now.usual.append(seconds)
-            if not now.quantised:
-                self._bf16.append(seconds)
+            (self._mapped if now.quantised else self._bf16).append(seconds)
 
     def read(
         self,
@@ -181,8 +184,7 @@ class Account:
     @property
     def map_s(self) -> float | None:
         """The same of steps under the map in force; None if it is all bf16."""
-        usual = list(self._now.usual) if self._now is not None and self._now.quantised else []
-        return statistics.median(usual[-LATEST:]) if len(usual) >= LATEST else None
+        return statistics.median(self._mapped) if len(self._mapped) == LATEST else None
 
     @property
     def bf16_steps(self) -> int:

@@ -286,8 +286,9 @@ class RankZeroCoordinator:
             self._run.write("plans", step, plan.to_json())
 
     def adopted(self, step: int, precision_map: PrecisionMap) -> None:
+        changed = self._adopted is None or self._adopted.choices != precision_map.choices
         self._adopted = precision_map
-        self._account.adopted(step, precision_map.version, is_quantised(precision_map))
+        self._account.adopted(step, precision_map.version, is_quantised(precision_map), changed=changed)
         if self._run is not None:
             self._run.write("maps", step, precision_map.to_json())
 

@@ -114,4 +114,6 @@ def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
         coordinator.adopted(begin + 2, chosen)
         for step in range(begin + 2, begin + 30):
             coordinator.step_took(step, 0.04)
+            if step == begin + 26:  # a phase that changes nothing
+                coordinator.adopted(step, chosen)
     coordinator.close()
