@@ -41,7 +41,7 @@ FITTED = ("block", "kind", "random", "all")
 
 @dataclass
 class Set:
-    """A set of linears whose fprops are forced; ``rise`` on the two halves of the batch in nats."""
+    """A set of linears whose fprops are forced; ``rise`` on each part of the batch in nats."""
 
     kind: str
     names: Names
@@ -121,13 +121,13 @@ class Model:
         return [[], *([name] for name in left), *map(list, itertools.combinations(left, 2))]
 
 
-def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set]) -> None:
-    """Force the sets on both halves of the batch, and note their rises."""
+def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Sequence[range]) -> None:
+    """Force the sets on each of the parts of the batch, and note their rises."""
     from snip_megatron.megatron import oracle as room
     from snip_megatron.statistics.truth import Trial
 
     trials = tuple(Trial(Gemm.FPROP, each.names, Format.FP4) for each in sets)
-    used, found = result.passes["statistics"], []
+    found: list[list[float]] = []
 
     def keep(trials: Any, drift2: Any, loss: Any, *rest: Any) -> Any:
         found.append([float(value) for value in loss])
@@ -137,26 +137,33 @@ def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set]) -> None:
         mock.patch.object(room, "truth_of", keep),
         mock.patch.object(room.Oracle, "_owners", return_value=[]),
     ):
-        for half in (range(used), range(used, 2 * used)):
-            oracle.measure(step, result.table, half, result.scale)
+        for part in parts:
+            oracle.measure(step, result.table, part, result.scale)
     for each, *rises in zip(sets, *found, strict=True):
         each.rise = tuple(rises)
 
 
-def update(oracle: Any, step: Any, result: Any, seed: int) -> dict[str, Any]:
-    """Measure at one update, and return its figures."""
+def predicted_rises(table: Any) -> dict[str, float]:
+    """Return ΔL₂ of each linear's fprop in fp4, in nats."""
     from snip_megatron.sensitivity.divergence import FPROP, second_order
 
+    rises = second_order(table, ("fp4",))[:, FPROP, 0]
+    return dict(zip((row.name for row in table.linears), map(float, rises), strict=True))
+
+
+def update(oracle: Any, step: Any, result: Any, seed: int) -> dict[str, Any]:
+    """Measure at one update, and return its figures."""
     table = result.table
     flops = {row.name: float(row.n * row.k) for row in table.linears}
-    predicted = Model(dict(zip(flops, map(float, second_order(table, ("fp4",))[:, FPROP, 0]), strict=True)))
-    sets = sets_of(list(flops), seed)
-    measured(oracle, step, result, sets)
+    predicted = Model(predicted_rises(table))
+    sets, used = sets_of(list(flops), seed), result.passes["statistics"]
+    halves = (range(used), range(used, 2 * used))
+    measured(oracle, step, result, sets, halves)
     singles = Model({each.names[0]: statistics.fmean(each.rise) for each in sets if each.kind == "single"})
     fitted = [each for each in sets if each.kind in FITTED]
     models = {"additive": predicted.fitted(fitted, 1), "pairs": predicted.fitted(fitted, 2)}
     choices = [Set(name, model.chosen(flops, 0.5)) for name, model in models.items()]
-    measured(oracle, step, result, choices)
+    measured(oracle, step, result, choices, halves)
     return {
         "step": table.step,
         "tokens": table.tokens,
