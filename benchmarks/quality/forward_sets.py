@@ -24,15 +24,13 @@ from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option
 
 def sets_of(names: list[str], maps: dict[str, PrecisionMap]) -> list[Set]:
     """Return all, block 0, kinds in later blocks and their halves, maps, and what a map has beyond another one."""
-    linears = {name: LinearId.parse(name) for name in names}
-    later = [name for name in names if linears[name].layer]
+    ids = {name: LinearId.parse(name) for name in names}
+    later = [name for name in names if ids[name].layer]
     sets = {"all": list(names), "block 0": [name for name in names if name not in later]}
-    for path in dict.fromkeys(linears[name].path for name in later):
-        sets[path] = own = [name for name in later if linears[name].path == path]
-        sets |= {
-            f"{path} {half}": [n for n in own if linears[n].layer % 2 == i] for i, half in enumerate(("even", "odd"))
-        }
-    sets["mlp"] = [name for name in later if linears[name].path.startswith("mlp.")]
+    for path in dict.fromkeys(ids[name].path for name in later):
+        sets[path] = own = [name for name in later if ids[name].path == path]
+        sets |= {f"{path} {half}": [n for n in own if ids[n].layer % 2 == i] for i, half in enumerate(("even", "odd"))}
+    sets["mlp"] = [name for name in later if ids[name].path.startswith("mlp.")]
     fp4 = {m: [n for n in names if maps[m].choices[option_id(n, Gemm.FPROP)] is Format.FP4] for m in maps}
     sets |= fp4 | {f"{a} without {b}": [n for n in fp4[a] if n not in fp4[b]] for a in fp4 for b in fp4}
     return [Set(label, tuple(members)) for label, members in sets.items() if members]
