@@ -11,7 +11,8 @@ from snip_megatron.records.lock import read_lock
 from snip_megatron.records.readers import REPORT
 from snip_megatron.records.run_data import RunData, fields_of, load_run, number
 from snip_megatron.records.storage import flatten
-from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
+from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload
+from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_view
 from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
@@ -39,14 +40,16 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
 def render(run: RunData, *, live: bool = False) -> str:
     """Return the page as text.
 
-    With ``live`` the page says how old the last record is.
+    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
     """
     summary = summarise(run)
     unreadable = list(run.unreadable)
+    front = None if live else latest_front(run.path, run.updates, unreadable)
     rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
         "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
+        "front": front_figure(front),
     }
     return render_page(
         "report.html",
@@ -64,6 +67,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         maps=map_payload(run.maps),
         stages=stage_view(run, rows, unreadable),
         phases=phases,
+        front=front,
         updates=run.updates,
         timed=any(update.speedup is not None for update in run.updates),
         faults=[_event_row(event) for event in run.faults],
