@@ -1,4 +1,4 @@
-"""`snip doctor [--json] [--dir DIR]`."""
+"""`snip doctor [--json] [--dir DIR] [--port N] [--strict]`."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from snip_megatron.doctor.check import Check, Status
 from snip_megatron.doctor.hardware import check_backends, check_hardware
 from snip_megatron.doctor.host import check_host
 from snip_megatron.doctor.packages import check_packages
+from snip_megatron.errors import SnipError
 
 _MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
 
@@ -18,17 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print the checks as JSON (snip.doctor/1)")
     add("--dir", metavar="DIR", type=Path, default=Path(), help="where runs will write; default: the current folder")
+    add("--port", metavar="N", type=int, default=29500, help="port of torchrun's rendezvous; default: 29500")
+    add("--strict", action="store_true", help="exit with code 1 also if there are only notes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report.
+    """Print the report. Raises SnipError if the port is out of range.
 
-    Returns exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong.
+    Returns exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong, or with
+    ``--strict`` if there is a note.
     """
-    checks = [*check_packages(), *check_hardware(), *check_backends(), *check_host(args.dir)]
+    if not 0 < args.port < 65536:
+        raise SnipError(f"--port {args.port}: must lie between 1 and 65535")
+    checks = [*check_packages(), *check_hardware(), *check_backends(), *check_host(args.dir, args.port)]
     body = {"schema": "snip.doctor/1", "checks": [check.as_dict() for check in checks]}
     print(json.dumps(body) if args.json else _text(checks))
-    return int(any(check.status is Status.FAIL for check in checks))
+    wrong = {Status.FAIL, Status.NOTE} if args.strict else {Status.FAIL}
+    return 1 if any(check.status in wrong for check in checks) else 0
 
 
 def _text(checks: Sequence[Check]) -> str:
