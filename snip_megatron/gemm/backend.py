@@ -39,6 +39,8 @@ class GemmBackend:
     """
 
     name = "reference"
+    products = ""
+    """The library that multiplies in fp8, if it depends on what this machine can load."""
     replayed: Mapping[str, Any] = MappingProxyType({})
     """The methods whose calls C++ repeats."""
     plain_products: ScaledProducts | None = None

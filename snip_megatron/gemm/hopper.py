@@ -57,7 +57,7 @@ class HopperBackend(GemmBackend):
         self._products = self.plain_products = products
         self._others = others
         self._activations = activations
-        self._groups = groups
+        self._groups, self.products = groups, "cuBLASLt" if groups is None else "DeepGEMM"
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 

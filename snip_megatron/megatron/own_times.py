@@ -66,6 +66,7 @@ class OwnTimes:
                 [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
             ),
             self.run,
+            self.backend.products,
         )
 
     def known(self) -> OptionTimes | None:

@@ -36,7 +36,8 @@ def _slug(device: str) -> str:
 @dataclass(frozen=True)
 class OwnTable:
     """Where the table of a run's linears is kept, and what it must hold: times of a GPU, given its name in torch, by a
-    GEMM backend, in quantised formats, for the sizes of the workload. ``run`` is the run directory, if there is one.
+    GEMM backend, in quantised formats, for the sizes of the workload. ``run`` is the run directory, if there is one,
+    and ``products`` the library of the backend that multiplies.
     """
 
     device: str
@@ -44,11 +45,13 @@ class OwnTable:
     formats: tuple[Format, ...]
     workload: Workload
     run: Path | None = None
+    products: str = ""
 
     @property
     def cached(self) -> Path:
-        """The file of the user's cache. Its name depends on the card, the versions, the backend and the sizes."""
-        asked = repr((self.device, sorted(versions().items()), self.backend, self.formats, self.workload))
+        """The file of the user's cache, whose name depends on all that this table must hold, and on versions."""
+        by = self.backend, self.products
+        asked = repr((self.device, sorted(versions().items()), by, self.formats, self.workload))
         return cache_folder() / f"{_slug(self.device)}-{hashlib.sha256(asked.encode()).hexdigest()[:_DIGITS]}.json"
 
     @property

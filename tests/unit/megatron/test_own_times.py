@@ -12,12 +12,15 @@ from llama_arguments import WANTED, linears, run_arguments
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE
+from snip_megatron.gemm.backend import REFERENCE, GemmBackend
+from snip_megatron.gemm.hopper import HopperBackend
+from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.quantization import packed
 from snip_megatron.records.own_table import cache_folder
 from snip_megatron.records.readers import TIMINGS
 from snip_megatron.timing.calibration.clock import Call
@@ -55,9 +58,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "snip_megatron" / "timings"
 
 
-def own(run: Path | None, clock: FakeClock | None = None, config: SnipConfig = CONFIG, **given: Any) -> OwnTimes:
+def own(
+    run: Path | None,
+    clock: FakeClock | None = None,
+    config: SnipConfig = CONFIG,
+    backend: GemmBackend = REFERENCE,
+    **given: Any,
+) -> OwnTimes:
     args = run_arguments(**{**SMALL, **given})
-    return OwnTimes(config, args, linears(args).covered, REFERENCE, run, CPU, clock)
+    return OwnTimes(config, args, linears(args).covered, backend, run, CPU, clock)
 
 
 def test_the_first_start_measures_and_later_ones_find_the_same(
@@ -78,6 +87,17 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
     assert own(other).known() == measured  # another run of this model, from the cache
     assert (other / TIMINGS).read_bytes() == cached.read_bytes()
     assert own(None).known() == measured
+
+
+def test_times_of_another_library_are_not_taken() -> None:
+    """DeepGEMM that is installed may be loaded by one start and not by the next, which finds no CUDA toolkit."""
+    without, having = GemmBackend(), GemmBackend()
+    without.products, having.products = (
+        HopperBackend(packed, ScaledProducts(None), groups=groups).products for groups in (None, object())
+    )
+    measured = own(None, FakeClock(), backend=without).measure()
+    assert own(None, backend=without).known() == measured
+    assert own(None, backend=having).known() is None
 
 
 def test_a_resume_keeps_the_run_s_own_times(tmp_path: Path, cache: Path) -> None:
