@@ -73,6 +73,15 @@ def agree() -> dict[str, Any]:
     return {"decisions": [described(channel.agree(only_on_zero(decision))) for decision in decisions]}
 
 
+def corrupted(rank: int, faults: int) -> dict[str, Any]:
+    channel = FaultyChannel(faults if dist.get_rank() == rank else 0)
+    try:
+        decision = described(channel.agree(only_on_zero(Decision(a_map()))))
+    except MapMismatchError as error:
+        return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
+    return {"decision": decision, "broadcasts": channel.broadcasts}
+
+
 def other_model() -> dict[str, Any]:
     """A rank that built another model agrees about nothing."""
     names = dense_names(3) if dist.get_rank() != 2 else [*NAMES[1:], NAMES[0]]
@@ -94,7 +103,7 @@ def plan(rank: int = 0, faults: int = 0) -> dict[str, Any]:
         found = channel.agree(only_on_zero(Decision(a_map(), a_plan()))).plan
         return {"plan": None if found is None else found.as_dict(), "broadcasts": channel.broadcasts}
     except MapMismatchError as error:
-        return {"error": str(error), "exit_code": error.exit_code, "broadcasts": channel.broadcasts}
+        return {"error": str(error), "exit_code": error.exit_code}
 
 
 def steps() -> dict[str, Any]:
@@ -116,10 +125,12 @@ def report() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "agree": agree,
+    "corrupted_twice": lambda: corrupted(1, 2),
+    "corrupted_always": lambda: corrupted(1, 3),
     "other_model": other_model,
     "plan": plan,
-    "corrupted_twice": lambda: plan(1, 2),
-    "corrupted_always": lambda: plan(2, 3),
+    "corrupted_plan": lambda: plan(1, 2),
+    "corrupted_plan_always": lambda: plan(2, 3),
     "steps": steps,
     "report": report,
 }

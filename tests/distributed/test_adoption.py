@@ -30,10 +30,20 @@ def test_a_map_arrives_with_its_figures(outcomes: list[dict[str, Any]]) -> None:
         assert dropped == {"ready": True, "map": None, "digest": None}
 
 
-def test_a_plan_arrives_whole_and_a_corrupted_one_is_repeated_on_all_ranks(outcomes: list[dict[str, Any]]) -> None:
+def test_a_corrupted_broadcast_is_repeated_on_all_ranks(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        assert rank["corrupted_twice"]["broadcasts"] == 3
+        assert rank["corrupted_twice"]["decision"]["digest"] == a_map().digest(NAMES)
+
+
+def test_a_plan_arrives_whole_and_a_corrupted_one_is_repeated(outcomes: list[dict[str, Any]]) -> None:
     for rank in outcomes:
         assert rank["plan"] == {"plan": a_plan().as_dict(), "broadcasts": 1}
-        assert rank["corrupted_twice"] == {"plan": a_plan().as_dict(), "broadcasts": 3}
+        assert rank["corrupted_plan"] == {"plan": a_plan().as_dict(), "broadcasts": 3}
+        assert rank["corrupted_plan_always"] == {
+            "error": "ranks disagree about the precision map after 3 broadcasts",
+            "exit_code": EXIT_MAP_MISMATCH,
+        }
 
 
 def test_lasting_corruption_stops_every_rank(outcomes: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The documents are true: figures are those of the result files, arguments exist, the drawing fits."""
+"""The documents are true: links resolve, figures are those of the result files, arguments exist, the drawing fits."""
 
 import json
 import re
@@ -17,6 +17,14 @@ PAGES = sorted(
     for path in (*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md")))
 )
 README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_resolves(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
 def figure_rows() -> list[tuple[str, str, Path]]:

@@ -185,6 +185,20 @@ def test_repeated_steps_and_recomputation(forward: Callable[[Any, torch.Tensor],
         assert_alike(run.step(forward), plain.step(unfused))
 
 
+def test_gradients_are_those_of_float64() -> None:
+    run = Run(MAPS["fp8"])
+    x, g = tensors(0)
+    fused(run.mlp, x).backward(g)
+    exact, grad = x.detach().double().requires_grad_(), g.double()
+    first, second = (linear.weight.detach().double() for linear in (run.mlp.linear_fc1, run.mlp.linear_fc2))
+    first.requires_grad_(), second.requires_grad_()
+    gate, up = (exact @ first.t()).chunk(2, -1)
+    (torch.nn.functional.silu(gate) * up @ second.t()).backward(grad)
+    main = [linear.weight.main_grad for linear in (run.mlp.linear_fc1, run.mlp.linear_fc2)]
+    for found, expected in zip((x.grad, *main), (exact.grad, first.grad, second.grad), strict=True):
+        assert (found.double() - expected).norm() < 10 ** (-22 / 20) * expected.norm()  # 22 dB
+
+
 def test_validation_quantises_for_fprop_alone() -> None:
     run, plain = Run(MAPS["fp8"]), Run(MAPS["fp8"])
     with torch.no_grad():

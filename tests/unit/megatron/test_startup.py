@@ -14,6 +14,12 @@ from snip_megatron.megatron import startup
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+def test_unknown_compat_name_lists_the_known_ones() -> None:
+    assert startup.check_compat_names(["cpu", "dataset-helpers"]) == {"cpu", "dataset-helpers"}
+    with pytest.raises(SnipError, match="nonsense: unknown; choose one of cpu, dataset-helpers"):
+        startup.check_compat_names(["cpu", "nonsense"])
+
+
 @pytest.mark.parametrize("given", [["--yaml-cfg", "run.yaml"], ["--yaml-cfg=run.yaml"]])
 def test_arguments_of_a_file_are_refused(given: list[str]) -> None:
     with pytest.raises(SnipError, match=r"^--yaml-cfg is not supported: .* give its arguments on the command line$"):

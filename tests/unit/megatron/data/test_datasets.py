@@ -43,6 +43,11 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     check_data(data_args(data_path=["s3://bucket/text"]))
 
 
+def test_other_kinds_are_refused() -> None:
+    with pytest.raises(SnipError, match="--logits-load-dir is not supported"):
+        check_data(data_args(mock_data=True, logits_load_dir="x"))
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
