@@ -134,12 +134,12 @@ class OptionTimes(JsonFields):
         if {Format.BF16}.issuperset(precision_map.choices.values()):
             return measured, measured
 
-        def under(chosen: PrecisionMap) -> float:
-            return self.bubble * max(self.rest[k] + own for k, (_, own) in self.by_stage(chosen, stages).items())
+        def under(linears: Mapping[int, tuple[float, float]]) -> float:
+            return self.bubble * max(self.rest[k] + own for k, (_, own) in linears.items())
 
-        after, base, base_s = under(precision_map), before, measured
+        after, base, base_s = under(times), before, measured
         if ran is not None:
-            base, base_s = under(ran[0]), ran[1]
+            base, base_s = under(self.by_stage(ran[0], stages)), ran[1]
         # A saving of more than the measured step would be an error of the prediction.
         return measured, base_s - (base - after) if base - after < base_s else after
 
