@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.cpu:
         agent.check_devices(job)
+    elif not job.smoke:
+        raise SnipError(
+            f"--cpu trains only a tiny model: add --smoke, or leave out --cpu to train {job.model.name} on GPUs"
+        )
     if job.load is not None and holds_checkpoint(job.load):
         print(f"snip launch: goes on from the checkpoint in {job.load}", flush=True)
     code, asked = agent.supervise(command, added, agent.failure_file(job.save))

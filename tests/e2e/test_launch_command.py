@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
+from snip_megatron.launch import agent
 from snip_megatron.launch.job import make_job, progress
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
@@ -93,6 +94,15 @@ def test_hardware(arguments: tuple[object, ...], line: str) -> None:
 )
 def test_refusals(arguments: str, message: str) -> None:
     assert refused("launch", *arguments.split()).startswith(message)
+
+
+def test_a_whole_model_is_not_trained_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "supervise", lambda *arguments: (0, None))
+    wanted = ("1b", "--cpu", "--data", "mock", "--save", tmp_path)
+    assert refused("launch", *wanted) == (
+        "--cpu trains only a tiny model: add --smoke, or leave out --cpu to train llama-1b on GPUs"
+    )
+    assert snip("launch", *wanted, "--smoke").returncode == 0
 
 
 def test_the_script_is_the_command(tmp_path: Path) -> None:
