@@ -151,7 +151,7 @@ class Comparison:
         else:
             self.failed += 1
             fields["error"] = outcome.error
-            self._say(f"{run.title} failed twice: {outcome.error} (log: {outcome.job.log})")
+            self._say(f"{run.title} failed: {outcome.error} (log: {outcome.job.log})")
         for part in self.parts:
             own = next((r for r in part.runs if part.identity(r) == identity), None)
             if own is not None:

@@ -1,4 +1,6 @@
-"""A pool of training processes. Several run on each GPU at the same time, and a failed one is tried once more."""
+"""A pool of training processes. Several run on each GPU at the same time, and one that fails is tried once more,
+unless its arguments are wrong.
+"""
 
 import contextlib
 import math
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snip_megatron.errors import installed_version
+from snip_megatron.errors import SnipError, installed_version
 
 PACKAGES = ("torch", "megatron-core", "triton", "ortools")
 POLL_S = 0.2
@@ -119,8 +121,10 @@ class Pool:
 
     def _ended(self, running: _Running, ended: Callable[[Outcome], None]) -> None:
         job, seconds = running.job, time.monotonic() - running.started
-        error = _error(job, running.process.returncode)
-        if error is not None and job.name not in self._failed_once:
+        code = running.process.returncode
+        error = _error(job, code)
+        again = code != SnipError.exit_code and job.name not in self._failed_once  # that code is of wrong arguments
+        if error is not None and again:
             self._failed_once.add(job.name)
             print(f"{job.name} failed after {seconds:.0f} s and is tried again: {error}", file=sys.stderr, flush=True)
             job.log.replace(job.log.with_name(job.log.name + ".1"))

@@ -137,7 +137,7 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
     pool.add(jobs)
     left = pool.run(ended)
     if failed:
-        raise SnipError(f"{failed[0].job.name} failed twice: {failed[0].error} (log: {failed[0].job.log})", exit_code=1)
+        raise SnipError(f"{failed[0].job.name} failed: {failed[0].error} (log: {failed[0].job.log})", exit_code=1)
     if left:
         raise SnipError(f"{left} recordings did not end in time; raise --time-limit", exit_code=1)
 

@@ -55,6 +55,13 @@ def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path, capsys: py
     )
 
 
+def test_a_run_whose_arguments_are_refused_is_tried_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes, left = run(Pool([None], {}), [job(tmp_path, "bad", "print('no such option'); raise SystemExit(2)")])
+    assert (left, outcomes["bad"].error) == (0, "exit code 2: no such option")
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["bad.txt"]
+
+
 def test_exit_code_0_without_the_result_is_a_failure(tmp_path: Path) -> None:
     def check() -> None:
         raise ValueError("no validation")
