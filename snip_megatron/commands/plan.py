@@ -12,6 +12,7 @@ from snip_megatron.commands.numbers import positive
 from snip_megatron.config import SnipConfig
 from snip_megatron.config.options import add_options, given_options
 from snip_megatron.errors import SnipError, quoted
+from snip_megatron.launch.check import Training, check
 from snip_megatron.planner.layout import RECOMPUTE, Layout
 from snip_megatron.records.storage import check_folder, deliver
 
@@ -99,9 +100,12 @@ def run(args: argparse.Namespace) -> int:
     model = load_cost_model(args.timings)
     given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
     given = given_arguments(args.megatron or ()) | given
-    layout, recipe, ends = (_named(args), (), None) if args.megatron is None else _built(args)
-    ends = args.train_iters or ends
-    request = parse_request(given, model, statistics=args.statistics, seed=args.seed, train_iters=ends, recipe=recipe)
+    training = Training(_named(args)) if args.megatron is None else _built(args)
+    assert isinstance(training.layout, Layout)
+    ends = args.train_iters or training.train_iters
+    request = parse_request(
+        given, model, statistics=args.statistics, seed=args.seed, train_iters=ends, recipe=training.recipe
+    )
     if args.train_iters is not None and request.config.phases is None:
         raise SnipError(
             f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         )
     links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
     gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
-    plan = make_plan(StepModel(layout, model, links), request, gpu_memory=gpu)
+    plan = make_plan(StepModel(training.layout, model, links), request, gpu_memory=gpu)
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")
@@ -139,11 +143,8 @@ def _named(args: argparse.Namespace) -> Layout:
     ).checked()
 
 
-def _built(args: argparse.Namespace) -> tuple[Layout, tuple[str, ...], int | None]:
-    """Return the layout that the arguments of a training ask for, with the linears of the model that they build, the
-    formats of their recipe, and the training steps, if known.
-    """
-    from snip_megatron.launch.check import check
+def _built(args: argparse.Namespace) -> Training:
+    """Return what the arguments of a training ask for, with the layout of the model that they build."""
     from snip_megatron.launch.job import last_value
 
     for name in ("model", *_SIZES, *_FLAGS):
@@ -172,7 +173,7 @@ def _built(args: argparse.Namespace) -> tuple[Layout, tuple[str, ...], int | Non
         grouped_experts="--moe-grouped-gemm" in words and not local,
         gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
     )
-    return layout, training.recipe, training.train_iters
+    return replace(training, layout=layout)
 
 
 def _whole(text: str, least: int = 0) -> int:

@@ -32,8 +32,8 @@ class Training:
     """
 
     layout: Layout | str
-    recipe: tuple[str, ...]
-    train_iters: int | None
+    recipe: tuple[str, ...] = ()
+    train_iters: int | None = None
 
 
 def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Training:
