@@ -17,7 +17,7 @@ from snip_megatron.gemm.operands import GemmOperand
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.exact import ExactOperand
 from snip_megatron.quantization.formats import SPECS
-from snip_megatron.quantization.kernels.listing import only_lists
+from snip_megatron.quantization.kernels.listing import active
 from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 
@@ -38,7 +38,7 @@ class EmulatedBackend(GemmBackend):
 
     def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
         fault = wrong_numbers(self, device, formats)
-        if fault is None or only_lists():
+        if fault is None or active() is not None:
             return None
         self._in_torch = True
         return f"{fault}: torch emulates, slower than bf16"

@@ -74,10 +74,8 @@ class WarmUp:
             return True
         listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[Variant | Source], list[Variant | Source]]] = [([], [])] * dist.get_world_size(
-            self.host.groups.world
-        )
-        dist.all_gather_object(gathered, listed, group=self.host.groups.world)
+        gathered: list[tuple[list[Variant | Source], list[Variant | Source]]] = [([], [])] * dist.get_world_size()
+        dist.all_gather_object(gathered, listed)
         now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
@@ -85,7 +83,7 @@ class WarmUp:
         self._compilation = self._compiling(now | later)
         device = torch.device("cuda", torch.cuda.current_device())
         running = torch.tensor(float(self._compilation.running()), device=device)
-        dist.all_reduce(running, group=self.host.groups.world)
+        dist.all_reduce(running)
         if float(running):
             say(f"compiling {len(now | later)} kernels beside the training; the next map waits for them")
         return not float(running)
@@ -136,7 +134,7 @@ class WarmUp:
         if compilation.processes:
             say(f"compiling {compilation.kernels} kernels of the map in force ...")
         compilation.running(math.inf)
-        dist.barrier(self.host.groups.world)
+        dist.barrier()
         if compilation.processes:
             say(f"compiled in {time.perf_counter() - started:.1f} s")
 
@@ -156,12 +154,12 @@ class WarmUp:
         from snip_megatron.quantization.kernels.listing import listed
 
         backend = self.registry.context.backend
-        with listed(run=False, rows=self.host.tokens or 0) as listing:
+        with listed(rows=self.host.tokens or 0) as listing:
             self.run_once(in_force=in_force)
             if self.times is not None and not in_force:
                 self.times()
         if self._formats_in_use and (listing.variants or not in_force):
-            with listed(run=False) as compared:  # small matrices, which stand for themselves
+            with listed() as compared:  # small matrices, which stand for themselves
                 backend.check("cuda", self._formats_in_use)
                 for fmt in self._replayed_formats if self._replays and not in_force else ():
                     wrong_numbers(backend, "cuda", [fmt])

@@ -27,7 +27,7 @@ def listing() -> Iterator[None]:
     global kernels
     from snip_megatron.quantization.kernels.listing import listed
 
-    with listed(run=False) as found:
+    with listed() as found:
         before, kernels = kernels, True
         try:
             yield

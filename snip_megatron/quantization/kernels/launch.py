@@ -7,13 +7,13 @@ numbers, the dtype, device and alignment of tensors, the constants and the optio
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snip_megatron.quantization.kernels.listing import Listing, active
+from snip_megatron.quantization.kernels.listing import active
 from snip_megatron.quantization.kernels.replay import recording
 
 Seen = tuple[Tensor, torch.dtype]
@@ -32,7 +32,9 @@ def launch(
     constants: Mapping[str, object],
     options: Mapping[str, int],
 ) -> None:
-    """Run ``kernel[grid](*memory, *numbers, *counters, **constants, **options)`` on the first tensor's device.
+    """Run ``kernel[grid](*memory, *numbers, *counters, **constants, **options)``, or list it.
+
+    The device is that of the first tensor.
 
     Args:
         kernel: a Triton kernel with parameters in this order: memory, numbers, counters, constants. None has a
@@ -56,28 +58,19 @@ def launch(
             _all_aligned(pointers) or tuple([p % _ALIGNED == 0 for p in pointers]),
             _all_short(counters) or tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
         )  # fmt: skip
-        found = _compiled.get(key) if active() is None else None
+        listing = active()
+        found = _compiled.get(key) if listing is None else None
         if found is not None:  # addresses instead of tensors: Triton asks the driver about each of those
             found[(*grid, 1)](*pointers, *numbers, *counters, *values)
         else:
             viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
-            found = on_grid(kernel, grid)(*viewed, *numbers, *counters, **constants, **options)
+            run = kernel[grid] if listing is None else functools.partial(listing.note, kernel)
+            found = run(*viewed, *numbers, *counters, **constants, **options)
             if found is not None and len(_compiled) < _KEPT:  # Triton's interpreter compiles nothing
                 _compiled[key] = found
     recorded = recording()
     if recorded is not None:
         recorded.launch(found, grid, tensors, (*numbers, *counters, *values))
-
-
-def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Return ``kernel[grid]``, unless launches are listed: every launch of this package goes through here."""
-    listing = active()
-    return kernel[grid] if listing is None else functools.partial(_listed, listing, kernel, grid)
-
-
-def _listed(listing: Listing, kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **named: Any) -> Any:
-    listing.note(kernel, arguments, named)
-    return kernel[grid](*arguments, **named) if listing.runs else None
 
 
 def _all_aligned(pointers: list[int]) -> bool:

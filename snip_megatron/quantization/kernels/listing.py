@@ -85,20 +85,18 @@ def _described(value: Any, *, specialised: bool) -> object:
 
 @dataclass
 class Listing:
-    """The kernels that were launched.
+    """The kernels that were to be launched.
 
     Attributes:
-        runs: whether they run.
         rows: rows of the training's matrices, for which shorter ones stand; 0: the matrices are the training's.
         variants: those of Triton, and the sources of DeepGEMM's that are not compiled, in the order of their first
             launch, as keys.
     """
 
-    runs: bool
     rows: int = 0
     variants: dict[Variant | Source, None] = field(default_factory=dict)
 
-    def note(self, kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def note(self, kernel: Any, /, *arguments: Any, **named: Any) -> None:
         """Add the variant that ``kernel[grid](*arguments, **named)`` runs."""
         self.variants[Variant.of(kernel, arguments, named)] = None
 
@@ -123,19 +121,13 @@ def active() -> Listing | None:
     return _active[-1] if _active else None
 
 
-def only_lists() -> bool:
-    """Whether a listing is in progress that runs no kernel, so that results are uninitialised memory."""
-    listing = active()
-    return listing is not None and not listing.runs
-
-
 @contextmanager
-def listed(*, run: bool, rows: int = 0) -> Iterator[Listing]:
+def listed(*, rows: int = 0) -> Iterator[Listing]:
     """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.
 
-    If the kernels are not ``run``, their results are uninitialised memory.
+    The kernels do not run, so that their results are uninitialised memory.
     """
-    listing = Listing(run, rows)
+    listing = Listing(rows)
     _active.append(listing)
     try:
         yield listing

@@ -137,7 +137,7 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
     from snip_megatron.quantization.kernels.compiler import Compilation
     from snip_megatron.quantization.kernels.listing import listed
 
-    with listed(run=False) as listing:
+    with listed() as listing:
         run_once(measurer.backend, measurer.formats, workload, device)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     return Compilation(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)

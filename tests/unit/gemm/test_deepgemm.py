@@ -86,7 +86,7 @@ def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = Library(wrong)
     products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
     backend = HopperBackend(packed, products, groups=SimpleNamespace())
-    with listed(run=False):  # results are uninitialised memory
+    with listed():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())
     assert (fault is None) == (wrong == 0)

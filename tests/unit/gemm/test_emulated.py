@@ -81,7 +81,7 @@ def test_wrong_numbers_and_failures_do_not() -> None:
 
 def test_torch_multiplies_where_the_check_fails() -> None:
     found = _Wrong(quantize_exact, ExactProducts())
-    with listed(run=False):
+    with listed():
         assert found.check("cpu", [MXFP8]) is None
     fault = found.check("cpu", [NVFP4])
     assert fault is not None

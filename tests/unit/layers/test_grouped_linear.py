@@ -303,7 +303,7 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
     )  # fmt: skip
     chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]
     fc1, fc2 = (Experts(3, chosen[0], backend, n=n, k=k) for n, k in ((256, 128), (128, 128)))
-    with listed(run=False) as before:
+    with listed() as before:
         for experts, parallel in ((fc1, "column"), (fc2, "row")):
             experts.snip_experts = experts.handles  # type: ignore[assignment]
             handle = replace(experts.handles[0], parallel=parallel)
@@ -313,7 +313,7 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
     for formats, backwards in itertools.product(chosen, (False, True)):
         fc1.handles[0].state.formats = fc2.handles[0].state.formats = formats
         rows = group_rows((tokens - 7, 0, 7), torch.device("cpu"), backwards=backwards)
-        with listed(run=False) as listing:
+        with listed() as listing:
             fused_experts(x, probs, rows, fc1.call(rows), fc2.call(rows)).sum().backward()
         names = {each.name for each in listing.variants if isinstance(each, Variant)}
         assert {"quantised_rows_kernel", "rows_kernel", "grouped_wgrad_kernel"} <= names

@@ -66,7 +66,7 @@ def test_what_triton_tells_apart_is_another_variant(other: Any) -> None:
 def test_a_single_row_runs_no_kernel() -> None:
     """ptxas miscompiles it (``reads_words``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
-    with listed(run=False) as listing:
+    with listed() as listing:
         for fmt, weight in ((Format.FP8, False), (Format.FP8, True), (Format.FP8_TENSOR, False)):
             quantize_operands(x, OperandSpec(fmt, fmt, weight=weight))
     assert not listing.variants
@@ -136,7 +136,7 @@ from triton.backends.nvidia.compiler import get_ptxas_version
 from snip_megatron.quantization.kernels.compiler import Compilation, compile_for, compile_variant
 from snip_megatron.quantization.kernels.listing import listed
 from snip_megatron.statistics.kernels.sums import output_sums, sum_squares
-with listed(run=False) as listing:
+with listed() as listing:
     for size in (8, 16):
         sum_squares(torch.zeros(size + 1))
         sum_squares(torch.zeros(size, dtype=torch.bfloat16))

@@ -45,7 +45,7 @@ def call(n, rows=256):
     a, b = (torch.zeros(rows, 256), torch.zeros(2, rows).t()), (torch.zeros(2, n, 256), torch.zeros(2, n // 128, 2))
     run(product, a, b, torch.zeros(rows, n), torch.zeros(rows, dtype=torch.int32))
 calls = lambda: pathlib.Path({log!r}).read_text().count("-cubin")
-with listed(run=False) as listing:
+with listed() as listing:
     [call(n) for n in (128, 384, 128)]
 sources = list(listing.variants)
 assert not launched and sources[0].flags == ("-O3", "-arch=sm_90a")
@@ -55,7 +55,7 @@ assert not compiled.running(wait=300.0) and (compiled.compiled, compiled.left) =
 assert calls() == 2  # of the other process
 call(640)  # nobody has listed it
 assert calls() == 3
-with listed(run=False) as again:
+with listed() as again:
     call(128)
 assert not again.variants  # compiled: DeepGEMM runs
 print(json.dumps([[each.code for each in sources], launched]))
