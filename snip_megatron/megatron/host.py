@@ -260,7 +260,7 @@ class MegatronStep:
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self._groups.tp_rank == 0:  # tensor parallel ranks count the same tokens
             total += sum(count.to(device) for count in self._loss_tokens)
-        dist.all_reduce(total, group=self._groups.world)
+        dist.all_reduce(total)
         return unscaled / max(float(total), 1.0)  # as Megatron
 
     def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:

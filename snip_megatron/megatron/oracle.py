@@ -110,7 +110,7 @@ class Oracle:
                     change = made.loss if self._tp_rank == 0 else 0.0
                     loss[index - 1] = (change + made.first_order) * scale.gradient
         for sums in (drift2, loss):
-            dist.all_reduce(sums, group=self._host.groups.world)
+            dist.all_reduce(sums)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
         truth = truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
         return truth, len(plain) + len(both) * len(trials)

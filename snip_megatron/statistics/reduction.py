@@ -33,7 +33,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The process groups that a probe reduces over: data parallel ranks hold distinct tokens, ``world`` are all ranks.
+    """The process groups that a probe reduces over, before all ranks: data parallel ranks hold distinct tokens.
 
     ``experts`` are the groups of the weights of experts, whose data parallel ranks are those with the same experts;
     None if the model has no experts.
@@ -41,7 +41,6 @@ class ProbeGroups:
 
     tp: dist.ProcessGroup | None
     dp: dist.ProcessGroup | None
-    world: dist.ProcessGroup | None = None
     experts: ProbeGroups | None = None
 
     def of(self, handle: LinearHandle) -> ProbeGroups:
@@ -134,13 +133,13 @@ class PartialTable:
         self._add("sink_drift2", index, drift2, "sink_drift2")
         self._add("sink_w2", index, w2, "sink_w2")
 
-    def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def reduce(self, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
         self._finish()
         if not dist.is_initialized():  # a process of its own
             return
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(flat)
         flat = flat.cpu()
         offset = 0
         for name, array in self.arrays.items():

@@ -16,7 +16,6 @@ from snip_megatron.precision import Format, Gemm
 from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
-from snip_megatron.statistics.reduction import ProbeGroups
 
 _GIB = 2.0**30
 _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs
@@ -102,7 +101,7 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
 
 
 def fitting(
-    sequences: int, needed: Callable[[float], float], available: float, groups: ProbeGroups, device: torch.device
+    sequences: int, needed: Callable[[float], float], available: float, device: torch.device
 ) -> float | Unmeasured:
     """Return the largest part of a microbatch that fits on all ranks, or why none does. Equal on all ranks. Collective.
 
@@ -110,10 +109,10 @@ def fitting(
     """
     parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
     fits = next((part for part in parts if needed(part) <= available), 0.0)
-    every = torch.zeros(dist.get_world_size(groups.world), 5, dtype=torch.float64, device=device)
+    every = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=device)
     own = [parts[-1], fits, needed(1.0), needed(parts[-1]), available]
-    every[dist.get_rank(groups.world)] = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(every, group=groups.world)
+    every[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(every)
     least, fit, whole, smallest, has = every.cpu().unbind(1)
     cut = bool((least == least[0]).all())  # if one rank cannot cut its microbatch, none does
     part = float(fit.min()) if cut or bool((fit == 1.0).all()) else 0.0

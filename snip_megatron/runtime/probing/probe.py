@@ -67,7 +67,7 @@ class ProbeRunner:
             memory.needed, self._registry, host, self._config.probe_tokens, peak if self.has_trained else None,
             self._microbatches(step), step.microbatches,
         )  # fmt: skip
-        part = memory.fitting(step.sequences, needed, available, host.groups, host.device)
+        part = memory.fitting(step.sequences, needed, available, host.device)
         return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
 
     def _microbatches(self, step: HostStep) -> int:
@@ -104,7 +104,7 @@ class ProbeRunner:
             if self._weighs_updates:
                 found = PartialTable(self._shape, scale.gradient)
                 self._updates.collect(found, table, recorders, step, scale)
-                found.reduce(self._host.groups.world, self._host.device)
+                found.reduce(self._host.device)
                 table.merge(found)
             seconds["reduction"] = time.perf_counter() - started
             if self._weighs_updates:
@@ -160,7 +160,7 @@ class ProbeRunner:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
         for boundary in stream.reported:
             table.add_boundary(boundary)
-        table.reduce(self._host.groups.world, self._host.device)
+        table.reduce(self._host.device)
         return table
 
     def _sigma(self, table: PartialTable, scale: StepScale) -> float:

@@ -21,7 +21,6 @@ from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.statistics.reduction import ProbeGroups
 
 CPU = torch.device("cpu")
-ALONE = ProbeGroups(None, None)
 
 
 def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) -> list[LinearHandle]:
@@ -88,13 +87,13 @@ def test_the_same_as_is_planned() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_probe_takes_the_largest_part_that_fits() -> None:
     for free, part in ((8.0, 1.0), (7.9, 0.5), (2.0, 0.25), (1.0, 0.125)):
-        assert fitting(8, lambda part: 8.0 * part, free, ALONE, CPU) == part
-    assert fitting(6, lambda part: 6.0 * part, 5.0, ALONE, CPU) == 0.5  # six sequences: in equal parts
+        assert fitting(8, lambda part: 8.0 * part, free, CPU) == part
+    assert fitting(6, lambda part: 6.0 * part, 5.0, CPU) == 0.5  # six sequences: in equal parts
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_too_little_for_one_sequence_is_said_in_words_and_figures() -> None:
-    found = fitting(4, lambda part: 12 * 2.0**30 * part, 2.0**29, ALONE, CPU)
+    found = fitting(4, lambda part: 12 * 2.0**30 * part, 2.0**29, CPU)
     assert found == Unmeasured(
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
