@@ -39,14 +39,12 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.selection import native_backend
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import validate
-from snip_megatron.megatron.evaluation import share
+from snip_megatron.megatron.evaluation import main_loss, share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, say
 from snip_megatron.quantization.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
-
-_LOSS = "lm loss"
 
 
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
@@ -124,7 +122,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         """Record the validation loss."""
         if self._run is not None:
             self._run.beside_graphs.close()
-            self._run.evaluated(context.total_loss_dict or {}, context.model)
+            self._run.evaluated(context.total_loss_dict, context.model)
 
     on_test_start = on_eval_start
 
@@ -176,9 +174,9 @@ class _BridgeRun(SnipRun):
         super().__init__(config, args)
         self.beside_graphs = ExitStack()  # of a validation
 
-    def evaluated(self, losses: dict[str, Any], model: list[Any]) -> None:
+    def evaluated(self, losses: dict[str, Any] | None, model: list[Any]) -> None:
         """Share the validation loss of the last pipeline stage with all ranks and record it. Collective."""
-        loss = share(losses.get(_LOSS), next(model[0].parameters()).device)
+        loss = share(main_loss(losses), next(model[0].parameters()).device)
         if loss is not None:
             self._validated({"bf16" if self._config.eval == "bf16" else "map": loss})
 
@@ -212,9 +210,6 @@ def bridge_arguments(container: Any) -> argparse.Namespace:
         "num_experts": transformer.num_moe_experts,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
         "padded_vocab_size": padded_vocabulary(model, transformer),
-        "decoder_first_pipeline_num_layers": transformer.num_layers_in_first_pipeline_stage,
-        "decoder_last_pipeline_num_layers": transformer.num_layers_in_last_pipeline_stage,
-        "pipeline_model_parallel_layout": transformer.pipeline_model_parallel_layout,
         "accumulate_allreduce_grads_in_fp32": container.ddp.grad_reduce_in_fp32,
         "grad_reduce_in_bf16": not container.ddp.grad_reduce_in_fp32,
         "full_validation": False,

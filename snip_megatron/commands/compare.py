@@ -83,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(
             f"two experiments are named {cut(max(names, key=names.count))}: their results would be one file"
         )
-    if args.data is None:
-        raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     parts_data = [load_data(args.data, experiment.tokenizer) for experiment in experiments]
     for experiment, data in zip(experiments, parts_data, strict=True):
         _check_settings(experiment, data)

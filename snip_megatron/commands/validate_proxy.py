@@ -73,8 +73,6 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
     experiment = load_experiment(path)
     if experiment.warm is None:
         raise SnipError(f"{path}: has no warm checkpoint to measure")
-    if args.data is None:
-        raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     deadline = None if args.time_limit is None else time.monotonic() + args.time_limit
     pool = Pool(devices(select_gpus(args.gpus), experiment.training.ranks, 1), ENVIRONMENT, deadline)
     work, data = (args.work or args.out / "work").resolve(), load_data(args.data, experiment.tokenizer)

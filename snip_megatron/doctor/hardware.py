@@ -69,7 +69,6 @@ def check_backends() -> Iterator[Check]:
 
 
 def _host_path() -> Iterator[Check]:
-    """Check whether C++ launches the Hopper backend's kernels."""
     from snip_megatron.gemm.selection import why_not_hopper
 
     if why_not_hopper() is not None:

@@ -22,7 +22,7 @@ def check_host(directory: Path, port: int) -> Iterator[Check]:
     """Check the host, a ``directory`` in which runs will write, and the ``port`` of torchrun's rendezvous."""
     yield _cpus()
     yield attempt(ROOM, "solver", _solver, "reinstall the pinned ortools")
-    yield attempt(ROOM, "megatron", _compatibility, "install a supported, unpatched megatron-core")
+    yield attempt(ROOM, "megatron", _compatibility, f"install an unpatched {MEGATRON}")
     yield attempt(ROOM, "process group", _process_group, "check the driver and the network interface")
     yield _port(port)
     yield _disk(directory)
@@ -38,8 +38,6 @@ def _cpus() -> Check:
 
 def _solver() -> Check:
     """Solve a small problem with the solver that a run uses."""
-    if importlib.util.find_spec("ortools") is None:
-        return fail(ROOM, "solver", "ortools is not installed", "pip install ortools")
     from snip_megatron.precision import Format
     from snip_megatron.precision.budget import Budget
     from snip_megatron.solver.api import solve
@@ -58,8 +56,6 @@ def _solver() -> Check:
 
 def _compatibility() -> Check:
     """Import the modules that check Megatron's version and private names."""
-    if importlib.util.find_spec("megatron") is None:
-        return fail(ROOM, "megatron", "cannot be imported", f"pip install '{MEGATRON}'")
     from snip_megatron.megatron.startup import prepare
 
     prepare([], [])

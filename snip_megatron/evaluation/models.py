@@ -113,8 +113,13 @@ class Data:
         ]
 
 
-def load_data(folder: Path, tokenizer: str) -> Data:
-    """Read a folder's manifest. Raises SnipError if it holds no text for training and validation in this tokenizer."""
+def load_data(folder: Path | None, tokenizer: str) -> Data:
+    """Read a folder's manifest. Raises SnipError if it holds no text for training and validation in this tokenizer.
+
+    ``folder`` is the argument ``--data``, None without it.
+    """
+    if folder is None:
+        raise SnipError("--data DIR is missing: the folder that snip prepare-data made")
     how = f"make it with: snip prepare-data --tokenizer {tokenizer} --output {folder}"
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

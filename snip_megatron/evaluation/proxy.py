@@ -165,7 +165,6 @@ def _rules(table: StatisticsTable, base: SolveRequest) -> dict[str, _Scores]:
 
 
 def _gemms(quantity: str) -> list[int]:
-    """Return the GEMMs whose options a quantity compares."""
     kind, _, gemm = quantity.partition(": ")
     wanted = Gemm.FPROP.value if kind == "loss" else gemm
     return [i for i, each in enumerate(Gemm) if wanted in (each.value, "all")]

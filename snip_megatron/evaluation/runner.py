@@ -160,11 +160,11 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def last_line(log: Path, size: int = 8192) -> str:
+def last_line(log: Path) -> str:
     """Return the last non-empty line of a log, which is the message of a Python error."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - size))
+            file.seek(max(0, log.stat().st_size - 8192))
             told = file.read().decode("utf-8", "replace").split("\n")
     except OSError:
         return "no log"

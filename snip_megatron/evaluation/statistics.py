@@ -158,14 +158,14 @@ def _row(
     return Row(*key, mean_share, gap, share)
 
 
-def _paired(ours: Row, theirs: Row, budget: float | None, validation: str) -> Difference:
+def _paired(ours: Row, theirs: Row, budget: float, validation: str) -> Difference:
     a, b = ours.recovered[validation], theirs.recovered[validation]
     values = [a[block] - b[block] for block in a if block in b]
     if len(values) > 1:
         found: tuple[float, ...] = paired(values)
     else:
         found = (values[0] if values else math.nan,)
-    return Difference(ours.label, theirs.label, budget or 0.0, validation, len(values), *found)
+    return Difference(ours.label, theirs.label, budget, validation, len(values), *found)
 
 
 def _adjusted(pairs: Sequence[Difference], family: int) -> list[Difference]:

@@ -58,7 +58,6 @@ def _is_converted(mlp: Any) -> bool:
 
 
 def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
-    """Return why SwiGLU of ``mlps`` is not fused, or None."""
     if not mlps:
         return "this rank has no dense MLP of two quantised linears"
     config = mlps[0].config

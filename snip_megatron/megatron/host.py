@@ -295,8 +295,6 @@ class MegatronStep:
 
         None if a rank of the first distributed optimizer has the same elements.
         """
-        return (
-            None
-            if compat.optimizer_instance(self.call.model[0])
-            else compat.update_of(self.call.optimizer, self._shares.of(weight), self.step)
-        )
+        if compat.optimizer_instance(self.call.model[0]):
+            return None
+        return compat.update_of(self.call.optimizer, self._shares.of(weight), self.step)

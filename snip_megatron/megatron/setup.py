@@ -299,7 +299,7 @@ class SnipRun:
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))
         self._oracle = Oracle(registry, host) if config.truth else None
-        self._coordinator = on_rank_zero(lambda: self._make_coordinator(args, registry, request, linears, step))
+        self._coordinator = on_rank_zero(lambda: self._make_coordinator(registry, request, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
         restored = self._restored_state()
         device = host.device
@@ -322,15 +322,8 @@ class SnipRun:
         )
         return self._controller
 
-    def _make_coordinator(
-        self,
-        args: argparse.Namespace,
-        registry: LinearRegistry,
-        request: SolveRequest,
-        linears: ModelLinears,
-        step: int,
-    ) -> RankZeroCoordinator:
-        config, backend = self._config, registry.context.backend.name
+    def _make_coordinator(self, registry: LinearRegistry, request: SolveRequest, step: int) -> RankZeroCoordinator:
+        args, config, linears, backend = self._args, self._config, self._linears, registry.context.backend.name
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None

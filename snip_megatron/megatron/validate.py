@@ -53,7 +53,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     if config.communication != "bf16":
         check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
-        compat.check_gradient_reduction(args, config.gradient_reduction)
+        compat.check_gradient_reduction(args)
     if not torch.cuda.is_available():
         check_measurable(config, None)
 

@@ -157,7 +157,6 @@ def _overhead(plan: Body) -> str:
 
 
 def _cells(body: Body, columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the text of each column: a field of the body in a format."""
     return [f"{body[field]:{form}}" for field, form in columns.values()]
 
 

@@ -118,7 +118,6 @@ def phase_view(run: RunData) -> PhaseView | None:
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 def _next_step(run: RunData) -> int:
-    """Return the step that follows the last one on record."""
     return int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
 
 

@@ -239,7 +239,6 @@ class Controller:
             )
 
     def _next_phase(self, step: int) -> None:
-        """Adopt the map of the phase that ``step`` lies in."""
         started = time.perf_counter()
         decision = self._offered(self._schedule.enter(step))
         self._event(step, "phase", **self._schedule.figures(step))

@@ -195,7 +195,6 @@ class RankZeroCoordinator:
             self._run.write_scores(submitted, result.scores, version=version)
 
     def _drop(self, step: int, version: int, reason: str, message: str, seconds: float) -> None:
-        """Record that an update gives no map."""
         self._decisions[version] = Decision()
         self.event(step, "solve_failed", version=version, reason=reason, message=message, latency_s=seconds)
         print(f"snip: update {version}: {message}; the map in force stays", flush=True)

@@ -22,12 +22,9 @@ _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
 
 
-def check_gradient_reduction(args: argparse.Namespace, way: str = "fp8") -> None:
-    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments.
-
-    ``way`` is the value of ``--snip-gradient-reduction``.
-    """
-    here = f"--snip-gradient-reduction {way}"
+def check_gradient_reduction(args: argparse.Namespace) -> None:
+    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments."""
+    here = "--snip-gradient-reduction fp8"
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
         raise SnipError(
             f"{here}: needs Megatron's own training loop with its --{_ARGUMENT.replace('_', '-')}; leave it out"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -126,7 +127,6 @@ class TransformerEngineGraphs(Graphs):
 
 
 def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules that the graphs of a layer hold."""
     parts = layer._get_submodules_under_cudagraphs()
     if CudaGraphModule.moe_preprocess in layer.config.cuda_graph_modules:  # Megatron's list lacks the latent projection
         parts = [*parts, *filter(None, [getattr(getattr(layer, "mlp", None), "fc1_latent_proj", None)])]
@@ -146,8 +146,7 @@ def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Modu
     return found if wanted and seen == wanted else None
 
 
-@contextlib.contextmanager
-def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk."""
     chosen = {id(layer) for layer in layers}
     flags = zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True)
@@ -157,12 +156,10 @@ def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         "num_layers_per_chunk": [len(layers)],
         "flattened_callables_is_mtp": mtp, "callables_per_chunk_is_mtp": [mtp],
     }  # fmt: skip
-    with changed(helper, **some):
-        yield
+    return changed(helper, **some)
 
 
-@contextlib.contextmanager
-def _samples_on_the_device() -> Iterator[None]:
+def _samples_on_the_device() -> AbstractContextManager[None]:
     """Make the sample inputs of layers on the device of their weights inside this context.
 
     Megatron makes a causal mask for every layer and microbatch on the CPU and copies it, which took 0.41 s for 22
@@ -174,8 +171,7 @@ def _samples_on_the_device() -> Iterator[None]:
         with next(layer.parameters()).device:
             return inputs(layer, *arguments, **named)
 
-    with changed(TransformerLayer, get_layer_static_inputs=on_the_device):
-        yield
+    return changed(TransformerLayer, get_layer_static_inputs=on_the_device)
 
 
 @contextlib.contextmanager

@@ -109,7 +109,6 @@ class ResidualStream:
         return hook
 
     def _repeats(self, boundary: Boundary) -> bool:
-        """Whether this forward repeats one that was recorded."""
         return boundary.seen and self._host.recomputing()
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:
