@@ -10,7 +10,6 @@ in the network undercuts.
 import functools
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snip_megatron.megatron.startup import prepare
-from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron import pretrain_gpt
 
 
 def _each_other(count: int, size: int) -> int:
@@ -102,11 +100,8 @@ def _bytes(tensors: Any) -> int:
     return sum(map(_bytes, tensors))
 
 
-def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+def main() -> int:
     from snip_megatron.megatron import compat
-    from snip_megatron.megatron.entry import run
 
     traffic, steps = Traffic(), list[dict[str, int]]()
     traffic.install()
@@ -121,6 +116,7 @@ def main() -> None:
         return step
 
     compat.wrap_train_step(wrap)
-    run(startup)
+    code = pretrain_gpt.main()
     if os.environ["RANK"] == "0":
         Path(os.environ["SENT"]).write_text(json.dumps(steps))
+    return code

@@ -9,16 +9,14 @@ steps of torch's AdamW on float64 copies. For one rank.
 
 import json
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from snip_megatron.megatron.startup import prepare
+from snip_megatron import pretrain_gpt
 from snip_megatron.precision import LinearRow
-from snip_megatron.pretrain_gpt import parse_snip_arguments
 
 Gradients = dict[str, torch.Tensor]
 
@@ -126,11 +124,8 @@ def counts(name: str) -> bool:
     return "output_layer" not in name
 
 
-def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+def main() -> int:
     from snip_megatron.megatron import compat
-    from snip_megatron.megatron.entry import run
 
     found: list[dict[str, float]] = []
 
@@ -146,6 +141,6 @@ def main() -> None:
 
     compat.wrap_train_step(wrap)
     try:
-        run(startup)
+        return pretrain_gpt.main()
     finally:
         Path(os.environ["BRUTE"]).write_text(json.dumps(found))

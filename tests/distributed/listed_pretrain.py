@@ -14,8 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from snip_megatron.megatron.startup import prepare
-from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron import pretrain_gpt
 
 SEEN: dict[str, dict[str, None]] = {"warmed up": {}, "launched": {}}
 phase, kernels = "launched", False
@@ -103,11 +102,8 @@ def install() -> None:
     WarmUp.begin = run
 
 
-def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+def main() -> int:
     install()
-    from snip_megatron.megatron.entry import run
-
-    run(startup)
+    code = pretrain_gpt.main()
     Path(f"{os.environ['LISTED']}.{os.environ['RANK']}").write_text(json.dumps({k: list(v) for k, v in SEEN.items()}))
+    return code

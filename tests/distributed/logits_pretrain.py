@@ -4,13 +4,11 @@ fp32 logits of ``TOKENS`` [batch, sequence, padded vocabulary], whole, from the 
 """
 
 import os
-import sys
 from typing import Any
 
 import torch
 
-from snip_megatron.megatron.startup import prepare
-from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron import pretrain_gpt
 
 TOKENS = torch.arange(2 * 64).view(2, 64) * 37 % 200
 
@@ -62,11 +60,8 @@ def _logits(model: list[Any], schedule: Any) -> torch.Tensor | None:
     return whole.float() if first else None
 
 
-def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+def main() -> int:
     from snip_megatron.megatron import compat
-    from snip_megatron.megatron.entry import run
 
     compat.wrap_train_step(wrap)
-    run(startup)
+    return pretrain_gpt.main()

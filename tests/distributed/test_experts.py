@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from agreement import agree, worst_differences
 from launch import losses, tiny_llama_args
+from layouts import figures
 from resumes import EXPERTS, LATENT
 from traced_pretrain import traced
 from warm_ranks import WarmRanks
@@ -62,7 +63,7 @@ PROBED = shlex.split(
 
 def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path: Path) -> None:
     """Every column, the map, and the losses under it."""
-    tables, maps, figures = [], [], []
+    tables, maps, metrics = [], [], []
     for name, extra in (("dense", ()), ("one", ONE)):
         run = tmp_path / name / "run"
         args = tiny_llama_args(*PROBED, *extra, "--snip-dir", str(run), iters=5)
@@ -70,18 +71,18 @@ def test_a_mixture_of_one_expert_is_the_dense_decoder(warm: WarmRanks, tmp_path:
         tables.append(StatisticsTable.load(run / "stats" / "step_2.npz"))
         (precision_map,) = read_maps(run).values()
         maps.append({key.replace(".experts.", "."): fmt for key, fmt in precision_map.choices.items()})
-        figures.append(read_metrics(run))
+        metrics.append(read_metrics(run))
     dense, one = tables
     assert [".experts." in row.name for row in one.linears] == [False, False, True, True] * 4
     same_rows = replace(one, linears=dense.linears)
     found = worst_differences(dense, same_rows)
     assert agree(found), found
     assert maps[0] == maps[1]
-    for expected, actual in zip(*figures, strict=True):
+    for expected, actual in zip(*metrics, strict=True):
         rounded = 1e-4 if expected["fp4_fraction"] else 1e-6  # formats round apart what differs in its last bit
         assert actual["loss"] == pytest.approx(expected["loss"], rel=rounded)
         assert actual["fp4_fraction"] == expected["fp4_fraction"]
-    assert figures[0][-1]["fp4_fraction"] > 0.7
+    assert metrics[0][-1]["fp4_fraction"] > 0.7
 
 
 def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: WarmRanks, tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_exchanges_that_overlap_with_other_microbatches_change_nothing(warm: War
         args = tiny_llama_args(*given.split(), *SNIP, *extra, "--snip-dir", str(run), iters=5)
         warm.succeed(2, args, tmp=tmp_path / f"{name}-ranks")
         (adopted,) = read_maps(run).values()
-        runs.append((adopted.choices, [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(run)]))
+        runs.append((adopted.choices, figures(run)))
     assert runs[0] == runs[1]
 
 

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from launch import REPOSITORY, losses, run_ranks, succeeded, tiny_llama_args
+from layouts import figures
 from warm_ranks import WarmRanks
 
 from snip_megatron.evaluation.warm import weights_sha256
@@ -48,10 +49,7 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
     assert {step: dict(found.choices) for step, found in read_maps(script).items()} == {
         step: dict(found.choices) for step, found in read_maps(entry).items()
     }
-    figures = [
-        [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(run)] for run in (entry, script)
-    ]
-    assert figures[0] == figures[1]
+    assert figures(entry) == figures(script)
     assert len(losses(process)) == 9
     assert (script / "report.html").is_file()
 
@@ -65,10 +63,10 @@ def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> 
     warm.succeed(2, arguments, module="examples.own_model_data_loss", tmp=tmp_path, timeout=300)
     (adopted, *_) = [event for event in read_events(run) if event["event"] == "adopt"]
     assert adopted["step"] == 5
-    figures = read_metrics(run)
-    assert all(line["loss"] is not None for line in figures)  # the loss of another name, on the last of two stages
-    assert figures[-1]["loss"] < figures[0]["loss"]
-    assert any(line.get("fp4_fraction", 0) >= 0.75 for line in figures)
+    metrics = read_metrics(run)
+    assert all(line["loss"] is not None for line in metrics)  # the loss of another name, on the last of two stages
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert any(line.get("fp4_fraction", 0) >= 0.75 for line in metrics)
 
 
 def test_what_is_refused_is_one_line(warm: WarmRanks, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from launch import REPOSITORY, cpu_environment, run_alone, tiny_llama_args
+from layouts import figures
 from warm_ranks import WarmRanks, free_port
 from wheels import copy_installed
 
-from snip_megatron.records.readers import read_events, read_metrics
+from snip_megatron.records.readers import read_events
 
 STEPS = 8
 SNIP = shlex.split(
@@ -25,14 +26,13 @@ def arguments(run: Path, *extra: str) -> list[str]:
     )
 
 
-def record(run: Path) -> tuple[list[object], list[object]]:
+def record(run: Path) -> tuple[list[tuple[int, float, float]], list[object]]:
     """Losses of steps and of validations, and adoptions."""
-    figures = [(figure["step"], figure["loss"], figure["grad_norm"]) for figure in read_metrics(run)]
     kept = ("step", "event", "formats", "loss", "version", "fp4_fraction")
     events = [
         {k: event.get(k) for k in kept} for event in read_events(run) if event["event"] in ("adopt", "validation")
     ]
-    return figures, events
+    return figures(run), events
 
 
 def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
@@ -57,7 +57,7 @@ def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
     released = warm.succeed(1, arguments(tmp_path / "released"), tmp=tmp_path / "ranks")
     assert "compat: step-hook: Megatron's train_step and evaluate wrapped at run time" in released.stdout
 
-    figures, events = record(tmp_path / "patched")
-    assert len(figures) == STEPS
+    steps, events = record(tmp_path / "patched")
+    assert len(steps) == STEPS
     assert {event["event"] for event in events} == {"adopt", "validation"}  # both hooks ran
-    assert (figures, events) == record(tmp_path / "released")
+    assert (steps, events) == record(tmp_path / "released")

@@ -1,4 +1,7 @@
-"""Training again in one process: after an in-process restart, and after a run that has ended."""
+"""The end of a run, and training again: after an in-process restart, and in ranks that torchrun starts again.
+
+Process groups are destroyed at the end, except those whose collectives may be in CUDA graphs.
+"""
 
 import shlex
 import subprocess
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import read_checkpoint
-from launch import tiny_llama_args
+from launch import run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.records.readers import read_events, read_metrics
@@ -59,3 +62,33 @@ def test_a_second_run_in_one_process_resumes_the_first(warm: WarmRanks, tmp_path
     assert done.stdout.count(f"successfully saved checkpoint from iteration {STEPS:7d}") == 2
     (content,) = read_checkpoint(tmp_path / "twice" / "checkpoints", STEPS)["snip.state/shard_0_1"]
     assert ControllerState.from_bytes(content.numpy().tobytes()).precision_map is not None
+
+
+@pytest.mark.parametrize(
+    ("graphs", "left"),
+    [
+        ("--cuda-graph-impl none", False),
+        ("--cuda-graph-impl transformer_engine", True),
+    ],
+)
+def test_process_groups_of_cuda_graphs_are_left(warm: WarmRanks, tmp_path: Path, graphs: str, left: bool) -> None:
+    """Without its steps, which capture on a GPU alone, a run with graphs is the same on the CPU.
+
+    On a GPU, NCCL would wait for the graphs, which live as long as the process, and the run would not end.
+    """
+    done = warm.succeed(
+        1, tiny_llama_args("--skip-train", *shlex.split(graphs)), module="altered_pretrain", tmp=tmp_path
+    )
+    assert "skipping training (--skip-train is on)" in done.stdout
+    assert f"process groups left: {left}" in done.stdout
+
+
+def test_ranks_started_again_find_nothing_of_those_before(tmp_path: Path) -> None:
+    launcher = ("--standalone", "--max-restarts", "2")
+    done = run_ranks(2, [], module="restarted_ranks", tmp=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("attempt 0 needed False old False of 2") == 2
+    for attempt in (1, 2):  # the second would find what the first left
+        said = f"restart {attempt} by torchrun, ranks meet under keys of their own"
+        assert done.stdout.count(said) == 4  # said twice, done once
+        assert done.stdout.count(f"attempt {attempt} needed True old False of 2") == 2

@@ -1,11 +1,14 @@
-"""Whole runs under SNIP through the real entry: maps are solved, agreed on and adopted on every layout, and repeat."""
+"""Whole runs under SNIP through the real entry: maps are solved, agreed on and adopted on every layout, and repeat.
+
+The guard takes one back, and memory that is short on one rank drops or shrinks a probe on all.
+"""
 
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import finish, start_ranks, succeeded, tiny_llama_args
+from launch import finish, losses, start_ranks, succeeded, tiny_llama_args
 from warm_ranks import WarmRanks, free_port
 
 from snip_megatron.precision import Format, Gemm
@@ -114,3 +117,55 @@ def test_recorded_schedule_replays_bitwise_and_a_checkpoint_resumes_it(warm: War
     # The map in force came out of the checkpoint, and so did the update that was on its way.
     assert {event["step"]: event["version"] for event in events(later, "adopt")} == expected
     assert own == {step: loss for step, loss in curve.items() if step >= SAVED}
+
+
+def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, tmp_path: Path) -> None:
+    """An injected loss spike takes the map back, on all ranks at one step.
+
+    Resumed runs take it back at the same step: tests/unit/runtime/test_controller_guard.py. A replay has no guard: it
+    adopts what was recorded.
+    """
+    run, when = tmp_path / "run", "--snip-first-update 10 --snip-update-interval 9 --snip-guard-steps 6"
+    args = arguments(run, *when.split(), "--pipeline-model-parallel-size", "2", "--num-layers", "2", steps=24)
+    spikes = {"ALTER": "spike", "SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
+    warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
+    guards = events(run, "guard")
+    assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]
+    assert guards[0]["alarm_step"] == 18
+    assert guards[0]["loss"] > guards[0]["limit"]
+    assert [event["step"] for event in events(run, "adopt")] == [14, 20]
+    shares = [metric["fp4_fraction"] for metric in read_metrics(run)]
+    assert shares[13:21] == [0.0, *[pytest.approx(0.75, abs=0.05)] * 6, 0.0]
+    assert set(read_maps(run)) == {14, 20}
+
+
+@pytest.mark.parametrize(
+    ("layout", "data_parallel"),
+    [
+        ("--use-distributed-optimizer --global-batch-size 16", 2),
+        ("--pipeline-model-parallel-size 2", 1),
+    ],
+)
+def test_all_ranks_probe_what_fits_on_the_smallest(
+    warm: WarmRanks, tmp_path: Path, layout: str, data_parallel: int
+) -> None:
+    """Rank 1 has too little memory for a sequence at step 2, plenty at step 5, and enough for a few at step 8."""
+    run, given = tmp_path / "run", ["--micro-batch-size", "8", "--global-batch-size", "8", *shlex.split(layout)]
+    args = arguments(run, *given, "--snip-update-interval", "3", "--snip-lag", "1", steps=12)
+    free = (2**10, 2**40, 14 * 2**20, *[2**40] * 9)
+    environment = {"ALTER": "tight", "TIGHT": ",".join(map(str, (1, *free)))}
+    tight = warm.succeed(2, args, module="altered_pretrain", env=environment, tmp=tmp_path / "tight")
+    (dropped,) = events(run, "dropped")
+    assert (dropped["step"], dropped["rank"], dropped["free_bytes"]) == (2, 1, 1024.0)
+    assert dropped["needed_bytes"] > 2.0**20
+    assert "the update of step 2 is dropped: not enough memory: rank 1 has 0.00 GiB free" in tight.stdout
+    taken = {event["step"]: event["tokens"] / (data_parallel * 64) for event in events(run, "probe")}
+    assert taken[5] == 8
+    assert taken[8] in (1, 2, 4)
+    assert taken[11] == taken[8]  # also where memory is free again
+    plain = warm.run(2, tiny_llama_args(*given, iters=12), tmp=tmp_path / "plain")
+    (adopted, *_) = [event for event in events(run, "adopt") if event["changed"]]
+    before = {step: loss for step, loss in losses(plain).items() if step <= adopted["step"]}
+    assert len(before) == adopted["step"] == 6
+    assert {step: loss for step, loss in losses(tight).items() if step in before} == before
+    assert len(losses(tight)) == 12

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from snip_megatron.megatron.startup import prepare
-from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron import pretrain_gpt
 
 
 class Recorder:
@@ -75,11 +74,8 @@ def read_traces(folder: Path) -> list[dict[str, Any]]:
     return traces
 
 
-def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+def main() -> int:
     from snip_megatron.megatron import compat
-    from snip_megatron.megatron.entry import run
 
     if "TORCH_ATTENTION" in os.environ or "--multi-latent-attention" in sys.argv:
         from megatron.core.models import backends
@@ -99,6 +95,6 @@ def main() -> None:
     folder = Path(os.environ["TRACE"])
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        run(startup)
+        return pretrain_gpt.main()
     finally:
         recorder.write(folder)

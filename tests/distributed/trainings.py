@@ -10,10 +10,10 @@ from typing import Any
 
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
+from layouts import figures
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import DENSE_LAYER, Formats, Gemm, LinearId, PrecisionMap, option_id
-from snip_megatron.records.readers import read_metrics
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Trainings:
             tmp=self.folder / f"{name}-ranks",
             timeout=300,
         )
-        metrics = read_metrics(run)
-        figures = [(row["step"], row["loss"], row["grad_norm"]) for row in metrics]
-        return Run(figures, read_checkpoint(saved, iters), json.loads(sent.read_text()), run)
+        return Run(figures(run), read_checkpoint(saved, iters), json.loads(sent.read_text()), run)
 
     def saved(self, name: str) -> Path:
         """The folder of a training's checkpoints."""
