@@ -1,7 +1,10 @@
-"""What a script's call of pretrain is taken for, and what is said where it lacks something."""
+"""What a script's call of pretrain is taken for, what is said where it lacks something or Megatron is another."""
 
 import argparse
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +57,30 @@ def test_a_run_says_in_one_line_if_a_uniform_format_beats_its_maps(
     parser.set_defaults(tensor_model_parallel_size=1)
     _, said = attachment.configuration(add_arguments(parser).parse_args(["--snip", "--snip-budget", budget]))
     assert ["fp8 everywhere beats these maps" in line for line in said] == ([True] if beaten else [])
+
+
+ANOTHER_RELEASE = """
+import argparse, sys
+import megatron.core.package_info as info
+info.__version__ = "0.20.0"
+sys.modules["snip_megatron.megatron.compat"] = None  # its names may be gone: an import would be an error
+from snip_megatron.attach import attach, snip_arguments
+snip_arguments()(argparse.ArgumentParser()).parse_args()
+attach(print)("trained")
+"""
+
+
+@pytest.mark.parametrize(("start", "snip"), [((), False), (("-m", "snip_megatron.attach"), True)])
+def test_only_snip_refuses_another_release(start: tuple[str, ...], snip: bool, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(ANOTHER_RELEASE)
+    command = [sys.executable, *start, str(script), *(["--snip"] if snip else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("own: ")]
+    if snip:
+        assert done.returncode == 2, done.stderr
+        assert lines == ["own: megatron-core 0.20.0 is installed; snip_megatron supports >=0.19,<0.20"]
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("trained\n")
+    assert "Traceback" not in done.stderr

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dense_names import dense_names
 from llama_arguments import EXPERTS, arguments, check, linears, refused
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import CudaGraphModule
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.compat import check_reduced_models
 from snip_megatron.precision import Format, PrecisionMap
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
@@ -335,3 +338,13 @@ def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training()
     check(config(policy="late-forward", budget="fp4=0.9"), arguments())
     message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
     assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
+
+
+def test_a_model_that_reduces_gradients_otherwise_is_refused() -> None:
+    """A script may wrap its model with a configuration of its own."""
+    model = torch.nn.Linear(2, 2)
+    model.ddp_config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)
+    check_reduced_models([model])
+    model.ddp_config.reduce_scatter_with_fp32_accumulation = False
+    with pytest.raises(SnipError, match="wrapped without Megatron's --ddp-reduce-scatter-with-fp32-accumulation"):
+        check_reduced_models([model])
