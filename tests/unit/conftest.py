@@ -1,8 +1,9 @@
-"""The process of interpreted kernels, for tests of several rooms."""
+"""The process of interpreted kernels and a recorded run, for tests of several rooms."""
 
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from triton_interpreter import choose_interpreter
@@ -13,6 +14,13 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process, started by its first job, in which Triton interprets its kernels."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), choose_interpreter) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import synthetic_run
+
+    return synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,6 @@ from snip_megatron.records.run_directory import RunDirectory
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory) -> Path:
-    return synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
-
-
 def open_run(path: Path) -> RunDirectory:
     return RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None)
 

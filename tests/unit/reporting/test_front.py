@@ -19,11 +19,6 @@ from snip_megatron.solver import Problem, solve
 LAST = synthetic_run.FIRST + (synthetic_run.UPDATES - 1) * synthetic_run.INTERVAL
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
-
-
 def problem() -> Problem:
     return synthetic_run.problem_of(synthetic_run.scores_of(np.random.default_rng(0)))
 
@@ -43,10 +38,10 @@ def store(path: Path, *stored: Problem | str) -> Path:
     return path
 
 
-def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole: Path) -> None:
-    run = load_run(whole)
+def test_the_run_s_own_map_lies_on_the_front_of_its_latest_update(whole_run: Path) -> None:
+    run = load_run(whole_run)
     unreadable: list[str] = []
-    front = latest_front(whole, run.updates, unreadable)
+    front = latest_front(whole_run, run.updates, unreadable)
     assert unreadable == []
     assert (front.step, front.share, front.asked) == (LAST, True, Budget("fp4", 0.75))
     assert len(front.points) == 17

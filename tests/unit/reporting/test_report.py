@@ -63,11 +63,6 @@ def page_of(run: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory) -> Path:
-    return synthetic_run.write_run(tmp_path_factory.mktemp("runs") / "whole")
-
-
-@pytest.fixture(scope="module")
 def page(whole_run) -> Page:
     return page_of(whole_run)
 
