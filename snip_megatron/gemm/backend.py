@@ -60,11 +60,7 @@ class GemmBackend:
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
-        if turned := sorted(fmt.value for fmt in formats if fmt in ROTATED):
-            raise SnipError(
-                f"--snip-communication gather and all cannot be combined with {', '.join(turned)}: shards are not"
-                " transformed before they are gathered so far; use --snip-communication bf16"
-            )
+        refuse_gathers(ROTATED.intersection(formats), ": shards are not transformed before they are gathered so far")
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
@@ -180,15 +176,16 @@ def unflattened(y: Tensor, leading: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
 
 
-def refuse_gathers(backend: str, formats: Collection[Format]) -> None:
-    """Raise SnipError if one of ``formats`` is quantised, for a backend whose operands are not gathered."""
-    if quantised := sorted(fmt.value for fmt in formats if fmt is not Format.BF16):
+def refuse_gathers(formats: Collection[Format], why: str) -> None:
+    """Raise SnipError if there are ``formats``, whose operands are not gathered. ``why`` goes on from their names."""
+    if formats:
+        names = ", ".join(sorted(fmt.value for fmt in formats))
         raise SnipError(
-            f"--snip-communication gather and all cannot be combined with {', '.join(quantised)} on the {backend}"
-            " GEMMs, whose operands are not gathered so far; use --snip-communication bf16"
+            f"--snip-communication gather and all cannot be combined with {names}{why}; use --snip-communication bf16"
         )
 
 
+NOT_GATHERED = " on the {} GEMMs, whose operands are not gathered so far"
 REFERENCE = GemmBackend()
 REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")
 """The methods of a backend that compute."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
+from snip_megatron.gemm.backend import NOT_GATHERED, GemmBackend, refuse_gathers
 from snip_megatron.gemm.blackwell_engine import (
     COLUMN,
     NATIVE,
@@ -58,7 +58,7 @@ class BlackwellBackend(GemmBackend):
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
-        refuse_gathers(self.name, set(formats).intersection(NATIVE))
+        refuse_gathers(set(formats).intersection(NATIVE), NOT_GATHERED.format(self.name))
 
     # -- quantisation --------------------------------------------------------------------------------------------
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:

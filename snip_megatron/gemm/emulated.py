@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend, refuse_gathers
+from snip_megatron.gemm.backend import NOT_GATHERED, GemmBackend, refuse_gathers
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.operands import GemmOperand
@@ -45,7 +45,7 @@ class EmulatedBackend(GemmBackend):
 
     def check_gathers(self, formats: Collection[Format]) -> None:
         """See the base class. Gathers of quantised operands are not implemented for this backend."""
-        refuse_gathers(self.name, formats)
+        refuse_gathers(set(formats) - {Format.BF16}, NOT_GATHERED.format(self.name))
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         plain, own = super().quantize(x, spec, cached), spec.only(SPECS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.gemm.cublaslt import CublasLt
+from snip_megatron.gemm.reference import unrounded
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.quantization.exact import ExactOperand
 
@@ -93,15 +94,7 @@ def _factor(a: ExactOperand, b: ExactOperand) -> Tensor | None:
 
 def _product(a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool]) -> Tensor:
     """Return op(a)·op(b) in FP32 by torch."""
-    if a.tile is not None:
-        left, right = _transposed((a.dequantize(), b.dequantize()), transposed)
-        return left @ right
-    left, right = _transposed((a.values, b.values), transposed)
-    product = torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
-    factor = _factor(a, b)
+    pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
+    product = unrounded(*(each.t() if turned else each for each, turned in zip(pair, transposed, strict=True)))
+    factor = None if a.tile is not None else _factor(a, b)
     return product if factor is None else product.mul_(factor)
-
-
-def _transposed(pair: tuple[Tensor, Tensor], transposed: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    left, right = pair
-    return left.t() if transposed[0] else left, right.t() if transposed[1] else right

@@ -21,6 +21,13 @@ def numbers(operand: UnquantizedOperand) -> Tensor:
     return fake_quantize(x, **options)
 
 
+def unrounded(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in FP32."""
+    if left.is_cuda and left.dtype is not torch.float32 and left.numel():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def multiply(
     gemm: Gemm, a: UnquantizedOperand, b: UnquantizedOperand, dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.functional import ScalingType
 from snip_megatron.gemm.cublaslt import CublasLt
 from snip_megatron.gemm.deepgemm import DeepGemm, difference
 from snip_megatron.gemm.proposals import Choices
+from snip_megatron.gemm.reference import unrounded
 from snip_megatron.quantization.packed import Operand
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
@@ -108,18 +109,12 @@ class ScaledProducts:
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
         """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
         if out is None:
-            return _plain_product(g, x)
+            return unrounded(g.t(), x)
         fits = _row_major(g) and _row_major(x) and _is_gradient(out) and g.shape[0] > 0
         library, turned = self._library if fits else None, (True, False)
         if library is None or library.multiply_plain(g, x, out.dtype, transposed=turned, out=out, add=True) is None:
-            out.add_(_plain_product(g, x))
+            out.add_(unrounded(g.t(), x))
         return out
-
-
-def _plain_product(g: Tensor, x: Tensor) -> Tensor:
-    if g.is_cuda and g.dtype is not torch.float32 and g.numel():
-        return torch.mm(g.t(), x, out_dtype=torch.float32)
-    return g.t().to(torch.float32) @ x.to(torch.float32)
 
 
 def _runs(b: Operand) -> bool:

@@ -6,6 +6,7 @@ It can perturb the result of a GEMM, and it can report the first-order effect th
 import torch
 
 from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.gemm.reference import unrounded
 from snip_megatron.layers.context import LinearHandle, Override
 from snip_megatron.precision import Gemm
 
@@ -25,13 +26,6 @@ def perturbed(
     if override.perturb is not gemm:
         return plain
     return (unrounded(left, right) * (1.0 + NUDGE * torch.finfo(plain.dtype).eps)).to(plain.dtype)
-
-
-def unrounded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``left @ right`` in FP32."""
-    if left.is_cuda and left.dtype is not torch.float32 and left.numel():
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
 
 
 def output_error(

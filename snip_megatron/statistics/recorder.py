@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from snip_megatron.gemm.reference import unrounded
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.override import unrounded
 from snip_megatron.precision import Gemm
 from snip_megatron.quantization.formats import resolve
 from snip_megatron.quantization.hadamard import Rotation
