@@ -19,12 +19,6 @@ from snip_megatron.precision import ALL_BF16, Format, Formats
 from snip_megatron.quantization.operands import OperandSpec
 
 
-class _Holder(torch.nn.Module):
-    def __init__(self, weight: torch.nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-
 @dataclass(frozen=True)
 class WarmUpLinear:
     """A linear with the shapes of one of the model's, which runs on this rank alone.
@@ -64,7 +58,9 @@ def warm_up_linear(handle: LinearHandle, tokens: int, *, whole_x: bool, graphed:
     weight.main_grad = torch.zeros(like.shape, dtype=dtype, device=like.device)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     state = LinearState(beside_swiglu=handle.state.beside_swiglu)
-    copy = replace(handle, module=_Holder(weight), parameter="weight", tp_group=None, state=state)
+    module = torch.nn.Module()
+    module.register_parameter("weight", weight)
+    copy = replace(handle, module=module, parameter="weight", tp_group=None, state=state)
     experts = len(getattr(handle.module, "snip_experts", ()))
     if graphed:
         DeviceStep([copy], [0], weight.device)

@@ -273,24 +273,21 @@ def phased_items(
 
 def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:
     """Return the phases in which each option keeps its format: those whose ``change`` does not match it."""
-    kept: list[list[int]] = [[] for _ in ids]
+    kept: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
     for p, globs in enumerate(phases.change):
         if p == 0 or globs is None:
             continue
-        matched: set[str] = set()
-        for i, option in enumerate(ids):
-            linear = str(split_option_id(option)[0])
-            hits = {glob for glob in globs if fnmatchcase(option, glob) or fnmatchcase(linear, glob)}
-            matched |= hits
+        changed: set[str] = set()
+        for glob in globs:
+            hits = {key for key in ids if fnmatchcase(key, glob) or fnmatchcase(str(split_option_id(key)[0]), glob)}
             if not hits:
-                kept[i].append(p)
-        idle = [glob for glob in globs if glob not in matched]
-        if idle:
-            raise SnipError(
-                f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(idle[0]))} matches no option;"
-                f" the first option is {ids[0]}"
-            )
-    return [tuple(each) for each in kept]
+                raise SnipError(
+                    f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(glob))} matches no option;"
+                    f" the first option is {ids[0]}"
+                )
+            changed |= hits
+        kept |= {key: (*kept[key], p) for key in ids if key not in changed}
+    return [kept[key] for key in ids]
 
 
 def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:

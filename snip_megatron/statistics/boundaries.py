@@ -90,7 +90,7 @@ class Boundary:
             if not tensor.requires_grad:  # all below it is frozen
                 self.r[index] = torch.zeros_like(h)
         else:
-            self._add_value("cn2", (self.r[index] * (h - self.h[index])).sum(1).double().square().sum())
+            self._add("cn2", (self.r[index] * (h - self.h[index])).sum(1))
         self._forwards += 1
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.on_gradient(gradient, index))  # type: ignore[no-untyped-call]
@@ -111,9 +111,7 @@ class Boundary:
             self._add("branch_r2", above.r[index] - self.r[index])
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._add_value(name, sum_squares(tensor))
-
-    def _add_value(self, name: str, value: torch.Tensor) -> None:
         assert name in BOUNDARY_COLUMNS
         if self.shard.reports:
+            value = sum_squares(tensor)
             self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value * self.weight

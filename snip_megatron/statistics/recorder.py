@@ -166,7 +166,7 @@ class LinearRecorder:
         self._weighed = True
         w2, *dw2 = implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
         self._add("w2", _owned(w2, self._own("w")))
-        self._add_formats("dw2", _owned(torch.stack(dw2), self._own("w")))
+        self._add("dw2", _owned(torch.stack(dw2), self._own("w")))
 
     def _record(
         self, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_local: torch.Tensor, d_reduced: torch.Tensor
@@ -183,10 +183,10 @@ class LinearRecorder:
         self._add("x2", _owned(of_x.cols.sum(), x_own))
         self._add("g2", _owned(of_g.cols.sum(), g_own))
         self._add("d2", _owned(sum_squares(d_reduced), d_own))
-        self._add_formats("dx_row2", _owned(of_x.row_errors, x_own))
-        self._add_formats("dx_col2", _owned(of_x.col_errors.sum(1), x_own))
-        self._add_formats("dg_row2", _owned(of_g.row_errors, g_own))
-        self._add_formats("dg_col2", _owned(of_g.col_errors.sum(1), g_own))
+        self._add("dx_row2", _owned(of_x.row_errors, x_own))
+        self._add("dx_col2", _owned(of_x.col_errors.sum(1), x_own))
+        self._add("dg_row2", _owned(of_g.row_errors, g_own))
+        self._add("dg_col2", _owned(of_g.col_errors.sum(1), g_own))
         self.x_cols, self.g_cols = self.x_cols + of_x.cols, self.g_cols + of_g.cols
         self.dx_cols, self.dg_cols = self.dx_cols + of_x.col_errors, self.dg_cols + of_g.col_errors
         # One operand is whole on every rank, so the products of the shards add up to that of the whole token. Where all
@@ -235,7 +235,7 @@ class LinearRecorder:
             found.append(implementation(x).output_sums(quantised, y, gs))
         dots, squares = zip(*found, strict=True)
         if not partial:
-            self._add_formats("e2", _owned(torch.stack(squares), weight * self._own("y")))
+            self._add("e2", _owned(torch.stack(squares), weight * self._own("y")))
         return torch.stack(dots)[:, : len(rows)], rows
 
     def _amax(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -264,10 +264,9 @@ class LinearRecorder:
 
     # -- accumulation ------------------------------------------------------------------------------------------
     def _add(self, name: str, value: torch.Tensor) -> None:
-        self.sums[name] = _plus(self.sums.get(name), value)
-
-    def _add_formats(self, name: str, values: torch.Tensor) -> None:
-        self.by_format[name] = _plus(self.by_format.get(name), values)
+        """Add to the sum of a column, of one value or of one a format."""
+        sums = self.by_format if value.dim() else self.sums
+        sums[name] = sums[name] + value if name in sums else value
 
 
 def _owned(value: torch.Tensor, share: float) -> torch.Tensor:
@@ -278,10 +277,6 @@ def _owned(value: torch.Tensor, share: float) -> torch.Tensor:
 def _over(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a / b, or 0 where b is 0."""
     return torch.where(b > 0, a / b, 0.0)
-
-
-def _plus(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    return value if total is None else total + value
 
 
 @contextmanager

@@ -48,10 +48,9 @@ class ProbeGroups:
 
     def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
         """Split recorders by their groups, without groups that this rank and its peers have no recorder of."""
-        kinds = [(self, [r for r in recorders if self.of(r.handle) is self])]
-        if self.experts is not None:
-            kinds.append((self.experts, [r for r in recorders if self.of(r.handle) is self.experts]))
-        return [(groups, own) for groups, own in kinds if own]
+        kinds = [self] if self.experts is None else [self, self.experts]
+        split = [(groups, [r for r in recorders if self.of(r.handle) is groups]) for groups in kinds]
+        return [(groups, own) for groups, own in split if own]
 
     @property
     def tp_rank(self) -> int:
@@ -206,21 +205,17 @@ def _complete_row_parallel(
 def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
     """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce in each tensor parallel group."""
     for own, some in groups.split(recorders):
-        _finish_dots(some, own)
-
-
-def _finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    dots = [one for recorder in recorders for one in recorder.dots]
-    if group_size(groups.tp) > 1 and dots:
-        own = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
-        parts = iter(_summed(own, groups.tp))
-        dots = [Dots(next(parts), one.rows, next(parts), None if one.known is None else next(parts)) for one in dots]
-    whole = iter(dots)
-    for recorder in recorders:
-        squared = [next(whole).squared() for _ in recorder.dots]
-        recorder.dots.clear()
-        if recorder.handle.tp_rank == 0 and squared:
-            recorder.by_format["c2"] = torch.stack(squared).sum(0)
+        dots = [one for recorder in some for one in recorder.dots]
+        if group_size(own.tp) > 1 and dots:
+            given = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
+            parts = iter(_summed(given, own.tp))
+            dots = [Dots(next(parts), d.rows, next(parts), None if d.known is None else next(parts)) for d in dots]
+        whole = iter(dots)
+        for recorder in some:
+            squared = [next(whole).squared() for _ in recorder.dots]
+            recorder.dots.clear()
+            if recorder.handle.tp_rank == 0 and squared:
+                recorder.by_format["c2"] = torch.stack(squared).sum(0)
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:

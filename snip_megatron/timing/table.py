@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +131,16 @@ def _table(body: dict[str, Any]) -> TimingTable:
     if len(set(formats)) != len(formats) or Format.BF16 not in formats:
         raise SnipError("formats: must name bf16, and each format once")
     quantised = tuple(fmt for fmt in formats if fmt is not Format.BF16)
+    gemms, stock = partial(_by_format, formats, _triple), partial(_by_format, (Format.BF16,), _seconds)
+    triples, ones = partial(_by_format, quantised, _triple), partial(_by_format, quantised, _seconds)
+    readers: dict[str, Callable[..., dict[Format, Any]]] = {"gemms": gemms, STOCK: stock}
+    readers |= dict.fromkeys(OPERANDS, triples) | dict.fromkeys(_ONE_TIME, ones)
 
-    def gemm(row: dict[str, Any], prefix: str) -> dict[Format, Triple]:
-        return _by_format(row, "seconds", formats, _triple, prefix)
-
-    def activation(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Triple]]:
-        return {operand: _by_format(row, operand, quantised, _triple, prefix) for operand in OPERANDS}
-
-    def weight(row: dict[str, Any], prefix: str) -> dict[Format, float]:
-        return _by_format(row, "seconds", quantised, _seconds, prefix)
+    def parts(names: Iterable[str], row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
+        return {name: readers[name](name, row, prefix) for name in names}
 
     def grouped(row: dict[str, Any], prefix: str) -> dict[str, dict[Format, Any]]:
-        found: dict[str, dict[Format, Any]] = {"gemms": _by_format(row, "gemms", formats, _triple, prefix)}
-        ones = {part: _by_format(row, part, quantised, _seconds, prefix) for part in _ONE_TIME}
-        ones |= {STOCK: _by_format(row, STOCK, (Format.BF16,), _seconds, prefix)} if STOCK in row else {}
-        return found | activation(row, prefix) | ones
+        return parts((*GROUPED, STOCK) if STOCK in row else GROUPED, row, prefix)
 
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
@@ -157,9 +153,9 @@ def _table(body: dict[str, Any]) -> TimingTable:
         device=_text(body, "device"),
         backend=_text(body, "backend"),
         formats=formats,
-        gemms=_rows(body, "gemms", gemm, least=1),
-        activations=_rows(body, "activations", activation, least=least),
-        weights=_rows(body, "weights", weight, least=least),
+        gemms=_rows(body, "gemms", partial(gemms, "seconds"), least=1),
+        activations=_rows(body, "activations", partial(parts, OPERANDS), least=least),
+        weights=_rows(body, "weights", partial(ones, "seconds"), least=least),
         grouped=_rows(body, "grouped", grouped),
         attention=_rows(body, "attention", attention),
         copy_rate=optional("copy_rate", 1e20),
@@ -186,7 +182,7 @@ def _rows[Value](
 
 
 def _by_format[Value](
-    row: dict[str, Any], name: str, formats: tuple[Format, ...], read: Callable[[Any, str], Value], prefix: str
+    formats: tuple[Format, ...], read: Callable[[Any, str], Value], name: str, row: dict[str, Any], prefix: str
 ) -> dict[Format, Value]:
     path = prefix + name
     fields = strict.mapping(row.get(name), path)

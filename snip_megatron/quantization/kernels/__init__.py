@@ -1,4 +1,5 @@
 """Triton kernels of the quantisers in ``packed.py``, and how the host launches them.
 
-Where Triton cannot run, only ``listing.py`` and ``replay.py`` of this package are imported.
+Triton runs on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests). Elsewhere only ``listing.py`` and
+``replay.py`` of this package are imported.
 """

@@ -77,20 +77,14 @@ def lift_of(scale):
 
 
 @triton.jit
-def newton_reciprocal(x):
-    """Return 1 / x within one unit in the last place: one step of Newton from the device's approximation."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
-        " fma.rn.f32 $0, e, g, g; }",
-        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def reciprocal(scale, HARDWARE: tl.constexpr):
     """Return 1 / scale to nearest, for a lifted scale. Tested for every scale that 16-bit numbers give."""
-    if HARDWARE:
-        return newton_reciprocal(scale)
+    if HARDWARE:  # one step of Newton from the device's approximation
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 g, e, n; rcp.approx.ftz.f32 g, $1; neg.f32 n, $1; fma.rn.f32 e, n, g, 0f3F800000;"
+            " fma.rn.f32 $0, e, g, g; }",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return tl.div_rn(constant(1.0, scale), scale)
 

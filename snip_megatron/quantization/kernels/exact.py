@@ -1,7 +1,6 @@
 """The function of ``../exact.py`` by Triton kernels, one launch for each operand: same arguments and results.
 
-Formats with a scale for the whole tensor read the matrix once more, for its amax. Import this module only where Triton
-can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
+Formats with a scale for the whole tensor read the matrix once more, for its amax.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""The quantisers of ``packed.py`` as Triton kernels: same names, arguments and results.
-
-Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
-"""
+"""The quantisers of ``packed.py`` as Triton kernels: same names, arguments and results."""
 
 import torch
 from torch import Tensor

@@ -25,18 +25,14 @@ def once(keys):
 
 
 @triton.jit
-def _swapped(h):
-    return (h << 16) | (h >> 16)
-
-
-@triton.jit
 def _words(row_words, cols, word, HALVES: tl.constexpr):
     """Return uint32 of rows by columns: one word for columns 2i and 2i + 1. The word is the draw of column 2i + 1."""
     factor = mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word.to(tl.uint32)) | 1
     if not HALVES:  # a thread has many columns
         factor = once(factor)
     factor = over_rows(factor, HALVES)
-    return _swapped(row_words * factor) * 0x9E3779B1 + factor
+    h = row_words * factor
+    return ((h << 16) | (h >> 16)) * 0x9E3779B1 + factor
 
 
 @triton.jit

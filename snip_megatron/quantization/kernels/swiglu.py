@@ -1,7 +1,4 @@
-"""The functions of ``quantization/swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory.
-
-Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
-"""
+"""The functions of ``quantization/swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Packed fp4 and sums of ``wire.py`` as Triton kernels, with the same bits. Import it only where Triton can run."""
+"""Packed fp4 and sums of ``wire.py`` as Triton kernels, with the same bits."""
 
 import torch
 import triton

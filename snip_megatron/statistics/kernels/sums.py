@@ -1,6 +1,5 @@
 """The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
 
-Import this module only where Triton can run: on CUDA, or on a CPU with ``TRITON_INTERPRET=1`` (slow; for tests).
 If one of the formats has no kernel (nvfp4, mxfp4, mxfp8 and variants), the reference sums all of them.
 """
 
