@@ -9,12 +9,11 @@ Names = tuple[str, str, str]
 
 def kernels() -> HopperBackend:
     """The Hopper backend with Triton's quantisers, over emulated cuBLAS."""
-    from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.quantization.kernels import quantize as triton_quantize
 
-    from .emulated_scaled_mm import scaled_mm
+    from .products import hopper
 
-    return HopperBackend(triton_quantize, ScaledProducts(scaled_mm))
+    return hopper(triton_quantize)
 
 
 def differences(shape: Shape, formats: Names) -> list[str]:

@@ -23,9 +23,16 @@ from .emulated_transformer_engine import engine
 
 QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 EVEN = (256, 384, 512)  # T, N, K
+
+
+def hopper(quantizers: Any = packed, products: ScaledProducts | None = None, **options: Any) -> HopperBackend:
+    """The Hopper backend over emulated cuBLAS."""
+    return HopperBackend(quantizers, products or ScaledProducts(scaled_mm), **options)
+
+
 BACKENDS: dict[str, Callable[[], GemmBackend]] = {
     "reference": lambda: REFERENCE,
-    "hopper": lambda: HopperBackend(packed, ScaledProducts(scaled_mm)),
+    "hopper": hopper,
     "emulated": lambda: EmulatedBackend(quantize_exact, ExactProducts()),
     "blackwell": lambda: BlackwellBackend(engine(), ScaledProducts()),
 }

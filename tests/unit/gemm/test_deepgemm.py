@@ -10,7 +10,6 @@ from torch import Tensor
 
 from snip_megatron.gemm import deepgemm
 from snip_megatron.gemm.deepgemm import DeepGemm, difference
-from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format
 from snip_megatron.quantization import packed
@@ -19,6 +18,7 @@ from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.packed import Operand
 
 from .emulated_scaled_mm import TILE, scaled_mm
+from .products import hopper
 
 Pair = tuple[Tensor, Tensor]
 
@@ -85,7 +85,7 @@ def test_what_it_has_no_layout_for_or_is_slow_in_runs_elsewhere() -> None:
 def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = Library(wrong)
     products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
-    backend = HopperBackend(packed, products, groups=SimpleNamespace())
+    backend = hopper(products=products, groups=SimpleNamespace())
     with listed():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())

@@ -11,15 +11,11 @@ from snip_megatron.errors import SnipError
 from snip_megatron.gemm.check import wrong_numbers
 from snip_megatron.gemm.emulated import EmulatedBackend
 from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed
 from snip_megatron.quantization.exact import ExactOperand, quantize_exact
 from snip_megatron.quantization.kernels.listing import listed
 
-from .emulated_scaled_mm import scaled_mm
-from .products import BACKENDS, EVEN, QUANTISED, assert_reference, operands, sides
+from .products import BACKENDS, EVEN, QUANTISED, assert_reference, hopper, operands, sides
 
 BF16, FP8, NVFP4, MXFP8 = Format.BF16, Format.FP8, Format.NVFP4, Format.MXFP8
 backend = BACKENDS["emulated"]
@@ -51,7 +47,7 @@ def test_error_of_the_gemm_alone(fmt: Format) -> None:
 @pytest.mark.parametrize("formats", [*itertools.product((BF16, FP8, NVFP4, MXFP8), repeat=3)])
 def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
     """Any map of three formats, native or not."""
-    assert_reference(HopperBackend(packed, ScaledProducts(scaled_mm), backend()), (136, 144, 208), formats)
+    assert_reference(hopper(others=backend()), (136, 144, 208), formats)
 
 
 # -- the check before the first map -----------------------------------------------------------------------------------
@@ -59,34 +55,36 @@ def test_right_numbers_pass_the_check() -> None:
     assert wrong_numbers(backend(), "cpu", list(Format)) is None
 
 
-class _Wrong(EmulatedBackend):
-    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return super().multiply(gemm, a, b, dtype, out) * (1.5 if gemm is Gemm.DGRAD else 1.0)
+class _Faulty(EmulatedBackend):
+    """Products of ``gemm`` are 1.5 times too large, or raise an ``error``."""
 
+    def __init__(self, gemm: Gemm = Gemm.DGRAD, error: Exception | None = None) -> None:
+        super().__init__(quantize_exact, ExactProducts())
+        self._gemm, self._error = gemm, error
 
-class _Failing(EmulatedBackend):
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        if gemm is Gemm.WGRAD and out is not None:
-            raise RuntimeError("no kernel image\nand more")
-        return super().multiply(gemm, a, b, dtype, out)
+        if gemm is self._gemm and self._error is not None:
+            raise self._error
+        return super().multiply(gemm, a, b, dtype, out) * (1.5 if gemm is self._gemm else 1.0)
 
 
 def test_wrong_numbers_and_failures_do_not() -> None:
-    found = wrong_numbers(_Failing(quantize_exact, ExactProducts()), "cpu", [BF16, MXFP8])
+    failing = _Faulty(Gemm.WGRAD, RuntimeError("no kernel image\nand more"))
+    found = wrong_numbers(failing, "cpu", [BF16, MXFP8])
     assert found == "mxfp8 fails (RuntimeError: no kernel image) on this device"
-    found = wrong_numbers(_Wrong(quantize_exact, ExactProducts()), "cpu", [NVFP4])
+    found = wrong_numbers(_Faulty(), "cpu", [NVFP4])
     assert found.startswith("nvfp4 gives a signal to noise ratio of ")
     assert "in dgrad (at least 12)" in found
 
 
 def test_torch_multiplies_where_the_check_fails() -> None:
-    found = _Wrong(quantize_exact, ExactProducts())
+    found = _Faulty()
     with listed():
         assert found.check("cpu", [MXFP8]) is None
     fault = found.check("cpu", [NVFP4])
     assert fault is not None
     assert fault.endswith("torch emulates, slower than bf16")
-    b = HopperBackend(packed, ScaledProducts(scaled_mm), _Wrong(quantize_exact, ExactProducts()))
+    b = hopper(others=_Faulty())
     assert b.check("cpu", [FP8]) is None
     assert b.check("cpu", [FP8, NVFP4]) == fault
     for each in (found, b):
@@ -94,17 +92,9 @@ def test_torch_multiplies_where_the_check_fails() -> None:
         assert not any(isinstance(side, ExactOperand) for side in made)
 
 
-class _Poisoning(EmulatedBackend):
-    says = ""
-
-    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        raise torch.AcceleratorError(self.says)
-
-
 @pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered\nand more", ""])
 def test_a_device_that_fails_ends_the_run(says: str) -> None:
-    backend = _Poisoning(quantize_exact, ExactProducts())
-    backend.says = says
+    backend = _Faulty(Gemm.FPROP, torch.AcceleratorError(says))
     reason = "AcceleratorError: CUDA error: an illegal memory access was encountered" if says else "AcceleratorError"
     with pytest.raises(SnipError, match=rf"the device fails \({reason}\); .*--snip-gemm reference$"):
         wrong_numbers(backend, "cpu", [MXFP8])

@@ -9,23 +9,16 @@ from torch import Tensor
 from snip_megatron.gemm.backend import REFERENCE
 from snip_megatron.gemm.grouped import GroupLoop
 from snip_megatron.gemm.grouped_hopper import HopperGroups, stacked
-from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import assemble, flatten
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 from . import emulated_grouped
-from .emulated_scaled_mm import scaled_mm
+from .products import hopper
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 N, K = 256, 384
 SPLITS = [(256, 0, 128), (128,), (0, 0), (128, *[0, 128] * 16)]
-
-
-def backend(library: Any = emulated_grouped) -> HopperBackend:
-    return HopperBackend(packed, ScaledProducts(scaled_mm), groups=library)
 
 
 def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Tensor] | None) -> list[Tensor]:
@@ -49,7 +42,7 @@ def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Te
 def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...], formats: Any, library: Any) -> None:
     gradients = torch.randn(len(splits), N, K).bfloat16().float()
     for out in (None, list(gradients.clone().unbind(0)), [each.bfloat16() for each in gradients]):
-        products = backend(library).grouped(N, K, torch.bfloat16)
+        products = hopper(groups=library).grouped(N, K, torch.bfloat16)
         assert isinstance(products, HopperGroups)
         found = run(products, splits, formats, out)
         expected = run(REFERENCE.grouped(N, K, torch.bfloat16), splits, formats, list(gradients.clone().unbind(0)))
@@ -62,7 +55,7 @@ def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...]
 
 def test_stochastic_rounding_is_right_on_average() -> None:
     """The draws are others than those of the loop: their mean over keys is the gradient."""
-    products = backend().grouped(N, K, torch.bfloat16)
+    products = hopper(groups=emulated_grouped).grouped(N, K, torch.bfloat16)
     g = torch.randn(256, N).bfloat16()
     means = []
     for seed in range(64):
@@ -75,23 +68,23 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 def test_experts_run_what_the_backend_runs_by_then() -> None:
     """C++ takes over the methods of a backend, and may lose them again, after its kernels were listed."""
-    hopper = backend()
-    hopper.grouped(N, K, torch.bfloat16)
+    backend = hopper(groups=emulated_grouped)
+    backend.grouped(N, K, torch.bfloat16)
     ran: list[Format | None] = []
-    own = hopper.quantize
+    own = backend.quantize
 
     def noting(x: Tensor, spec: OperandSpec, *rest: Any) -> Any:
         ran.append(spec.rowwise)
         return own(x, spec, *rest)
 
-    hopper.quantize = noting  # type: ignore[method-assign]  # as selection.replay does
-    hopper.grouped(N, K, torch.bfloat16).quantize_rows(torch.randn(128, K).bfloat16(), (128,), OperandSpec(FP8, None))
+    backend.quantize = noting  # type: ignore[method-assign]  # as selection.replay does
+    backend.grouped(N, K, torch.bfloat16).quantize_rows(torch.randn(128, K).bfloat16(), (128,), OperandSpec(FP8, None))
     assert ran == [FP8]
 
 
 def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
     for n, k, dtype in ((N, 200, torch.bfloat16), (200, K, torch.bfloat16), (N, K, torch.float32)):
-        assert type(backend().grouped(n, k, dtype)) is GroupLoop
+        assert type(hopper().grouped(n, k, dtype)) is GroupLoop
 
 
 def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:

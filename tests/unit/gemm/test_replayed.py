@@ -7,16 +7,13 @@ import torch
 
 from snip_megatron.gemm.backend import REPLAYED
 from snip_megatron.gemm.check import decibel, wrong_numbers
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.selection import replay
 from snip_megatron.precision import Format, Formats
-from snip_megatron.quantization import packed, swiglu
+from snip_megatron.quantization import swiglu
 from snip_megatron.quantization.kernels import replay_build
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
-from .emulated_scaled_mm import scaled_mm
-from .products import operands
+from .products import hopper, operands
 
 FP8, FP4, TENSOR, BF16, NVFP4 = Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.BF16, Format.NVFP4
 FORMATS = [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP4, FP4, FP8), (BF16, FP8, TENSOR), (FP8, NVFP4, BF16)]
@@ -29,13 +26,9 @@ def extension() -> Any:
     return found
 
 
-def backend() -> HopperBackend:
-    return HopperBackend(packed, ScaledProducts(scaled_mm), activations=swiglu)
-
-
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: "-".join(formats))
 def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> None:
-    python, replayed = backend(), replay(backend(), extension)
+    python, replayed = hopper(activations=swiglu), replay(hopper(activations=swiglu), extension)
     fprop, dgrad, wgrad = formats
     for seed in range(5):
         results = []
@@ -55,12 +48,12 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> N
 
 
 def test_the_check_before_training_passes(extension: Any) -> None:
-    assert wrong_numbers(replay(backend(), extension), "cpu", (FP4, TENSOR)) is None
+    assert wrong_numbers(replay(hopper(), extension), "cpu", (FP4, TENSOR)) is None
 
 
 def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> None:
     """As between two linears of experts, whose rows differ in number from call to call."""
-    python, replayed = backend(), replay(backend(), extension)
+    python, replayed = hopper(activations=swiglu), replay(hopper(activations=swiglu), extension)
     memory = [  # in one place: other calls are those whose tensors lie at other alignments, which vary on a CPU
         (torch.empty(rows, 512).bfloat16(), torch.empty(rows, 256).bfloat16(), torch.empty(rows)) for rows in (128, 256)
     ]

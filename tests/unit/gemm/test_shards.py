@@ -9,23 +9,16 @@ from torch import Tensor
 
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.gemm.operands import GemmOperand, assemble, flatten
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed
-from snip_megatron.quantization.exact import quantize_exact
 from snip_megatron.quantization.hadamard import ROTATED
 from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.quantization.wire import bytes_per_element
 
-from .emulated_scaled_mm import scaled_mm
 from .interpreted import shard_differences
-from .products import BACKENDS, keys, operands, run
+from .products import BACKENDS, hopper, keys, operands, run
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 NVFP4, MXFP8 = Format.NVFP4, Format.MXFP8
@@ -114,14 +107,14 @@ def test_a_nan_stays_in_its_tile_as_without_shards(fmt: Format) -> None:
 
 
 def test_backends_without_gathers_say_so() -> None:
-    emulated = EmulatedBackend(quantize_exact, ExactProducts(None))
+    emulated = BACKENDS["emulated"]()
     emulated.check_gathers([BF16])
-    hopper, plain = BACKENDS["hopper"](), [fmt for fmt in Format if fmt not in ROTATED]
-    for backend in (REFERENCE, hopper):
+    plain = [fmt for fmt in Format if fmt not in ROTATED]
+    for backend in (REFERENCE, hopper()):
         backend.check_gathers(plain)
         with pytest.raises(SnipError, match="combined with nvfp4_hadamard: shards are not transformed before"):
             backend.check_gathers([FP8, Format.NVFP4_HADAMARD])
-    mixed = HopperBackend(packed, ScaledProducts(scaled_mm), others=emulated)
+    mixed = hopper(others=emulated)
     mixed.check_gathers([FP8, FP4, TENSOR, BF16])
     with pytest.raises(SnipError, match="gather and all cannot be combined with mxfp8, nvfp4 on the emulated GEMMs"):
         mixed.check_gathers([FP8, NVFP4, MXFP8])

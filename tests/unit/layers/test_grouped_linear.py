@@ -13,23 +13,18 @@ from torch import Tensor
 from snip_megatron.errors import SnipError
 from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.gemm.group_rows import GroupRows, group_rows
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.quantization import derive_seed, fake_quantize, packed, swiglu
-from snip_megatron.quantization.exact import quantize_exact
+from snip_megatron.quantization import derive_seed, fake_quantize, swiglu
 from snip_megatron.quantization.formats import STOCHASTIC
 from snip_megatron.quantization.kernels.listing import Variant, listed
 from snip_megatron.quantization.operands import OperandSpec
 from tests.unit.gemm import emulated_grouped
-from tests.unit.gemm.emulated_scaled_mm import scaled_mm
+from tests.unit.gemm.products import BACKENDS, hopper
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 N, K = 144, 208
@@ -101,8 +96,7 @@ def expected(experts: Experts, x: Tensor, g: Tensor, splits: Sequence[int], form
 @pytest.mark.parametrize(("splits", "formats"), CASES)
 @pytest.mark.parametrize("name", ["reference", "emulated"])
 def test_three_products_of_every_expert(splits: tuple[int, ...], formats: Formats, name: str) -> None:
-    backend = REFERENCE if name == "reference" else EmulatedBackend(quantize_exact, ExactProducts())
-    experts, (x, g) = Experts(len(splits), formats, backend), operands(splits)
+    experts, (x, g) = Experts(len(splits), formats, BACKENDS[name]()), operands(splits)
     y = experts(x, splits)
     y.backward(g)
     main_grads = torch.stack([weight.main_grad for weight in experts.parameters()])  # type: ignore[misc]
@@ -243,7 +237,7 @@ def test_swiglu_times_probabilities_between_two_linears(
     """
     splits, hidden, width, noting = (130, 0, 7), 128, 256, Noting()
     rows = group_rows(splits, torch.device("cpu"), backwards=backwards)
-    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
+    backend = hopper(activations=noting, groups=emulated_grouped)
     fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
     fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
     fc1.context.quantizes = fc2.context.quantizes = True
@@ -277,7 +271,7 @@ def test_swiglu_times_probabilities_between_two_linears(
 )
 def test_its_kernels_run_before_training(parallel: str, asked: Any) -> None:
     noting = Noting()
-    backend = HopperBackend(packed, ScaledProducts(scaled_mm), activations=noting, groups=emulated_grouped)
+    backend = hopper(activations=noting, groups=emulated_grouped)
     experts = Experts(3, BF16_ALL, backend, n=256, k=128)
     experts.snip_experts = experts.handles  # type: ignore[assignment]
     handle = replace(experts.handles[0], parallel=parallel)
@@ -297,10 +291,8 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
     from snip_megatron.quantization.kernels import swiglu as activations
 
     monkeypatch.setattr("snip_megatron.gemm.group_rows.has_kernels", lambda x: True)
-    backend = HopperBackend(
-        quantize, ScaledProducts(scaled_mm), activations=activations, groups=emulated_grouped,
-        add_wgrad=grouped_wgrad.add_wgrad,
-    )  # fmt: skip
+    added = {"activations": activations, "groups": emulated_grouped, "add_wgrad": grouped_wgrad.add_wgrad}
+    backend = hopper(quantize, **added)
     chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]
     fc1, fc2 = (Experts(3, chosen[0], backend, n=n, k=k) for n, k in ((256, 128), (128, 128)))
     with listed() as before:
@@ -322,7 +314,7 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
 
 def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
     """Under a map of bf16 alone they run Megatron's own code; so they do where no library has such GEMMs."""
-    grouped = HopperBackend(packed, ScaledProducts(scaled_mm), groups=emulated_grouped)
+    grouped = hopper(groups=emulated_grouped)
     for backend, runs_grouped in ((grouped, True), (REFERENCE, False)):
         experts = Experts(2, (BF16, BF16, BF16), backend, n=256, k=128)
         assert experts.handles[0].is_stock
