@@ -109,7 +109,7 @@ class BlackwellBackend(GemmBackend):
             return self._multiply(x, g, "NT", shape, torch.float32)
         if _empty(g, x):
             return out
-        if _whole(shape) and out.dtype is torch.float32 and out.is_contiguous():
+        if not any(size % EDGE for size in shape) and out.dtype is torch.float32 and out.is_contiguous():
             self._engine.gemm(x, g, "NT", torch.float32, out=out)
         else:
             out.add_(self._multiply(x, g, "NT", shape, torch.float32))
@@ -133,10 +133,6 @@ def padded(x: Tensor) -> Tensor:
     """
     below, right = -x.shape[0] % EDGE, -x.shape[1] % EDGE
     return functional.pad(x, (0, right, 0, below)) if below or right else x.contiguous()
-
-
-def _whole(shape: tuple[int, int]) -> bool:
-    return shape[0] % EDGE == 0 and shape[1] % EDGE == 0
 
 
 def _empty(a: NativeOperand, b: NativeOperand) -> bool:

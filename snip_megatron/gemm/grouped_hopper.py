@@ -151,7 +151,9 @@ class HopperGroups(GroupLoop):
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        (left, right), found = (_plain(each) for each in (g, x)), None if out is None else stacked(out)
+        left, right, found = g.matrix, x.matrix, None if out is None else stacked(out)
+        assert isinstance(left, Tensor)
+        assert isinstance(right, Tensor)
         alone = found is None or found.dtype is not torch.float32
         if found is None or alone:
             size = len(g.rows), left.shape[1], right.shape[1]
@@ -198,9 +200,3 @@ def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device
     rows = rows_of(splits, device)
     row, col = made
     return None if row is None else RowsOperand(row, rows), None if col is None else RowsOperand(col, rows)
-
-
-def _plain(operand: RowsOperand) -> Tensor:
-    """Return X or G in bf16."""
-    assert isinstance(operand.matrix, Tensor)
-    return operand.matrix

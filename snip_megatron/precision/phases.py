@@ -91,14 +91,8 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the text of a ``snip.schedule/1`` file."""
-        phases = []
-        for phase in self.phases:
-            body: dict[str, Any] = {"from": phase.begin}
-            if phase.budget is not None:
-                body["budget"] = str(phase.budget)
-            if phase.change is not None:
-                body["change"] = list(phase.change)
-            phases.append(body)
+        every = [{"from": p.begin, "budget": p.budget and str(p.budget), "change": p.change} for p in self.phases]
+        phases = [{name: value for name, value in body.items() if value is not None} for body in every]
         return json.dumps({"schema": SCHEDULE_SCHEMA, "phases": phases}) + "\n"
 
     @classmethod

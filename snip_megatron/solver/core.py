@@ -96,8 +96,8 @@ class _Model:
             low = -most if floor == -math.inf else _integers(np.array([floor]), bits, up=False)[0]
             worth.append(self.model.new_int_var(min(low, cap), cap, ""))
             for row in np.nonzero(table.rows.active)[0].tolist():
-                mine = np.nonzero(table.on[p][self.rows] & ((table.stage[self.rows] == row - 1) | (row == 0)))[0]
-                rest = self.fixed[table.on[p][self.fixed] & ((table.stage[self.fixed] == row - 1) | (row == 0))]
+                own = table.within(p, row)
+                mine, rest = np.nonzero(own[self.rows])[0], self.fixed[own[self.fixed]]
                 done = math.fsum(table.saving[rest, self.pick[rest]] / table.rows.divisor[row])
                 share = table.saving[self.rows[mine], self.columns[mine]] / table.rows.divisor[row]
                 integers = _integers(np.maximum(share, -_LARGEST), bits, up=True)

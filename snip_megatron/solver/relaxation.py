@@ -80,9 +80,9 @@ def _upper_rows(table: Table, rows: Ints, columns: Ints) -> tuple[coo_array, Flo
     """Return w − Σ saving / divisor · x ≤ offset of every phase and active row, in the order of both."""
     active = np.nonzero(table.rows.active)[0]
     at, to, values = [], [], []
-    for p, on in enumerate(table.on):
+    for p in range(len(table.steps)):
         for j, row in enumerate(active.tolist()):
-            mine = np.nonzero(on[rows] & ((table.stage[rows] == row - 1) | (row == 0)))[0]
+            mine = np.nonzero(table.within(p, row)[rows])[0]
             at.append(np.full(len(mine), p * len(active) + j))
             to.append(mine)
             values.append(-table.saving[rows[mine], columns[mine]] / table.rows.divisor[row])

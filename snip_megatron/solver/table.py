@@ -132,8 +132,12 @@ class Table:
     @cached_property
     def cells(self) -> list[list[Ints]]:
         """The decisions of each phase and row, by [P][K + 1]."""
-        of_stage = [self.stage == k for k in range(len(self.stages))]
-        return [[np.nonzero(on)[0], *(np.nonzero(on & own)[0] for own in of_stage)] for on in self.on]
+        return [[np.nonzero(self.within(p, row))[0] for row in range(len(self.cost))] for p in range(len(self.steps))]
+
+    def within(self, phase: int, row: int) -> Bools:
+        """Return whether each decision counts in a row of a phase, [D]."""
+        counts: Bools = self.on[phase] & ((self.stage == row - 1) | (row == 0))
+        return counts
 
     @property
     def goal(self) -> float:
@@ -193,7 +197,7 @@ def _costs(items: Sequence[Item], stages: Sequence[int]) -> Floats:
     own: dict[int, list[float]] = {stage: [] for stage in stages}
     for item in items:
         own[item.stage].append(item.cost)
-    return np.array([math.fsum(item.cost for item in items), *(math.fsum(own[stage]) for stage in stages)])
+    return np.array([math.fsum(item.cost for item in items), *map(math.fsum, own.values())])
 
 
 def _rows(problem: Problem, cost: Floats, stages: Sequence[int]) -> Rows:

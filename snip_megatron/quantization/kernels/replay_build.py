@@ -43,7 +43,7 @@ def replay_extension() -> tuple[Any | None, str]:
         found = compiled_extension()
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return None, f"Python launches kernels ({' '.join(str(error).split())[:200]})"
-    launcher(_address(driver, "cuLaunchKernel"))
+    launcher(int(ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0))
     found.configure(CONSTANTS, torch._C._cuda_getCurrentRawStream)
     return found, "C++ launches kernels"
 
@@ -64,11 +64,13 @@ def compiled_library() -> Path:
     Processes of a node may compile it side by side. If it cannot be compiled, OSError or subprocess.SubprocessError has
     the compiler's first error.
     """
+    import triton
+
     command = _command()
     identity = "\0".join(
         [_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.version, platform.platform(), *command]
     )
-    library = _cache() / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+    library = Path(triton.knobs.cache.dir) / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     if not library.exists():
         _compile(command, library)
     return library
@@ -104,13 +106,3 @@ def _command() -> list[str]:
         *(f"-I{path}" for path in headers), str(_SOURCE),
         f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_python", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
-
-
-def _cache() -> Path:
-    import triton
-
-    return Path(triton.knobs.cache.dir)
-
-
-def _address(library: Any, name: str) -> int:
-    return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
