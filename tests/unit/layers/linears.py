@@ -53,12 +53,27 @@ def convert(linear: Any, context: StepContext, formats: Formats) -> LinearHandle
     return handle
 
 
+def our_linear(group: dist.ProcessGroup, context: StepContext, formats: Formats, n: int, k: int, **options: Any) -> Any:
+    """A linear that was made ours. Its ``snip`` is its handle."""
+    linear = stock_linear(group, n, k, **options)
+    convert(linear, context, formats)
+    return linear
+
+
 def operands(s: int, b: int, n: int, k: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """X [s, b, k] that requires gradients and G [s, b, n]; with columns and rows of very different size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(s, b, k, generator=generator) * torch.rand(k, generator=generator).exp()
     g = torch.randn(s, b, n, generator=generator) * torch.rand(s, b, 1, generator=generator).mul(3).exp() * 1e-4
     return x.to(dtype).requires_grad_(), g.to(dtype)
+
+
+def passed(linear: Any, s: int, b: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X, G and Y of a forward and a backward."""
+    x, g = operands(s, b, *linear.weight.shape, linear.weight.dtype, seed)
+    y = linear(x)[0]
+    y.backward(g)
+    return x, g, y
 
 
 def rounding(fmt: Format, context: StepContext, microbatch: int, gemm: int) -> dict[str, Any]:

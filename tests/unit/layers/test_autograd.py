@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from handles import handle_of
-from linears import FC1, convert, operands, reference, stock_linear
+from linears import FC1, convert, operands, our_linear, passed, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.errors import SnipError
@@ -51,12 +51,9 @@ def with_main_grad(linear: Any, *, zero_out: bool = False) -> torch.Tensor:
 def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, formats: Formats, row: bool) -> None:
     """FP32 tensors: nothing but FP32 summation stands between our GEMMs and the float64 composition."""
     s, b, n, k = ODD
-    linear = stock_linear(group, n, k, row=row, dtype=torch.float32)
-    convert(linear, context, formats)
+    linear = our_linear(group, context, formats, n, k, row=row, dtype=torch.float32)
     main_grad = with_main_grad(linear)
-    x, g = operands(s, b, n, k, torch.float32)
-    y, _ = linear(x)
-    y.backward(g)
+    x, g, y = passed(linear, s, b)
     expected_y, expected_d, expected_gw = reference(x, linear.weight, g, formats, context)
     assert y.shape == (s, b, n)
     assert decibel(expected_y, y) > 120
@@ -69,15 +66,12 @@ def test_output_and_gradients(group: dist.ProcessGroup, context: StepContext, fo
 def test_all_bf16_is_megatron_s_own_linear_bitwise(
     group: dist.ProcessGroup, context: StepContext, row: bool, dtype: torch.dtype
 ) -> None:
-    s, b, n, k = 16, 2, 96, 64
     results = []
     for converted in (False, True):
-        linear = stock_linear(group, n, k, row=row, dtype=dtype)
+        linear = stock_linear(group, 96, 64, row=row, dtype=dtype)
         if converted:
             assert convert(linear, context, ALL_BF16).is_stock
-        x, g = operands(s, b, n, k, dtype)
-        y, _ = linear(x)
-        y.backward(g)
+        x, _, y = passed(linear, 16, 2)
         results.append((y, x.grad, linear.weight.grad))
     for stock, ours in zip(*results, strict=True):
         assert torch.equal(stock, ours)
@@ -85,11 +79,8 @@ def test_all_bf16_is_megatron_s_own_linear_bitwise(
 
 def test_bias(group: dist.ProcessGroup, context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = stock_linear(group, n, k, bias=True, dtype=torch.float32)
-    convert(linear, context, (FP4, FP4, FP4))
-    x, g = operands(s, b, n, k, torch.float32)
-    y, _ = linear(x)
-    y.backward(g)
+    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, bias=True, dtype=torch.float32)
+    x, g, y = passed(linear, s, b)
     expected, _, _ = reference(x, linear.weight, g, (FP4, FP4, FP4), context)
     assert decibel(expected + linear.bias.double(), y) > 120
     torch.testing.assert_close(linear.bias.grad, g.sum((0, 1)), rtol=1e-5, atol=1e-9)
@@ -98,13 +89,10 @@ def test_bias(group: dist.ProcessGroup, context: StepContext) -> None:
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP4, FP4), (BF16, FP4, BF16)], ids=name)
 def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
     """An expert that no token was sent to."""
-    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    convert(linear, context, formats)
+    linear = our_linear(group, context, formats, 96, 64, dtype=torch.bfloat16)
     main_grad = with_main_grad(linear)
     main_grad.fill_(2.0)
-    x, g = operands(0, 2, 96, 64, torch.bfloat16)
-    y, _ = linear(x)
-    y.backward(g)
+    x, _, y = passed(linear, 0, 2)
     assert y.shape == (0, 2, 96)
     assert x.grad.shape == (0, 2, 64)
     assert torch.equal(main_grad, torch.full((96, 64), 2.0))
@@ -126,8 +114,7 @@ def test_the_output_may_be_changed_in_place(group: dist.ProcessGroup, context: S
     x, g = operands(16, 2, 96, 64, torch.float32)
     gradients = []
     for change in (lambda y: y * 2, lambda y: y.mul_(2)):
-        linear = stock_linear(group, 96, 64, row=True, dtype=torch.float32)
-        convert(linear, context, (FP8, FP8, FP8))
+        linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, row=True, dtype=torch.float32)
         own = x.detach().requires_grad_()
         change(linear._forward_impl(input=own, weight=linear.weight)).backward(g)
         gradients.append((own.grad, linear.weight.grad))
@@ -139,8 +126,7 @@ def test_a_weight_that_is_changed_before_the_backward_is_refused(
     group: dist.ProcessGroup, context: StepContext
 ) -> None:
     """As by torch, whose linears save their weight."""
-    linear = stock_linear(group, 96, 64, dtype=torch.float32)
-    convert(linear, context, (FP8, FP8, FP8))
+    linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, dtype=torch.float32)
     x, g = operands(16, 2, 96, 64, torch.float32)
     y, _ = linear(x)
     with torch.no_grad():
@@ -152,8 +138,7 @@ def test_a_weight_that_is_changed_before_the_backward_is_refused(
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, BF16, BF16)], ids=name)
 def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
     """Rounding has no derivative; without a refusal, some or all terms would be missing."""
-    linear = stock_linear(group, 96, 64, dtype=torch.float32)
-    convert(linear, context, formats)
+    linear = our_linear(group, context, formats, 96, 64, dtype=torch.float32)
     x, g = operands(16, 2, 96, 64, torch.float32)
     y, _ = linear(x)
     with pytest.raises(SnipError, match="linear_fc1: create_graph=True is not supported"):
@@ -164,16 +149,13 @@ def test_second_derivatives_are_refused(group: dist.ProcessGroup, context: StepC
 def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
     group: dist.ProcessGroup, context: StepContext
 ) -> None:
-    s, b, n, k = 32, 2, 128, 128
     formats: Formats = (BF16, BF16, FP4)
-    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
-    convert(linear, context, formats)
+    linear = our_linear(group, context, formats, 128, 128, dtype=torch.bfloat16)
     main_grad = with_main_grad(linear)
     context.dp_size, context.dp_rank = 3, 2
-    expected = torch.zeros(n, k, dtype=torch.float64)
+    expected = torch.zeros(128, 128, dtype=torch.float64)
     for microbatch in range(2):
-        x, g = operands(s, b, n, k, torch.bfloat16, seed=4)  # the same tensors: only the draws differ
-        linear(x)[0].backward(g)
+        x, g, _ = passed(linear, 32, 2, seed=4)  # the same tensors: only the draws differ
         expected += reference(x, linear.weight, g, formats, context, microbatch * 3 + 2)[2]
     assert decibel(expected, main_grad) > 120
     same_draws = 2 * reference(x, linear.weight, g, formats, context, 2)[2]
@@ -183,34 +165,29 @@ def test_main_grad_accumulates_over_microbatches_with_fresh_draws(
 @pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, FP8, BF16)], ids=name)
 def test_the_protocol_with_ddp(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
     """DDP asserts a gradient under overlap_grad_reduce and must not add it once more."""
-    s, b, n, k = 16, 2, 64, 96
-    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
-    convert(linear, context, formats)
+    linear = our_linear(group, context, formats, 64, 96, dtype=torch.bfloat16)
     with_main_grad(linear)
-    x, g = operands(s, b, n, k, torch.bfloat16)
-    linear(x)[0].backward(g)
+    passed(linear, 16, 2)
     assert linear.weight.grad_added_to_main_grad is True
     assert linear.weight.grad.shape == linear.weight.shape
     assert linear.weight.grad.dtype == linear.weight.dtype
 
     linear.weight.grad = None
     main_grad = with_main_grad(linear, zero_out=True)  # DDP then adds the dummy: it must be zeros
-    linear(x)[0].backward(g)
+    passed(linear, 16, 2)
     assert main_grad.abs().sum() > 0
     assert torch.equal(linear.weight.grad, torch.zeros_like(linear.weight))
 
     linear.weight.grad = None
     del linear.weight.grad_added_to_main_grad
-    linear(x)[0].backward(g)
+    passed(linear, 16, 2)
     assert linear.weight.grad is None
 
 
 def test_without_main_grad_autograd_gets_the_gradient(group: dist.ProcessGroup, context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = stock_linear(group, n, k, dtype=torch.bfloat16)
-    convert(linear, context, (FP4, FP4, FP4))
-    x, g = operands(s, b, n, k, torch.bfloat16)
-    linear(x)[0].backward(g)
+    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.bfloat16)
+    x, g, _ = passed(linear, s, b)
     expected = reference(x, linear.weight, g, (FP4, FP4, FP4), context)[2]
     assert linear.weight.grad.dtype == torch.bfloat16
     assert decibel(expected, linear.weight.grad) > 50
@@ -219,12 +196,11 @@ def test_without_main_grad_autograd_gets_the_gradient(group: dist.ProcessGroup, 
 # -- one map a step --------------------------------------------------------------------------------------------
 def test_the_backward_uses_the_formats_of_its_forward(group: dist.ProcessGroup, context: StepContext) -> None:
     s, b, n, k = ODD
-    linear = stock_linear(group, n, k, dtype=torch.float32)
-    handle = convert(linear, context, (FP8, FP4, FP8))
+    linear = our_linear(group, context, (FP8, FP4, FP8), n, k, dtype=torch.float32)
     main_grad = with_main_grad(linear)
     x, g = operands(s, b, n, k, torch.float32)
     y, _ = linear(x)
-    handle.state.formats = (FP4, FP8, FP4)
+    linear.snip.state.formats = (FP4, FP8, FP4)
     y.backward(g)
     _, expected_d, expected_gw = reference(x, linear.weight, g, (FP8, FP4, FP8), context)
     assert decibel(expected_d, x.grad) > 120
@@ -240,8 +216,7 @@ def test_recomputation_gives_the_same_bits(
     s, b, n, k = 32, 2, 128, 128
     results = []
     for recompute in (False, True):
-        linear = stock_linear(group, n, k, dtype=torch.bfloat16)
-        handle = convert(linear, context, formats)
+        linear = our_linear(group, context, formats, n, k, dtype=torch.bfloat16)
         main_grad = with_main_grad(linear)
         outputs = []
         for microbatch in range(2):
@@ -252,7 +227,7 @@ def test_recomputation_gives_the_same_bits(
                 main_grad += linear.weight.grad
                 linear.weight.grad = None
             outputs += [y.detach(), x.grad]
-        assert handle.state.backwards == (0 if formats == ALL_BF16 else 2)
+        assert linear.snip.state.backwards == (0 if formats == ALL_BF16 else 2)
         results.append([*outputs, main_grad])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
@@ -264,9 +239,9 @@ def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessG
 
     def gradients(**fields: int) -> tuple[torch.Tensor, ...]:
         backwards = fields.pop("backwards", 0)
-        linear = stock_linear(group, n, k, dtype=torch.float32)
-        handle = convert(linear, StepContext(**{"step": 5, "seed": 77, **fields}), (FP4, FP4, FP4))
-        handle.state.backwards = backwards
+        context = StepContext(**{"step": 5, "seed": 77, **fields})
+        linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
+        linear.snip.state.backwards = backwards
         x.grad = None
         linear(x)[0].backward(g)
         return x.grad.clone(), linear.weight.grad
@@ -299,8 +274,7 @@ class Seen:
 
 def test_validation_in_bf16(group: dist.ProcessGroup, context: StepContext) -> None:
     stock = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    convert(linear, context, (FP4, FP4, FP4))
+    linear = our_linear(group, context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     linear.eval()
     with torch.no_grad():
@@ -314,8 +288,7 @@ def test_a_training_forward_that_is_recomputed_keeps_its_map_beside_validation_i
     group: dist.ProcessGroup, context: StepContext
 ) -> None:
     """Under recomputation, the first forward of a training step has no gradients, like that of a validation."""
-    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    convert(linear, context, (FP4, FP4, FP4))
+    linear = our_linear(group, context, (FP4, FP4, FP4), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     wanted = linear(x)[0]
     context.bf16_eval = True
@@ -326,14 +299,13 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
     group: dist.ProcessGroup, context: StepContext
 ) -> None:
     s, b, n, k = ODD
-    linear = stock_linear(group, n, k, dtype=torch.float32)
-    handle = convert(linear, context, (FP4, FP4, FP4))
+    linear = our_linear(group, context, (FP4, FP4, FP4), n, k, dtype=torch.float32)
     main_grad = with_main_grad(linear)
     context.probing = True
-    assert handle.is_stock
+    assert linear.snip.is_stock
     recorder = Seen()
-    handle.state.recorder = recorder
-    assert not handle.is_stock
+    linear.snip.state.recorder = recorder
+    assert not linear.snip.is_stock
     x, g = operands(s, b, n, k, torch.float32)
     y = checkpoint(linear, x, use_reentrant=False)[0]
     y.backward(g)
@@ -354,8 +326,7 @@ def test_a_probe_runs_in_bf16_and_shows_its_recorder_the_operands(
 def test_what_the_quantised_path_does_not_implement_is_refused(
     group: dist.ProcessGroup, context: StepContext, argument: dict[str, Any]
 ) -> None:
-    linear = stock_linear(group, 96, 64, dtype=torch.bfloat16)
-    convert(linear, context, (FP8, FP8, FP8))
+    linear = our_linear(group, context, (FP8, FP8, FP8), 96, 64, dtype=torch.bfloat16)
     x, _ = operands(8, 2, 96, 64, torch.bfloat16)
     with pytest.raises(SnipError, match=f"{FC1}.*{next(iter(argument))}"):
         linear._forward_impl(input=x, weight=linear.weight, **argument)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from linears import convert, operands, stock_linear
+from linears import convert, operands, passed, stock_linear
 
 from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.context import Override, StepContext
@@ -44,9 +44,7 @@ def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: i
         for microbatch in range(microbatches):
             if registry.device is not None and microbatch == 1:
                 registry.device.weights_are_current(0)
-            x, g = operands(32, 2, 128, 256, torch.bfloat16, seed=microbatch)
-            y, _ = linear(x)
-            y.backward(g)
+            x, _, y = passed(linear, 32, 2, seed=microbatch)
             assert x.grad is not None
             seen += [y.detach(), x.grad]
         with torch.no_grad():
@@ -79,8 +77,7 @@ def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.P
     registry.start_step(1)
     for forced in (Override((FP8, TENSOR, FP4), microbatch=4), Override()):
         registry.context.override = lambda handle, forced=forced: forced
-        x, g = operands(32, 2, 128, 256, torch.bfloat16)
-        linear(x)[0].backward(g)
+        passed(linear, 32, 2)
     registry.context.override = None
     assert linear.snip.state.graphed.weight.operands is sides
     assert torch.equal(sides[0].values.view(torch.uint8), values.view(torch.uint8))

@@ -58,6 +58,13 @@ def phased_body() -> dict[str, Any]:
     }
 
 
+def changed(root: dict[str, Any], path: str, value: Any) -> str:
+    """The text with another value of the field at ``path``."""
+    holder, key = owner(root, path)
+    holder[key] = value
+    return json.dumps(root)
+
+
 def refused(text: str | bytes) -> str:
     message = refusal(Problem.from_json, text, where="p.json")
     assert message.startswith("p.json: ")
@@ -75,12 +82,9 @@ def test_the_example_of_the_contract() -> None:
         1e12,
         (Choice(Format.FP8, (1e-4,), 0.0), Choice(Format.FP4, (2e-2,), 1e12)),
     )
-    body_ = body()
-    body_["items"][1]["joint"] = {first.id: {"fp4": 2.0}}
-    assert Problem.from_json(json.dumps(body_)).items[1].joint == {first.id: {Format.FP4: 2.0}}
-    relaxed = body()
-    relaxed["budget"]["stage_tolerance"] = None
-    assert Problem.from_json(json.dumps(relaxed)).stage_tolerance is None
+    joint = changed(body(), "items[1].joint", {first.id: {"fp4": 2.0}})
+    assert Problem.from_json(joint).items[1].joint == {first.id: {Format.FP4: 2.0}}
+    assert Problem.from_json(changed(body(), "budget.stage_tolerance", None)).stage_tolerance is None
 
 
 def test_the_example_of_phases() -> None:
@@ -174,10 +178,7 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize(("path", "value", "words"), BAD_VALUES)
 def test_a_bad_value_is_named(path: str, value: Any, words: str) -> None:
-    root = body()
-    holder, key = owner(root, path)
-    holder[key] = value
-    message = refused(json.dumps(root))
+    message = refused(changed(body(), path, value))
     assert message.startswith(f"{path}: ")
     assert words in message
 
@@ -198,10 +199,7 @@ PHASED = [
 
 @pytest.mark.parametrize(("path", "value", "words"), PHASED)
 def test_a_bad_value_of_phases_is_named(path: str, value: Any, words: str) -> None:
-    root = phased_body()
-    holder, key = owner(root, path)
-    holder[key] = value
-    assert refused(json.dumps(root)).startswith(words)
+    assert refused(changed(phased_body(), path, value)).startswith(words)
 
 
 def test_a_loss_budget_takes_nothing_spent_and_a_speedup_above_zero() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.solver import Choice, Item, Phase, Problem, Spent, infeasibility, solve
+from snip_megatron.solver import Choice, Item, Phase, Problem, Solution, Spent, infeasibility, solve
 
 from .oracles import (
     FORMATS,
@@ -36,9 +36,12 @@ from .oracles import (
 KINDS = ("fp4", "speedup", "loss")
 
 
-def largest_gap(problem: Problem) -> float:
-    """Budgets of time over phases may stop at 1e-2."""
-    return 1e-2 if problem.phases and problem.budget.timed else GAP
+def compare(problem: Problem, solution: Solution, best: float | None) -> None:
+    """Against the best value. Budgets of time over phases may stop at a gap of 1e-2."""
+    assert (solution.status == "infeasible") == (best is None)
+    if best is not None:
+        assert solution.gap <= (1e-2 if problem.phases and problem.budget.timed else GAP)
+        check(problem, solution, best)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +50,7 @@ def largest_gap(problem: Problem) -> float:
 )
 def test_equals_highs(make: Callable[[int], Problem], seed: int) -> None:
     problem = make(seed)
-    best, solution = highs(problem), solve(problem, deterministic_time=20)
-    assert (solution.status == "infeasible") == (best is None)
-    if best is not None:
-        assert solution.gap <= largest_gap(problem)
-        check(problem, solution, best)
+    compare(problem, solve(problem, deterministic_time=20), highs(problem))
 
 
 @pytest.mark.parametrize("kind", ["speedup", "loss"])
@@ -63,9 +62,8 @@ def test_joint_savings_equal_exhaustion(items: int, phases: int, seed: int, kind
     if phases == 1:
         problem = replace(problem, phases=(), spent=None)
     best, solution = exhaust(problem), solve(problem, deterministic_time=10)
-    assert (solution.status == "infeasible") == (best is None)
+    compare(problem, solution, best)
     if best is not None:
-        check(problem, solution, best)
         for p, phase in enumerate(solution.phases or (solution,)):
             taken = slowest(problem, chosen(problem, solution)[p])
             assert phase.speedup == pytest.approx(slowest(problem, None) / taken)
@@ -164,11 +162,7 @@ def test_phases_equal_exhaustion(kind: str, seed: int) -> None:
     problem = random_phased(rng, items, formats, 2, phases, kind=kind, tolerance=tolerance)
     if seed % 3 == 0:
         problem = replace(problem, items=(*problem.items[:-1], replace(problem.items[-1], pin=FORMATS[1])))
-    best, solution = exhaust(problem), solve(problem, deterministic_time=10)
-    assert (solution.status == "infeasible") == (best is None)
-    if best is not None:
-        assert solution.gap <= largest_gap(problem)
-        check(problem, solution, best)
+    compare(problem, solve(problem, deterministic_time=10), exhaust(problem))
 
 
 @settings(max_examples=80, deadline=None)
@@ -269,18 +263,9 @@ def test_one_phase_is_one_map(seed: int) -> None:
 
 def proportional(steps: tuple[int, ...] = (300, 200), factors: tuple[float, ...] = (0.4, 0.6)) -> Problem:
     """One stage, ten items of equal cost whose late errors cost more."""
-    items = tuple(
-        Item(
-            f"i{i}",
-            0,
-            1.0,
-            (
-                Choice(Format.FP8, (0.0,) * len(steps), 0.0),
-                Choice(Format.FP4, tuple((1.0 + i) * f for f in factors), 1.0),
-            ),
-        )
-        for i in range(10)
-    )
+    none = Choice(Format.FP8, (0.0,) * len(steps), 0.0)
+    fours = [Choice(Format.FP4, tuple((1.0 + i) * f for f in factors), 1.0) for i in range(10)]
+    items = tuple(Item(f"i{i}", 0, 1.0, (none, four)) for i, four in enumerate(fours))
     return Problem(fp4(0.6), items, phases=tuple(Phase(n) for n in steps))
 
 

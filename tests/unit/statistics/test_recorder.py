@@ -64,6 +64,15 @@ def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None
     recorder.on_backward(*tensors)
 
 
+def recorded(linear: LinearId, batches: list[Microbatch], samples: int) -> LinearRecorder:
+    """What a rank alone records of a linear."""
+    recorder = LinearRecorder(place(linear), FORMATS, samples)
+    for i, b in enumerate(batches):
+        d = b.g.float() @ b.w.float()
+        record(recorder, i, b.x, b.w, b.g, d, d)
+    return recorder
+
+
 def square(t: torch.Tensor) -> float:
     return float(t.double().square().sum())
 
@@ -113,38 +122,33 @@ def alone() -> ProbeGroups:
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("samples", [64, 10_000])
 def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
-    recorder = LinearRecorder(place(linear), FORMATS, samples)
     batches = microbatches()
-    for i, b in enumerate(batches):
-        d = b.g.float() @ b.w.float()
-        record(recorder, i, b.x, b.w, b.g, d, d)
+    recorder = recorded(linear, batches, samples)
     finish_dots([recorder], alone())
     assert recorder.dots == []
     expected = definitions(batches, samples)
     if linear is ROW:  # partial over ranks there: completed from other columns in the table
         expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}
-    recorded = recorder.sums | recorder.by_format
-    assert recorded.keys() == expected.keys()
+    found = recorder.sums | recorder.by_format
+    assert found.keys() == expected.keys()
     expected["d2"] = sum(square(b.g.double() @ b.w.double()) for b in batches)
     for name, value in expected.items():
-        np.testing.assert_allclose(recorded[name].numpy(), value, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(found[name].numpy(), value, rtol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Y, E and G·E of 64 tokens of 256 stand for all of them."""
     monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", 64)
-    recorder = LinearRecorder(place(linear), FORMATS, 32)
     batches = microbatches()
-    for i, b in enumerate(batches):
-        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    recorder = recorded(linear, batches, 32)
     finish_dots([recorder], alone())
-    recorded = recorder.sums | recorder.by_format
+    found = recorder.sums | recorder.by_format
     whole = definitions(batches, 64)
-    np.testing.assert_allclose(recorded["c2"].numpy(), whole["c2"], rtol=0.1)
+    np.testing.assert_allclose(found["c2"].numpy(), whole["c2"], rtol=0.1)
     if linear is COLUMN:
         for name in ("y2", "e2"):
-            np.testing.assert_allclose(recorded[name].numpy(), whole[name], rtol=0.1, err_msg=name)
+            np.testing.assert_allclose(found[name].numpy(), whole[name], rtol=0.1, err_msg=name)
 
 
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +166,8 @@ def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.M
 
 
 def test_column_norms() -> None:
-    recorder = LinearRecorder(place(COLUMN), FORMATS, 64)
     batches = microbatches()
-    for i, b in enumerate(batches):
-        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
+    recorder = recorded(COLUMN, batches, 64)
     close = {"rtol": 1e-6, "atol": 0.0}
     torch.testing.assert_close(recorder.x_cols, sum(b.x.double().square().sum(0) for b in batches), **close)
     torch.testing.assert_close(recorder.g_cols, sum(b.g.double().square().sum(0) for b in batches), **close)
@@ -176,11 +178,9 @@ def test_column_norms() -> None:
 
 
 def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch() -> None:
-    recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
     batches = microbatches()
+    recorder = recorded(COLUMN, batches, 32)
     changed = [Microbatch(b.x + i + 1, b.w, b.g * (1 + 0.1 * (i + 1))) for i, b in enumerate(batches)]
-    for i, b in enumerate(batches):
-        record(recorder, i, b.x, b.w, b.g, b.d, b.d)
     before = {name: value.clone() for name, value in recorder.sums.items()}
     rows = sample_rows(T, 32)
     fx2 = sum(square((c.x.float() - b.x.float())[rows]) for b, c in zip(batches, changed, strict=True)) * T / 32
@@ -293,10 +293,7 @@ def test_the_sum_over_shards_is_the_whole(
     ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
     monkeypatch.setattr("snip_megatron.statistics.recorder.OUTPUT_TOKENS", tokens)
     batches = microbatches()
-    whole = LinearRecorder(place(linear), FORMATS, 64)
-    for i, b in enumerate(batches):
-        d = b.g.float() @ b.w.float()
-        record(whole, i, b.x, b.w, b.g, d, d)
+    whole = recorded(linear, batches, 64)
     parts = [(LinearRecorder(handle, FORMATS, 64), local) for handle, local in shards(linear, sequence_parallel)]
     for recorder, local in parts:
         for i, b in enumerate(batches):

@@ -9,17 +9,12 @@ import torch
 from snip_megatron.quantization import derive_seeds, packed
 from snip_megatron.quantization.device_keys import DeviceKeys, Identity, advance
 from snip_megatron.quantization.operands import CachedPair, OperandPair
-from snip_megatron.quantization.packed import Operand
 
 from ..specs import matrix, spec
 from .interpreter import Quantizers
+from .test_quantize import assert_operands
 
 KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
-
-
-def same(found: Operand | None, expected: Operand | None) -> None:
-    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
-    assert torch.equal(found.scale, expected.scale)
 
 
 def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) -> None:
@@ -51,8 +46,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
         return quantizers.call("quantize_operands", x, how)  # type: ignore[no-any-return]
 
     expected = tiles(seeds)
-    for found, wanted in zip(tiles(words), expected, strict=True):
-        same(found, wanted)
+    assert_operands(tiles(words), expected)
     assert not torch.equal(*(each[0].values.view(torch.uint8) for each in (tiles(KEYS), expected)))
 
 
@@ -68,6 +62,6 @@ def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) 
             if formats[0] == "fp8_tensor":  # both have one scale, of which the interpreter's process makes two
                 made = made[0], made[1]._replace(scale=made[0].scale)
             found = quantize(matrix(160, 128, seed=1), how, CachedPair(made, flag))
-            for one, other in zip(found, first if current else second, strict=True):
-                if other is not None:
-                    same(one._replace(scale=found[0].scale) if formats[0] == "fp8_tensor" else one, other)
+            if formats[0] == "fp8_tensor":
+                found = found[0], found[1]._replace(scale=found[0].scale)
+            assert_operands(found, first if current else second)

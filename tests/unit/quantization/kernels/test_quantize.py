@@ -5,7 +5,7 @@ import torch
 
 from snip_megatron.errors import SnipError
 from snip_megatron.quantization import packed
-from snip_megatron.quantization.operands import OperandSpec
+from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.packed import Operand
 
 from ..specs import spec
@@ -27,10 +27,13 @@ def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool 
     assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
 
 
-def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
-    found, expected = quantizers.call("quantize_operands", x, how), packed.quantize_operands(x, how)
+def assert_operands(found: OperandPair, expected: OperandPair, drawn: tuple[bool, bool] = (False, False)) -> None:
     for one, other, random in zip(found, expected, drawn, strict=True):
         assert_same(one, other, drawn=random)
+
+
+def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
+    assert_operands(quantizers.call("quantize_operands", x, how), packed.quantize_operands(x, how), drawn)
 
 
 def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
@@ -159,6 +162,4 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None)):
         how = spec(*formats, weight=True)
-        found, expected = quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
+        assert_operands(quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how))

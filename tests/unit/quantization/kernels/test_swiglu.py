@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from snip_megatron.quantization import packed, swiglu
-from snip_megatron.quantization.operands import OperandPair
+from snip_megatron.quantization.rounding import key_words
 
 from ..specs import spec
 from .interpreter import Quantizers
-from .test_quantize import assert_same
+from .test_quantize import assert_operands, assert_same
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,6 @@ def gradient(d: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     gate, up = np.split(y.float().numpy(), 2, axis=1)
     g, sigmoid = d.float().numpy(), 1 / (1 + np.exp(-gate))
     return rounded(np.concatenate([g * sigmoid * (1 + gate * (1 - sigmoid)) * up, g * (gate / (1 + np.exp(-gate)))], 1))
-
-
-def assert_operands(found: OperandPair, expected: OperandPair) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", None)])
@@ -94,21 +89,14 @@ def exact_swiglu(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("step", [1, 3])
 def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, on_device: bool) -> None:
     d, y = tensors(136, 128)
-    keys: list[int | torch.Tensor] = [2**63 + 5, 7]
-    if on_device:
-        keys = [torch.tensor(packed_words(key), dtype=torch.int64).to(torch.int32) for key in (2**63 + 5, 7)]
+    seeds = (2**63 + 5, 7)
+    keys = [torch.tensor(key_words(seed)).to(torch.int32) if on_device else seed for seed in seeds]
     cols = torch.arange(256) * step + 4
-    wanted = spec("fp4", "fp4", row_seed=2**63 + 5, col_seed=7, cols=cols)
+    wanted = spec("fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1], cols=cols)
     how = spec("fp4", "fp4", row_seed=keys[0], col_seed=keys[1], cols=cols)
     how = how._replace(keys=how.keys._replace(paired=step == 1))  # type: ignore[union-attr]
     expected = packed.quantize_operands(gradient(d, y), wanted)
     assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how)[:2], expected)
-
-
-def packed_words(seed: int) -> list[int]:
-    from snip_megatron.quantization.rounding import key_words
-
-    return [word - (word >> 31 << 32) for word in key_words(seed)]
 
 
 def assert_with_amax(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> None:
