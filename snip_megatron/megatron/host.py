@@ -208,8 +208,7 @@ class MegatronStep:
         """Run forward and backward of the first microbatches of the step, as :class:`HostStep` says."""
         self._taken = sequences if sequences < self.sequences else None
         self.rewind()
-        with compat.labels_drawn(self.call.model, self.step, self._groups):
-            self.schedule(range(microbatches))
+        self.schedule(range(microbatches))
 
     def rewind(self) -> None:
         """Let the next pass draw the random numbers, and send tokens to the experts, of the first pass."""

@@ -24,7 +24,6 @@ from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_kept,
     evaluations_watched,
-    labels_drawn,
     learning_rate,
     loss_tokens_counted,
     quiet_schedule,

@@ -3,23 +3,17 @@
 import argparse
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import megatron.training.training as training
 import torch
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 
 from snip_megatron.megatron.compat.versions import changed, check_names, check_signature, nothing
-from snip_megatron.quantization import derive_seed
-from snip_megatron.statistics.drawn_labels import WithGradient, drawn_gradient
-from snip_megatron.statistics.reduction import ProbeGroups, group_size
 
-_LOSS = "compute_language_model_loss"
 _LOGITS = "current_max_attn_logits"
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
 check_signature(training.train_step, *_STEP, "forward_backward_func", "iteration")
@@ -31,7 +25,6 @@ check_signature(
 check_names(training.evaluate_and_print_results, "evaluate")
 check_signature(OptimizerParamScheduler.get_lr, "self", "param_group")
 check_names(OptimizerParamScheduler.get_lr, "num_steps")
-check_signature(getattr(LanguageModule, _LOSS), "self", "labels", "logits")
 
 TrainStep = Callable[..., Any]
 
@@ -130,40 +123,6 @@ def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
 
     with changed(model_config, finalize_model_grads_func=note):
         yield counts
-
-
-@contextlib.contextmanager
-def labels_drawn(model: Sequence[torch.nn.Module], step: int, groups: ProbeGroups) -> Iterator[None]:
-    """Let losses have the gradients of labels that the model draws (:mod:`snip_megatron.statistics.drawn_labels`)
-    inside this context, which every pass over the microbatches of ``step`` enters anew. Values of losses stay.
-
-    The draws depend on the step, the global microbatch and the token. A model with a loss of its own keeps it.
-    """
-    found = [m for chunk in model for m in chunk.modules() if isinstance(m, LanguageModule)]
-    try:
-        for module in found:
-            vars(module)[_LOSS] = _drawn(module, step, groups)
-        yield
-    finally:
-        for module in found:
-            del vars(module)[_LOSS]
-
-
-def _drawn(module: Any, step: int, groups: ProbeGroups) -> Callable[..., torch.Tensor]:
-    """Return the loss of the text's labels, with the gradient of drawn ones."""
-    original, calls = getattr(module, _LOSS), itertools.count()
-    further = (module.config.mtp_num_layers or 0) if getattr(module, "mtp_process", False) else 0
-    tp = groups.tp if group_size(groups.tp) > 1 else None
-
-    def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        microbatch, depth = divmod(next(calls), 1 + further)
-        seed = derive_seed(step, microbatch * groups.dp_size + groups.dp_rank, depth)
-        gradient = drawn_gradient(logits, seed, tp)  # first, because Megatron's losses overwrite logits
-        with torch.no_grad():
-            losses = original(labels, logits)
-        return WithGradient.apply(logits, losses, gradient)  # type: ignore[no-untyped-call, no-any-return]
-
-    return loss
 
 
 @contextlib.contextmanager
