@@ -233,7 +233,7 @@ def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nv
         "from snip_megatron.timing.calibration.measure import Measurer\n"
         "from snip_megatron.timing.calibration.workload import Workload\n"
         "calls = lambda: pathlib.Path(os.environ['SNIP_NVCC'] + '.log').read_text().count('-cubin')\n"
-        "backend, size = select_backend('hopper', replays=False).backend, (16, 32768, 1536, 2048)\n"
+        "backend, size = select_backend('hopper', checks=False).backend, (16, 32768, 1536, 2048)\n"
         "measurer = Measurer(backend, clock_for(torch.device('cuda', 0)), (Format.FP8,))\n"
         "work = Workload(((16384, 1536, 2048),), ((16384, 2048),), ((1536, 2048),), grouped=(size,))\n"
         "checked, compilation = calls(), compile_kernels(measurer, work)\n"
