@@ -24,8 +24,7 @@ from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed, swiglu
-from snip_megatron.quantization.kernels import quantize as kernels
+from snip_megatron.quantization import swiglu
 from snip_megatron.quantization.kernels import swiglu as triton_swiglu
 from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
@@ -129,18 +128,6 @@ def amid_nan(tensor: Tensor) -> Tensor:
     memory = torch.full((size + 2 * space,), 255, dtype=torch.uint8, device=tensor.device)
     inner = memory[space : space + size].view(tensor.dtype)
     return inner.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-
-
-def test_the_quantiser_of_weights_gives_the_bytes_of_torch() -> None:
-    w = draws(4, 256, 384, seed=5)
-    for formats in ((FP8, FP4), (None, FP8), (FP4, None)):
-        spec = OperandSpec(*formats, weight=True)
-        found, expected = kernels.quantize_group_blocks(w, spec), packed.quantize_group_blocks(w, spec)
-        for side, truth in zip(found, expected, strict=True):
-            assert (side is None) == (truth is None)
-            if side is not None and truth is not None:
-                assert torch.equal(side.values.view(torch.uint8), truth.values.view(torch.uint8))
-                assert torch.equal(side.scale, truth.scale)
 
 
 def test_swiglu_times_probabilities_is_that_of_torch() -> None:

@@ -160,6 +160,6 @@ def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
 
 def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
-    for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None)):
+    for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
         how = spec(*formats, weight=True)
         assert_operands(quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how))
