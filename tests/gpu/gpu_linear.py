@@ -21,13 +21,12 @@ class Linear(torch.nn.Module):
         *,
         main_grad: Tensor | None = None,
         delays: bool = False,
-        device: str = "cuda",
     ) -> None:
         super().__init__()
-        generator = torch.Generator(device=device).manual_seed(n + k)
-        weight = torch.randn(n, k, device=device, generator=generator).mul_(k**-0.5).bfloat16()
+        generator = torch.Generator(device="cuda").manual_seed(n + k)
+        weight = torch.randn(n, k, device="cuda", generator=generator).mul_(k**-0.5).bfloat16()
         self.weight = torch.nn.Parameter(weight)
-        self.weight.main_grad = torch.zeros(n, k, device=device) if main_grad is None else main_grad
+        self.weight.main_grad = torch.zeros(n, k, device="cuda") if main_grad is None else main_grad
         self.weight.grad_added_to_main_grad = False
         self.handle = LinearHandle(
             id=LinearId("decoder", 3, "mlp.linear_fc2"), parallel="row", n=n, k=k, stage=0, tp_rank=0, tp_size=1,

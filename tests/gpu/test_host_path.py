@@ -33,18 +33,18 @@ def python() -> GemmBackend:
     return select_backend("hopper", checks=False).backend
 
 
-def operands(t: int, n: int, k: int, seed: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device=device).manual_seed(seed)
-    x, g = (torch.randn(t, size, device=device, generator=generator) for size in (k, n))
+def operands(t: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    x, g = (torch.randn(t, size, device="cuda", generator=generator) for size in (k, n))
     return x.bfloat16().requires_grad_(), (1e-3 * g).bfloat16()
 
 
-def step(backend: GemmBackend, shape: tuple[int, int, int], formats: Formats, device: str = "cuda") -> list[Tensor]:
+def step(backend: GemmBackend, shape: tuple[int, int, int], formats: Formats) -> list[Tensor]:
     """Y and ∂L/∂X of each microbatch, then main_grad. The weight is quantised in the first one."""
     t, n, k = shape
-    linear, found = Linear(backend, n, k, formats, device=device), []
+    linear, found = Linear(backend, n, k, formats), []
     for microbatch in range(MICROBATCHES):
-        x, g = operands(t, n, k, microbatch, device)
+        x, g = operands(t, n, k, microbatch)
         y = linear(x)
         y.backward(g)
         assert x.grad is not None
