@@ -330,9 +330,9 @@ def highs(problem: Problem) -> float | None:
     return value_of(problem, [[c for q, _, c in on if q == p] for p in range(len(phases))])
 
 
-def hard_problem(kind: str, *, stages: int = 1, seed: int = 0, items: int = 960) -> Problem:
+def hard_problem(kind: str, stages: int) -> Problem:
     """Losses that follow savings (Pisinger 2005, "Where are the hard knapsack problems?"): bf16, fp8 or fp4 an item."""
-    rng = np.random.default_rng(seed)
+    rng, items = np.random.default_rng(0), 960
     loss, saving = HARD[kind](rng, np.sort(rng.uniform(1, RANGE, (items, 2)), axis=1))
     losses, savings = (np.pad(values, ((0, 0), (1, 0))).tolist() for values in (loss, saving))
     costs = (1.25 * saving.max(axis=1)).tolist()

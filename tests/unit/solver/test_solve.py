@@ -228,7 +228,7 @@ def test_same_solution_whatever_the_order_of_items_and_run() -> None:
 @pytest.mark.parametrize("kind", HARD)
 def test_a_limit_ends_with_a_true_bound(kind: str) -> None:
     """Losses that follow savings are hard in every knapsack. The limit is one for the whole solve."""
-    problem = hard_problem(kind, stages=8)
+    problem = hard_problem(kind, 8)
     solution = solve(problem, deterministic_time=0.4)
     assert solution.deterministic_seconds <= 1.3 * 0.4
     check(problem, solution)
@@ -261,12 +261,12 @@ def test_one_phase_is_one_map(seed: int) -> None:
             assert solution.phases[0].choices == expected.choices
 
 
-def proportional(steps: tuple[int, ...] = (300, 200), factors: tuple[float, ...] = (0.4, 0.6)) -> Problem:
+def proportional() -> Problem:
     """One stage, ten items of equal cost whose late errors cost more."""
-    none = Choice(Format.FP8, (0.0,) * len(steps), 0.0)
-    fours = [Choice(Format.FP4, tuple((1.0 + i) * f for f in factors), 1.0) for i in range(10)]
+    none = Choice(Format.FP8, (0.0, 0.0), 0.0)
+    fours = [Choice(Format.FP4, (0.4 * i, 0.6 * i), 1.0) for i in range(1, 11)]
     items = tuple(Item(f"i{i}", 0, 1.0, (none, four)) for i, four in enumerate(fours))
-    return Problem(fp4(0.6), items, phases=tuple(Phase(n) for n in steps))
+    return Problem(fp4(0.6), items, phases=(Phase(300), Phase(200)))
 
 
 def test_precision_is_spent_where_errors_cost_most() -> None:
