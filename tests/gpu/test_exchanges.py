@@ -13,10 +13,6 @@ from snip_megatron.quantization import wire
 TOKENS, FEATURES, ELEMENTS = 2048, 4096, 3_000_064
 
 
-def partial_result(rank: int) -> Tensor:
-    return torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(rank)).bfloat16()
-
-
 def gradients(rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(RANKS * ELEMENTS, generator=generator) * 1e-4
@@ -30,7 +26,8 @@ def summed(parts: list[Tensor], rank: int) -> Tensor:
 
 
 def reduce_on_rank(rank: int) -> None:
-    results = [partial_result(each) for each in range(RANKS)]
+    draws = [torch.Generator().manual_seed(each) for each in range(RANKS)]
+    results = [torch.randn(TOKENS, FEATURES, generator=each).bfloat16() for each in draws]
     found = communication.start_reduce_scatter(results[rank].cuda(), dist.group.WORLD, quantised=True).result()
     assert torch.equal(found.cpu(), summed(results, rank)), "partial results"
 

@@ -13,13 +13,7 @@ AXES = ((64, 256, 1024), (128, 512), (100, 1000, 5000))
 POINTS = list(itertools.product(*AXES))
 Rates = dict[tuple[int, ...], float]
 QUERIES = st.tuples(*(st.integers(axis[0], axis[-1]) for axis in AXES))
-
-
-def rates_of(seed: list[float]) -> Rates:
-    return dict(zip(POINTS, seed, strict=True))
-
-
-RATES = st.lists(st.floats(1e-3, 1e15), min_size=len(POINTS), max_size=len(POINTS)).map(rates_of)
+RATES = st.fixed_dictionaries(dict.fromkeys(POINTS, st.floats(1e-3, 1e15)))
 
 
 def rate(rates: Rates, query: tuple[int, ...]) -> float:
