@@ -17,6 +17,7 @@ from snip_megatron.quantization.kernels.elements import (
 )
 from snip_megatron.quantization.kernels.pairs import (
     EDGE,
+    HALF,
     PAIRS,
     amax_pairs,
     lifted,
@@ -93,6 +94,50 @@ def quantize_side(
         tl.store(scale_ptr + j + 1, hi_scale, mask=hi_mask)
 
 
+@triton.jit
+def quantize_both(
+    words, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+    M, K, m, k, row_stride, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
+    PAIRED: tl.constexpr, TWICE: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise part (m, k) of a matrix [M, K] with tiles along K (``ROW``) and along M (``COL``).
+
+    ``words`` are the part, [128, 64], of a matrix with whole tiles along K; with ``TWICE`` each side loads it from x.
+    """
+    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
+    row_mask, lo_mask = rows < M, cols < K
+    hi_mask = cols + 1 < K if TWICE else lo_mask
+    row_ids, lo_ids, hi_ids = rows + first_row, cols, cols
+    if ROW_RANDOM or COL_RANDOM:
+        lo_ids, hi_ids = global_ids(cols_ptr, cols, lo_mask, hi_mask, PAIRED)
+    if LOADED:
+        if ROW_RANDOM:
+            row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
+        if COL_RANDOM:
+            col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
+    if ROW:
+        part = load_pairs(x_ptr, x_stride, M, width, m, k, False) if TWICE else words
+        lo_amax, hi_amax = amax_pairs(part, False, DTYPE, HARDWARE)
+        amax = tl.maximum(lo_amax, hi_amax)
+        quantize_side(
+            part, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_ptr, row_stride,
+            row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k, row_mask, lo_mask, hi_mask,
+            1, ROW, ROW_RANDOM, PAIRED, DTYPE, HARDWARE,
+        )  # fmt: skip
+    if COL:
+        if TWICE:
+            turned = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        else:  # as load_pairs gives a part with DOWN
+            turned = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
+        lo_amax, hi_amax = amax_pairs(turned, True, DTYPE, HARDWARE)
+        quantize_side(
+            turned, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
+            col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k, row_mask, lo_mask, hi_mask,
+            0, COL, COL_RANDOM, PAIRED, DTYPE, HARDWARE,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
 def tile_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
@@ -108,33 +153,12 @@ def tile_kernel(
     of passed as arguments.
     """
     k, m = tl.program_id(0), tl.program_id(1)
-    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
-    row_mask, lo_mask, hi_mask = rows < M, cols < K, cols + 1 < K
-    row_ids, lo_ids, hi_ids = rows + first_row, cols, cols
-    if ROW_RANDOM or COL_RANDOM:
-        lo_ids, hi_ids = global_ids(cols_ptr, cols, lo_mask, hi_mask, PAIRED)
-    if LOADED:
-        if ROW_RANDOM:
-            row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
-        if COL_RANDOM:
-            col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
-    if ROW:
-        words = load_pairs(x_ptr, x_stride, M, width, m, k, False)
-        lo_amax, hi_amax = amax_pairs(words, False, DTYPE, HARDWARE)
-        amax = tl.maximum(lo_amax, hi_amax)
-        quantize_side(
-            words, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_ptr, row_stride,
-            row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k, row_mask, lo_mask, hi_mask,
-            1, ROW, ROW_RANDOM, PAIRED, DTYPE, HARDWARE,
-        )  # fmt: skip
-    if COL:
-        words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
-        lo_amax, hi_amax = amax_pairs(words, True, DTYPE, HARDWARE)
-        quantize_side(
-            words, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
-            col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k, row_mask, lo_mask, hi_mask,
-            0, COL, COL_RANDOM, PAIRED, DTYPE, HARDWARE,
-        )  # fmt: skip
+    quantize_both(
+        x_ptr, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr,
+        row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, M, K, m, k, row_stride, col_stride,
+        first_row, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, True, DTYPE, HARDWARE,
+    )  # fmt: skip
 
 
 @triton.jit

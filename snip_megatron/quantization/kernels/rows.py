@@ -24,7 +24,7 @@ from snip_megatron.quantization.kernels.arguments import (
 )
 from snip_megatron.quantization.kernels.launch import launch
 from snip_megatron.quantization.kernels.pairs import EDGE, load_pairs
-from snip_megatron.quantization.kernels.swiglu_programs import store_both
+from snip_megatron.quantization.kernels.programs import quantize_both
 from snip_megatron.quantization.operands import OperandPair, OperandSpec
 from snip_megatron.quantization.row_map import RowMap
 
@@ -73,10 +73,10 @@ def quantised_rows_kernel(
     k, m = tl.program_id(0), tl.program_id(1)
     first, count = _own_rows(experts_ptr, table_ptr, EXPERTS, m)
     words = load_pairs(x_ptr + (first - m * EDGE) * x_stride, x_stride, m * EDGE + count, K // 2, m, k, False)
-    store_both(
-        words, x_ptr, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-        M, K, m, k, row_stride, col_stride, row_word_0, row_word_1, col_word_0, col_word_1,
-        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, HARDWARE,
+    quantize_both(
+        words, x_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+        M, K, m, k, row_stride, col_stride, 0, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
     )  # fmt: skip
 
 

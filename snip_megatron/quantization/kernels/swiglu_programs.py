@@ -7,8 +7,8 @@ bf16, or store it as bf16 and find its amax. Numbers are FP32 throughout, and ro
 import triton
 import triton.language as tl
 
-from snip_megatron.quantization.kernels.pairs import EDGE, HALF, PAIRS, amax_pairs, load_pairs, numbers, store_rows
-from snip_megatron.quantization.kernels.programs import global_ids, quantize_side
+from snip_megatron.quantization.kernels.pairs import EDGE, amax_pairs, load_pairs, numbers, store_rows
+from snip_megatron.quantization.kernels.programs import quantize_both
 
 
 @triton.jit
@@ -34,42 +34,6 @@ def rounded_words(lo, hi, HARDWARE: tl.constexpr):
 def load_numbers(ptr, stride, M, width, m, k):
     """Return FP32 of the even and of the odd columns of part (m, k) of a bf16 matrix, [128, 64] each."""
     return numbers(load_pairs(ptr, stride, M, width, m, k, False), "bf16")
-
-
-@triton.jit
-def store_both(
-    words, rows_ptr, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-    M, K, m, k, row_stride, col_stride, row_word_0, row_word_1, col_word_0, col_word_1,
-    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Quantise part (m, k), int32 [128, 64] of bf16 pairs, of a matrix [M, K] with tiles along K and along M."""
-    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
-    row_mask, all_cols = rows < M, cols < K
-    lo_ids, hi_ids = cols, cols
-    if ROW_RANDOM or COL_RANDOM:
-        lo_ids, hi_ids = global_ids(cols_ptr, cols, all_cols, all_cols, PAIRED)
-    if LOADED:
-        if ROW_RANDOM:
-            row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
-        if COL_RANDOM:
-            col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
-    if ROW:
-        lo_amax, hi_amax = amax_pairs(words, False, "bf16", HARDWARE)
-        amax = tl.maximum(lo_amax, hi_amax)
-        quantize_side(
-            words, amax, amax, rows, lo_ids, hi_ids, row_word_0, row_word_1,
-            row_ptr, row_stride, row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k,
-            row_mask, all_cols, all_cols, 1, ROW, ROW_RANDOM, PAIRED, "bf16", HARDWARE,
-        )  # fmt: skip
-    if COL:  # as load_pairs gives a part with DOWN
-        words = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
-        lo_amax, hi_amax = amax_pairs(words, True, "bf16", HARDWARE)
-        quantize_side(
-            words, lo_amax, hi_amax, rows, lo_ids, hi_ids, col_word_0, col_word_1,
-            col_ptr, col_stride, col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k,
-            row_mask, all_cols, all_cols, 0, COL, COL_RANDOM, PAIRED, "bf16", HARDWARE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -166,9 +130,10 @@ def swiglu_kernel(
     words = _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS, HARDWARE)
     if KEPT:
         store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
-    store_both(
-        words, y_ptr, y_ptr, y_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-        M, K, m, k, row_stride, col_stride, 0, 0, 0, 0, ROW, COL, False, False, False, True, HARDWARE,
+    quantize_both(
+        words, y_ptr, 0, 0, y_ptr, y_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+        M, K, m, k, row_stride, col_stride, 0, 0, 0, 0, 0,
+        ROW, COL, False, False, False, True, False, "bf16", HARDWARE,
     )  # fmt: skip
 
 
@@ -195,11 +160,11 @@ def swiglu_gradient_kernel(
             tl.store(of_probs_ptr + k.to(tl.int64) * M + rows, sums, mask=rows < M)
     if KEPT:
         store_rows(g_ptr, words, m, half * (K // EDGE) + k, K, rows < M)
-    store_both(
-        words, y_ptr, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+    quantize_both(
+        words, y_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, 2 * K, m, half * (K // EDGE) + k, row_stride, col_stride,
-        row_word_0, row_word_1, col_word_0, col_word_1,
-        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, HARDWARE,
+        0, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
     )  # fmt: skip
 
 
