@@ -1,16 +1,13 @@
-"""What the doctor says of ports and directories on this host, and of packages and their versions."""
+"""Ports, directories and the solver on this host."""
 
-import importlib.metadata
 import os
 import socket
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from snip_megatron.doctor import host, packages
+from snip_megatron.doctor import host
 from snip_megatron.doctor.check import Status
-from snip_megatron.doctor.packages import check_packages
 
 
 def test_a_taken_port_is_noticed():
@@ -45,28 +42,3 @@ def test_looking_at_a_folder_leaves_nothing_there(tmp_path):
 def test_a_read_only_folder_fails(tmp_path):
     tmp_path.chmod(0o500)
     assert host._disk(tmp_path).status is Status.FAIL
-
-
-@pytest.mark.parametrize(
-    ("version", "admitted"),
-    [("0.16.9", False), ("0.17.0rc1", True), ("0.19.4+cu130", True), ("0.20.0.dev1", False), ("main", False)],
-)
-def test_release_candidates_and_builds_count_as_their_release(version, admitted):
-    assert packages.admits(Requirement("megatron-core>=0.17,<0.20"), version) is admitted
-    assert packages.admits(Requirement("apex"), version)
-
-
-def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
-    versions = {"megatron-core": "0.16.1", "wandb": "0.10"}
-
-    def version(name):
-        if name not in versions:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = {check.name: check for check in check_packages()}
-    assert found["megatron-core"].status is Status.FAIL
-    assert "pip install 'megatron-core<0.20,>=0.19'" in found["megatron-core"].advice
-    assert (found["torch"].status, found["torch"].found) == (Status.FAIL, "not installed")
-    assert (found["wandb"].status, found["apex"].status) == (Status.NOTE, Status.NOTE)

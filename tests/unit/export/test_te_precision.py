@@ -13,7 +13,6 @@ from megatron.core.quantization.utils import get_quant_config_or_none, load_quan
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from snip_command import refused, snip
 
-from snip_megatron.export.te_factory import factory_source
 from snip_megatron.export.te_precision import RECIPES, collapse, stage_layers
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
 
@@ -165,30 +164,3 @@ def test_sources_that_are_no_map(tmp_path: Path, text: str) -> None:
     source.write_text(PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8}).to_json())
     assert "says nothing about decoder layer 0" in refused(*command, source)
     assert "cannot be read" in refused(*command, tmp_path)
-
-
-# -- a quantizer factory of Transformer Engine; what it makes of maps is in tests/te
-CHOICES = {option_id(name, gemm): Format.FP8 for name in dense_names(2) for gemm in Gemm}
-FC1 = "decoder.layers.1.mlp.linear_fc1"
-
-
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
-        (CHOICES | {f"{FC1}:dgrad": Format.MXFP4}, f"{FC1} runs dgrad in mxfp4"),
-        (CHOICES | {f"{FC1}:fprop": Format.NVFP4_46}, f"{FC1} runs fprop in nvfp4_46"),
-        ({}, "names no linear"),
-    ],
-)
-def test_maps_that_no_quantizer_factory_can_hold(choices: dict[str, Format], words: str, tmp_path: Path) -> None:
-    source = tmp_path / "map.json"
-    source.write_text(PrecisionMap(choices).to_json())
-    assert words in refused("export", "--format", "te", source, "--out", tmp_path / "recipe")
-    assert not (tmp_path / "recipe").exists()
-
-
-def test_any_path_of_a_map_gives_a_module() -> None:
-    formats = {LinearId.parse(name): (Format.FP8,) * 3 for name in dense_names(2)}
-    text = factory_source(formats, 'a\n"""b\\@FORMATS@é')
-    compile(text, "module", "exec")
-    assert text.count(f'{FC1}":') == 1

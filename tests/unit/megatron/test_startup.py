@@ -4,15 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from snip_megatron import pretrain_gpt
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup
-from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -28,68 +25,6 @@ def test_arguments_of_a_file_are_refused(given: list[str]) -> None:
     with pytest.raises(SnipError, match=r"^--yaml-cfg is not supported: .* give its arguments on the command line$"):
         startup.prepare(["--snip", *given], [])
     startup.check_sources(["--snip", "--snip-dir", "yaml-cfg", "--te-precision-config-file", "run.yaml"])
-
-
-@pytest.mark.parametrize(
-    ("rank", "local", "printed", "waits"),
-    [
-        ("0", "0", "pretrain_gpt: wrong\n", []),
-        ("8", "0", "pretrain_gpt: [rank 8] wrong\n", [20.0]),  # of a file that the other nodes have
-        ("9", "1", "pretrain_gpt: [rank 9] wrong\n", [40.0]),
-    ],
-)
-def test_the_first_rank_that_has_an_error_prints_it(
-    rank: str,
-    local: str,
-    printed: str,
-    waits: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*args: Any) -> NoReturn:
-        raise SnipError("wrong", exit_code=7)
-
-    waited: list[float] = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local)
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt"])
-    monkeypatch.setattr(pretrain_gpt, "prepare", fail)
-    monkeypatch.setattr(startup.time, "sleep", waited.append)
-    assert pretrain_gpt.main() == 7
-    assert capsys.readouterr().err == printed
-    # Leaving at once would have the launcher kill rank 0 before it has printed.
-    assert waited == waits
-
-
-@pytest.mark.parametrize(("text", "version"), [("0.19.2", (0, 19)), ("0.19.0rc3+ab12", (0, 19))])
-def test_supported_release(text: str, version: tuple[int, int]) -> None:
-    assert startup.check_version(text) == version
-
-
-@pytest.mark.parametrize("text", ["0.18.2", "0.20.0", "1.0", "core", "0.20.0rc0"])
-def test_unsupported_release(text: str) -> None:
-    with pytest.raises(SnipError, match=startup.SUPPORTED):
-        startup.check_version(text)
-
-
-def test_signature() -> None:
-    def function(a: Any, b: Any, c: Any = None) -> None: ...
-
-    check_signature(function, "a", "b")
-    for expected in (("b", "a"), ("a", "b", "c", "d")):
-        with pytest.raises(SnipError, match=r"function takes \(a, b, c\), expected"):
-            check_signature(function, *expected)
-
-
-def test_names() -> None:
-    def function() -> None:
-        startup.check_version("0.19.0")
-
-    check_names(function, "startup")
-    check_names(pytest, "raises")
-    for owner in (function, pytest):
-        with pytest.raises(SnipError, match=r"(function|pytest) has no tomorrow, yesterday"):
-            check_names(owner, "tomorrow", "yesterday")
 
 
 def run_on_cpu(code: str) -> str:

@@ -1,22 +1,17 @@
 """What cannot work with SNIP is refused at start in one line that names both sides."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from dense_names import dense_names
-from llama_arguments import DEFAULTS, EXPERTS, arguments, check, linears, megatron_parser, refused
-from megatron.core.distributed import DistributedDataParallelConfig
+from llama_arguments import EXPERTS, arguments, check, linears, refused
 from megatron.core.transformer.enums import CudaGraphModule
 
 from snip_megatron.config import SnipConfig
 from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
-from snip_megatron.megatron.compat import check_reduced_models
-from snip_megatron.megatron.conflicts import CONFLICTS
 from snip_megatron.precision import Format, PrecisionMap
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
@@ -340,49 +335,3 @@ def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training()
     check(config(policy="late-forward", budget="fp4=0.9"), arguments())
     message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
     assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
-
-
-def test_a_model_that_reduces_gradients_otherwise_is_refused() -> None:
-    """A script may wrap its model with a configuration of its own."""
-    model = torch.nn.Linear(2, 2)
-    model.ddp_config = DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)
-    check_reduced_models([model])
-    model.ddp_config.reduce_scatter_with_fp32_accumulation = False
-    with pytest.raises(SnipError, match="wrapped without Megatron's --ddp-reduce-scatter-with-fp32-accumulation"):
-        check_reduced_models([model])
-
-
-# -- arguments of Megatron that SNIP refuses ---------------------------------------------------------------------
-# A value that conflicts, where it is not True.
-CONFLICTING: dict[str, Any] = {
-    "gtp_weight_remat_size": 2,
-    "mlp_chunks_for_training": 2,
-    "non_persistent_ckpt_type": "local",
-}
-# Arguments that exist only with an optional library.
-OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
-DERIVED = {"--tensor-parallel-num-weight-shards", "--non-persistent-ckpt-type local"}
-"""Arguments whose message has no value: Megatron computes it, or the entry names it."""
-
-
-@pytest.mark.parametrize("argument", CONFLICTS)
-def test_each_conflict_names_both_sides_and_is_an_argument_of_this_megatron(argument: str) -> None:
-    """A renamed argument or attribute would make the check pass in silence."""
-    attribute, present, _ = CONFLICTS[argument]
-    value = CONFLICTING.get(attribute, True)
-    message = refused(SnipConfig(enabled=True), arguments(**{attribute: value}))
-    shown = "" if value is True or argument in DERIVED else f" {value}"
-    assert message.startswith(f"{argument}{shown} cannot be combined with --snip: ")
-    dests = {flag: action.dest for action in megatron_parser()._actions for flag in action.option_strings}
-    flag = argument.partition(" ")[0]
-    assert (flag in dests) == (argument not in OPTIONAL)
-    assert dests.get(flag, attribute) == attribute or attribute == "gtp_weight_remat_size"  # which Megatron computes
-    assert not present(DEFAULTS.get(attribute))
-
-
-def test_the_page_lists_each_of_them() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
-    listed = [
-        flag for row in page.splitlines() if row.startswith("| `--snip`: ") for flag in re.findall("`(--.*?)`", row)
-    ]
-    assert sorted(set(listed) - {"--snip"}) == sorted(CONFLICTS)

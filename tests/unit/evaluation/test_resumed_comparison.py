@@ -1,4 +1,4 @@
-"""Runs of a comparison: the results from which it goes on, its folder, its warm checkpoint and its GPUs."""
+"""The results from which a comparison goes on, and the folder in which it works."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,6 @@ import json
 import operator
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,21 @@ from snip_command import refused
 
 from snip_megatron.cli import main
 from snip_megatron.commands import compare, validate_proxy
-from snip_megatron.commands.compare import _results, alone, devices
-from snip_megatron.config import parse_snip_arguments
+from snip_megatron.commands.compare import _results, alone
 from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.results import Results, record
-from snip_megatron.evaluation.runner import Job, Pool
+from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs
-from snip_megatron.evaluation.warm import HASHES, record_truth, warm_checkpoint
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
 
-def some_data(folder: Path) -> Data:
-    return Data(folder, "bytes", "0" * 64, tokens=1000, valid_tokens=100)
-
-
 def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_path: Path) -> None:
     """The last of several runs of a policy and seed is the one that tables show."""
-    data = some_data(tmp_path)
+    data = Data(tmp_path, "bytes", "0" * 64, 1000, 100)
     args = argparse.Namespace(out=tmp_path, resume=True, data=tmp_path)
     now = load_experiment(NANO)
     edited = dataclasses.replace(now, validation_tokens=2 * now.validation_tokens)
@@ -141,7 +134,7 @@ with alone(Path({str(work)!r})):
 
 def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Path) -> None:
     """Those from different warm weights are not compared with each other."""
-    experiment, data = load_experiment(NANO), some_data(tmp_path)
+    data, experiment = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
     part = make_part(experiment, data, Results(tmp_path / "nano.json", {}, {}, warm={"a": {}, "b": {}}), tmp_path)
 
     def left(**done: tuple[int, ...]) -> int:
@@ -159,7 +152,7 @@ def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Pa
 
 def test_seeds_of_all_experiments_are_made_one_after_the_other(tmp_path: Path) -> None:
     """A comparison that is stopped then has whole seeds of each experiment."""
-    data, nano = some_data(tmp_path), load_experiment(NANO)
+    data, nano = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
     branches = dataclasses.replace(nano.phases[0], seeds=(1, 2))
     first = dataclasses.replace(nano, phases=(branches, dataclasses.replace(branches, kind="from_scratch")))
     second = dataclasses.replace(first, name="second", validation_tokens=2 * nano.validation_tokens)
@@ -174,63 +167,3 @@ def test_seeds_of_all_experiments_are_made_one_after_the_other(tmp_path: Path) -
     assert [(run.kind, run.seed) for run in queued] == [
         (kind, seed) for kind in ("from_warm", "from_scratch") for seed in (1, 2) for _ in range(6)
     ]
-
-
-# -- the warm checkpoint ---------------------------------------------------------------------------------------
-def test_a_warm_checkpoint_whose_weights_were_removed_is_trained_again(tmp_path: Path) -> None:
-    warm = warm_checkpoint(load_experiment(NANO), some_data(tmp_path), tmp_path)
-    assert warm.sha256 is None
-    weights = warm.folder / "iter_0000008"
-    weights.mkdir(parents=True)
-    (warm.folder / HASHES).write_text(json.dumps({"8": "abc"}))
-    assert warm.sha256 == "abc"
-    weights.rmdir()
-    assert warm.sha256 is None
-
-
-def test_a_measurement_waits_for_its_kernels(tmp_path: Path) -> None:
-    """It has one step for its update: on a GPU without compiled kernels nothing was measured."""
-
-    class Kept(Pool):
-        def add(self, jobs: Sequence[Job]) -> None:
-            commands.extend(job.command for job in jobs)
-
-    commands: list[Sequence[str]] = []
-    experiment, data = load_experiment(NANO), some_data(tmp_path)
-    warm = warm_checkpoint(experiment, data, tmp_path)
-    (warm.folder / "iter_0000008").mkdir(parents=True)
-    (warm.folder / HASHES).write_text(json.dumps({"8": "abc"}))
-    record_truth(experiment, data, tmp_path, "nvfp4", 1, Kept([None], {}))
-    assert [parse_snip_arguments(list(command)).wait > 60 for command in commands] == [True, True]
-
-
-# -- GPUs ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "per_gpu", "expected"),
-    [
-        ([], 1, None, [None]),
-        ([], 2, 3, [None] * 3),
-        (["0", "1"], 1, 2, ["0", "1", "0", "1"]),
-        (["0"], 1, None, ["0"] * 8),
-        (["0", "1", "2", "3", "4"], 2, None, ["0,1", "2,3"]),
-        (["4", "5"], 2, 2, ["4,5", "4,5"]),
-    ],
-)
-def test_a_run_of_several_ranks_has_as_many_gpus(
-    gpus: list[str], ranks: int, per_gpu: int | None, expected: list[str | None]
-) -> None:
-    assert devices(gpus, ranks, per_gpu) == expected
-
-
-def test_too_few_gpus_and_no_run_are_refused() -> None:
-    with pytest.raises(SnipError, match=r"training\.ranks: 2: a run needs as many GPUs, and 1 are used"):
-        devices(["0"], 2, None)
-    with pytest.raises(SnipError, match="--per-gpu 0"):
-        devices([], 1, 0)
-
-
-@pytest.mark.parametrize("fmt", ["fp9", "bf16", "nvfp4_hadamard"])
-def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(fmt: str, prepared: Path) -> None:
-    arguments = ("validate-proxy", NANO, "--data", prepared, "--out", prepared / "out", "--gpus", "0")
-    assert fmt in refused(*arguments, "--format", fmt)
-    assert not (prepared / "out").exists()
