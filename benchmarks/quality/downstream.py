@@ -148,11 +148,10 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    budget = "" if row["budget"] is None else f" {100 * row['budget']:g} %"
     accuracy = [f"{100 * row[name]:.1f} ± {100 * row[f'{name}_stderr']:.1f}" for name in ("acc", "acc_norm")]
     paired = row.get("paired", {}).get("acc")
     cells = [
-        f"{row['label']}{budget}",
+        row["label"],
         str(row["seed"]),
         f"{100 * row['average_share']:.1f} %",
         *(f"{row['validation'][name]:.4f}" for name in ("map", "bf16")),
