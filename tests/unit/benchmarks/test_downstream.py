@@ -3,10 +3,12 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.quality.downstream import add_paired, table
 from benchmarks.quality.downstream_tasks import (
     CHOICE_LINES,
     CHOICES,
@@ -64,6 +66,30 @@ def test_tasks_hold_questions_and_texts(tmp_path: Path) -> None:
         assert (task["task"], len(body)) == (name, rows)
         assert task["doc_to_target"] in body[0]
     assert body[0] == {"text": TEXTS[0][:10]}
+
+
+def row(label: str, policy: str, seed: int, right: str) -> dict[str, Any]:
+    figures = dict.fromkeys(("acc", "acc_norm"), right.count("1") / len(right))
+    figures |= dict.fromkeys(("acc_stderr", "acc_norm_stderr"), 0.0)
+    run = {"kind": "from_warm", "label": label, "policy": policy, "budget": 0.8, "seed": seed, "average_share": 0.9}
+    counts = {"questions": len(right), "texts": 1, "bits_per_byte": 1.0, "validation": {"map": 2.0, "bf16": 1.9}}
+    return run | figures | counts | {"right": {"acc": right, "acc_norm": right}}
+
+
+def test_a_run_is_compared_with_bf16_of_its_seed_question_by_question() -> None:
+    rows = [
+        row("bf16", "bf16", 1, "1010"),
+        row("bf16", "bf16", 2, "1111"),
+        row("auto, 90 %", "snip", 1, "1110"),
+        row("bf16 with an option", "bf16", 2, "0111"),
+        row("auto, 90 %", "snip", 3, "1110"),
+    ]
+    add_paired(rows)
+    assert [each.get("paired", {}).get("acc", {}).get("mean") for each in rows] == [None, None, 0.25, -0.25, None]
+    assert rows[2]["paired"]["acc"]["stderr"] == pytest.approx(0.25)  # std of (0, 1, 0, 0) is 1/2
+    facts = dict.fromkeys(("model", "device", "date", "commit", "experiment", "seed", "command"), "x")
+    page = table(facts | {"trained_tokens": 1, "versions": {}, "rows": rows})
+    assert "| auto, 90 % | 1 | 90.0 % | 2.0000 | 1.9000 | 75.0 ± 0.0 | 75.0 ± 0.0 | 1.0000 | +25.0 ± 25.0 |" in page
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
