@@ -73,7 +73,13 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["snip_megatron", "snip_megatron.*"]),
     package_data={
-        "snip_megatron": ["**/*.md", "**/*.cpp", "gemm/*.json", "timing/tables/*.json", "reporting/templates/*"]
+        "snip_megatron": [
+            "**/*.md",
+            "**/*.cpp",
+            "numerics/products/*.json",
+            "timing/tables/*.json",
+            "reporting/templates/*",
+        ]
     },
     python_requires=">=3.12",
     install_requires=REQUIREMENTS,
@@ -89,7 +95,7 @@ setup(
         "optimizers": OPTIMIZERS,
         "deepgemm": DEEPGEMM,
     },
-    entry_points={"console_scripts": ["snip = snip_megatron.cli:main"]},
+    entry_points={"console_scripts": ["snip = snip_megatron.tools.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",

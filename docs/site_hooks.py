@@ -172,7 +172,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 # -- what is generated ----------------------------------------------------------------------------------------------
 def options() -> dict[str, argparse.Action]:
     """The ``--snip-*`` arguments by the field of ``SnipConfig`` that they set."""
-    from snip_megatron.config import add_arguments
+    from snip_megatron.runtime.config import add_arguments
 
     actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
     return {action.dest.removeprefix("snip_"): action for action in actions}
@@ -209,8 +209,8 @@ def arguments(text: str) -> str:
 
 def settings() -> str:
     """A table of the fields of ``SnipConfig`` without an argument of their own."""
-    from snip_megatron.config import SnipConfig
-    from snip_megatron.config.options import is_option
+    from snip_megatron.runtime.config import SnipConfig
+    from snip_megatron.runtime.config.options import is_option
 
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(SnipConfig)[1:]:

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from snip_megatron.config import SnipConfig, add_arguments, parse_snip_arguments
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments
 
 __all__ = ["attach", "snip_arguments"]
 

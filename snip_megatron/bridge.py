@@ -24,7 +24,7 @@ try:
 
     from snip_megatron.megatron.compat import bridge as bridge_compat
 except ImportError as missing:
-    from snip_megatron.errors import SnipError
+    from snip_megatron.precision.errors import SnipError
 
     raise SnipError(
         f"snip_megatron.bridge needs megatron-bridge 0.6, which cannot be imported here: {missing}"
@@ -33,18 +33,18 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import dominated
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import native_backend
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.evaluation import main_loss, share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, say
-from snip_megatron.quantization.kernels.listing import share_cache
+from snip_megatron.numerics.products.selection import native_backend
+from snip_megatron.numerics.quantize.kernels.listing import share_cache
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.defaults import dominated
 
 
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
@@ -54,7 +54,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 
     Args:
         snip: A whole configuration, which is taken as it is; None to give ``options``.
-        options: Fields of :class:`snip_megatron.config.SnipConfig`. The others are as ``--snip`` chooses them.
+        options: Fields of :class:`snip_megatron.runtime.config.SnipConfig`. The others are as ``--snip`` chooses them.
     """
 
     def __init__(self, snip: SnipConfig | None = None, **options: Any) -> None:

@@ -2,9 +2,9 @@
 
 import sys
 
-from snip_megatron.config import parse_snip_arguments
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.startup import note_exit_code, prepare, report
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import parse_snip_arguments
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 
 
 def refusal(function: Callable[..., object], *arguments: Any, code: int = 2, **options: Any) -> str:

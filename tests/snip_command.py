@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from snip_megatron.cli import main
+from snip_megatron.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-SNIP = (sys.executable, "-m", "snip_megatron.cli")
+SNIP = (sys.executable, "-m", "snip_megatron.tools.cli")
 
 
 def snip(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks.job import read_job
 from benchmarks.jobs.contenders import CONTENDERS, Contender
-from snip_megatron.errors import SnipError
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Formats
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model
 

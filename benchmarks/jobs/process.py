@@ -19,8 +19,8 @@ def main() -> int:
     """Import, wait and train. Returns the exit code of the entry."""
     folder = Path(sys.argv.pop(1))
     from snip_megatron import pretrain_gpt
-    from snip_megatron.errors import SnipError
     from snip_megatron.megatron.startup import prepare
+    from snip_megatron.precision.errors import SnipError
 
     try:
         config = pretrain_gpt.parse_snip_arguments(sys.argv[1:])

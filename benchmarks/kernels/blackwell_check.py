@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import header, interleaved, write
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.blackwell_engine import NATIVE as OF_BLACKWELL
-from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.exact_products import ExactProducts
-from snip_megatron.gemm.hopper import NATIVE as OF_HOPPER
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.blackwell_engine import NATIVE as OF_BLACKWELL
+from snip_megatron.numerics.products.emulated import EmulatedBackend
+from snip_megatron.numerics.products.exact_products import ExactProducts
+from snip_megatron.numerics.products.hopper import NATIVE as OF_HOPPER
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.exact import quantize_exact
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.exact import quantize_exact
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
+from snip_megatron.precision.errors import SnipError
 
 BACKENDS = ("blackwell", "hopper", "emulated")
 FORMATS = tuple(fmt for fmt in Format if fmt is not Format.BF16)

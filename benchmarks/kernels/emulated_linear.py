@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 SIZE = 4096
 FORMATS = ("fp8", "fp4", "nvfp4", "nvfp4_hadamard", "nvfp4_46", "mxfp4", "mxfp4_hadamard", "mxfp8")

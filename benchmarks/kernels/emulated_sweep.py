@@ -4,7 +4,7 @@
 
 Every case quantises a matrix for one GEMM with every shape of a list. The amax of the tensor is given, so that one
 kernel runs. ``copy`` is the share of the bandwidth of a copy of as many bytes. A star marks the shape in use. To use
-another one, edit ``SHAPES`` of ``snip_megatron/quantization/kernels/exact.py``. The exit code is 1 if a case that
+another one, edit ``SHAPES`` of ``snip_megatron/numerics/quantize/kernels/exact.py``. The exit code is 1 if a case that
 rounds to nearest gives other bits than the reference.
 """
 
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
+from snip_megatron.numerics.quantize import exact as reference
+from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.kernels import exact
+from snip_megatron.numerics.quantize.kernels.exact import SHAPES, Shape
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization import exact as reference
-from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.kernels import exact
-from snip_megatron.quantization.kernels.exact import SHAPES, Shape
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 
 SIZES = ((4096, 4096), (8192, 14336))
 CHECKED = (1000, 4224)

@@ -1,6 +1,6 @@
-"""Measures cuBLASLt's proposals for GEMMs with one scale per tensor, the table of ``snip_megatron/gemm/proposals.py``.
+"""Measures cuBLASLt's proposals for GEMMs with one scale per tensor, the table of ``numerics/products/proposals.py``.
 
-    python -m benchmarks.kernels.proposals --out snip_megatron/gemm/proposals.json [--seconds 120] [--commit SHA]
+    python -m benchmarks.kernels.proposals --out numerics/products/proposals.json [--seconds 120] [--commit SHA]
 
 The shapes are those of ``linear.py``, for fprop and dgrad. A proposal other than the first enters the table if it was
 faster than the first by 2 % or more in two measurements, if its result agrees with the first's to bf16, and if it is
@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.common import header, interleaved, refuse_without_cuda, write
 from benchmarks.layers.linear import TOKENS, WEIGHTS
-from snip_megatron.gemm.cublaslt import CublasLt, CublasLtError, cublaslt
+from snip_megatron.numerics.products.cublaslt import CublasLt, CublasLtError, cublaslt
+from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
+from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format
-from snip_megatron.quantization.kernels import quantize as triton_quantize
-from snip_megatron.quantization.operands import OperandSpec
-from snip_megatron.quantization.packed import Operand
 
 PROPOSALS = 8
 GAIN = 1.02

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
+from snip_megatron.numerics.quantize import packed
+from snip_megatron.numerics.quantize.kernels import programs as triton_kernels
+from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format
-from snip_megatron.quantization import packed
-from snip_megatron.quantization.kernels import programs as triton_kernels
-from snip_megatron.quantization.kernels import quantize as triton_quantize
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.quantization.packed import Operand
 
 FP8, FP4, WHOLE = Format.FP8, Format.FP4, Format.FP8_TENSOR
 ACTIVATIONS = ((8192, 4096), (8192, 8192), (8192, 28672), (16384, 4096), (16384, 14336))

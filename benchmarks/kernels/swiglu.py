@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, host_milliseconds, refuse_without_cuda, write
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.megatron.fused_mlp import STOCK
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.kernels.swiglu import LAUNCH
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization.kernels.swiglu import LAUNCH
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 
 SHAPES = ((16384, 5632), (8192, 14336), (8192, 28672))  # of Llamas of 1 B, 8 B and 70 B
 FORMATS = (Format.FP8, Format.FP4, Format.FP8_TENSOR)

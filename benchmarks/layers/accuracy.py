@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.contenders import Contender, Problem
-from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
-from snip_megatron.quantization.packed import Operand
 
 ROWS = 48
 _BEFORE = 2.0**-5  # in the gradient before wgrad is added; of the product's own size

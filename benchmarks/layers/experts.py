@@ -47,9 +47,9 @@ from benchmarks.layers.experts_steps import (
 )
 from snip_megatron.layers.grouped import grouped_products
 from snip_megatron.layers.swiglu import may_fuse_experts
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.budget import Budget
-from snip_megatron.quantization.operands import OperandSpec
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Choice, Item, solve
 from snip_megatron.solver.problem import Problem as SolverProblem

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.deepgemm import grouped_library, why_not
-from snip_megatron.gemm.group_rows import group_rows
-from snip_megatron.gemm.grouped_hopper import grouped_mm
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
+from snip_megatron.numerics.products.deepgemm import grouped_library, why_not
+from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.products.grouped_hopper import grouped_mm
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId
 from snip_megatron.timing.calibration.grouped import uneven_splits
 

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.common import header, host_milliseconds, refuse_without_cuda, write
 from benchmarks.layers.contenders import Contender, Problem, Snip, bf16_contenders, transformer_engine_contenders
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)

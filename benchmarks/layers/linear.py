@@ -34,8 +34,8 @@ from benchmarks.layers.contenders import (
     transformer_engine_contenders,
 )
 from benchmarks.layers.parts import copy_bandwidth, measure_parts
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)

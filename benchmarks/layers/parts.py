@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.common import interleaved
 from benchmarks.layers.contenders import MICROBATCHES, Problem
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.cublaslt import CublasLtError, cublaslt
-from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.cublaslt import CublasLtError, cublaslt
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
-from snip_megatron.quantization.packed import Operand
 
 ROUNDS = 5
 PROPOSALS = 4

@@ -45,13 +45,13 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, init
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from benchmarks.layers.llama_blocks import transformer_config  # noqa: E402
-from snip_megatron.config import SnipConfig  # noqa: E402
 from snip_megatron.layers import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
+from snip_megatron.runtime.config import SnipConfig  # noqa: E402
 from snip_megatron.runtime.probing.probe import ProbeRunner  # noqa: E402
-from snip_megatron.statistics import errors, recorder  # noqa: E402
-from snip_megatron.statistics.recorder import LinearRecorder, Pass  # noqa: E402
+from snip_megatron.sensitivity import errors, recorder  # noqa: E402
+from snip_megatron.sensitivity.recorder import LinearRecorder, Pass  # noqa: E402
 
 ON_CPU = STARTUP.on_cpu
 SHAPE = {"blocks": 4, "seq": 8192, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "vocab": 512}
@@ -220,7 +220,7 @@ def timed_parts(watch: Stopwatch) -> Iterator[None]:
     if ON_CPU:
         module: Any = errors
     else:
-        from snip_megatron.statistics.kernels import sums as module
+        from snip_megatron.sensitivity.kernels import sums as module
     with (
         mock.patch.object(LinearRecorder, "_record", watch.wrapped("recorder", LinearRecorder._record)),
         mock.patch.object(

@@ -124,7 +124,7 @@ class Model:
 def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Sequence[range]) -> None:
     """Force the sets on each of the parts of the batch, and note their rises."""
     from snip_megatron.megatron import oracle as room
-    from snip_megatron.statistics.truth import Trial
+    from snip_megatron.sensitivity.truth import Trial
 
     trials = tuple(Trial(Gemm.FPROP, each.names, Format.FP4) for each in sets)
     found: list[list[float]] = []

@@ -27,8 +27,8 @@ from unittest import mock
 import yaml
 
 from benchmarks.quality import bridge_recipes
-from snip_megatron.config import SnipConfig, add_arguments
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig, add_arguments
 
 FOLDERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
 SNIP = ("--snip", "--snip-budget", "fp4=0.5", "--snip-formats", "fp8,fp4")

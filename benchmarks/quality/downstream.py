@@ -30,11 +30,11 @@ import torch
 from benchmarks.common import header, write
 from benchmarks.quality.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
 from benchmarks.quality.hf_llama import write_llama
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.models import load_data
 from snip_megatron.evaluation.models import model as llama
 from snip_megatron.evaluation.results import Results, load_results
 from snip_megatron.evaluation.runs import CHECKPOINT
+from snip_megatron.precision.errors import SnipError
 
 LM_EVAL = "0.4.13"
 METRICS = {"acc": LINES, "acc_norm": LINES, "bits_per_byte": TEXT, "word_perplexity": TEXT}

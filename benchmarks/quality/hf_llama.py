@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.models import Model
+from snip_megatron.precision.errors import SnipError
 
 _LAYERS = "decoder.layers."
 

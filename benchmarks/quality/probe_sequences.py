@@ -95,8 +95,8 @@ def _of_the_next_microbatch(step: Any) -> Callable[[int, int], None]:
 
 def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]:
     """Return the figures of each probe of one update against the one of all sequences, which is the last but one."""
-    from snip_megatron.config import SnipConfig
     from snip_megatron.evaluation.proxy import spearman
+    from snip_megatron.runtime.config import SnipConfig
     from snip_megatron.runtime.sidecar.solving import SolveJob, solve_job
 
     request = SnipConfig(enabled=True, budget=f"fp4={budget}", formats=("fp8", "fp4")).request()

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import header, write
-from snip_megatron.commands.compare import ENVIRONMENT, devices, select_gpus
 from snip_megatron.evaluation.experiment import Experiment, load_experiment
 from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import fill, training_arguments, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
-from snip_megatron.records.readers import read_events, read_metrics
+from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.tools.compare import ENVIRONMENT, devices, select_gpus
 
 POLICIES = ("bf16", "stale", "updated")
 SHIFTS = ("none", "text", "rate")

@@ -97,7 +97,7 @@ def million(items: int) -> dict[str, Any]:
         path.write_text(granular(items, 0).to_json())
         arguments = ["solve", path, "--solver", "greedy", "--out", out]
         # VmHWM, not ru_maxrss: that one starts at what this process held when it forked.
-        code = "import sys; from snip_megatron.cli import main; code = main(sys.argv[1:]); "
+        code = "import sys; from snip_megatron.tools.cli import main; code = main(sys.argv[1:]); "
         code += "print(*[x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')]); sys.exit(code)"
         begun = time.perf_counter()
         done = subprocess.run(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from snip_megatron.errors import SnipError, located, quoted
 from snip_megatron.evaluation.models import model
 from snip_megatron.precision import Format, strict
+from snip_megatron.precision.errors import SnipError, located, quoted
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import POLICIES

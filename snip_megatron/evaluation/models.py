@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.precision.errors import SnipError, cut, quoted
 
 SCHEMA = "snip.data/1"
 DATA = "{data}"

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Gemm, option_id
-from snip_megatron.records.readers import step_files
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.records.readers import step_files
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray, first_order, of_formats
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.statistics.truth import Truth
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.truth import Truth
 
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
 """Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same

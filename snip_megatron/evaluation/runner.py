@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snip_megatron.errors import SnipError, installed_version
+from snip_megatron.precision.errors import SnipError, installed_version
 
 PACKAGES = ("torch", "megatron-core", "triton", "ortools")
 POLL_S = 0.2

@@ -11,9 +11,9 @@ because the microbatch of a rank is a tensor of its own.
 import torch
 import torch.distributed as dist
 
+from snip_megatron.numerics.quantize.formats import SPECS, Scaling
+from snip_megatron.numerics.quantize.hadamard import ROTATED
 from snip_megatron.precision import Format
-from snip_megatron.quantization.formats import SPECS, Scaling
-from snip_megatron.quantization.hadamard import ROTATED
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
 

@@ -13,10 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import matrix, unflattened
-from snip_megatron.gemm.operands import FlatOperand, GemmOperand, assemble, flatten
-from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.communication import (
     Exchange,
     done,
@@ -31,11 +27,15 @@ from snip_megatron.layers.communication import (
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.numerics.products.backend import matrix, unflattened
+from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, assemble, flatten
+from snip_megatron.numerics.products.shards import QuantizedShard
+from snip_megatron.numerics.quantize import derive_seeds
+from snip_megatron.numerics.quantize.formats import STOCHASTIC
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
-from snip_megatron.quantization import derive_seeds
-from snip_megatron.quantization.formats import STOCHASTIC
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.quantization.wire import bytes_per_element
+from snip_megatron.precision.errors import SnipError
 
 _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 

@@ -9,7 +9,7 @@ backward, so that both operands of G are gathered there, if the two have fewer b
 
 Sums are those of Y (row parallel linears) and of ∂L/∂X (column parallel ones) over tensor parallel ranks, in the
 training dtype or, with ``--snip-communication all``, as quantised partial sums
-(:mod:`snip_megatron.quantization.wire`), which are half the bytes. The distributed optimizer's reduce-scatter of
+(:mod:`snip_megatron.numerics.quantize.wire`), which are half the bytes. The distributed optimizer's reduce-scatter of
 gradients may be such an exchange too (``--snip-gradient-reduction fp8``), which is a quarter of FP32's bytes.
 """
 
@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.operands import GemmOperand
-from snip_megatron.gemm.shards import QuantizedShard
 from snip_megatron.layers.amax import gathered_amaxes
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.operands import GemmOperand
+from snip_megatron.numerics.products.shards import QuantizedShard
+from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize.device_keys import has_kernels
+from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization import wire
-from snip_megatron.quantization.device_keys import has_kernels
-from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.operands import OperandSpec
 
 Group = dist.ProcessGroup | None
 _ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most
@@ -174,6 +174,6 @@ def _arithmetic(x: Tensor) -> ModuleType:
     """Return the functions of ``wire`` for the device of ``x``."""
     if not has_kernels(x):
         return wire
-    from snip_megatron.quantization.kernels import quantize as kernels
+    from snip_megatron.numerics.quantize.kernels import quantize as kernels
 
     return kernels

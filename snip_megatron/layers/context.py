@@ -11,16 +11,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
 from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, largest_of_shards
 from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.quantize.device_keys import Words
+from snip_megatron.numerics.quantize.formats import SPECS
+from snip_megatron.numerics.quantize.hadamard import ROTATED, Rotation, rotate
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.rounding import derive_seeds
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearId
-from snip_megatron.quantization.device_keys import Words
-from snip_megatron.quantization.formats import SPECS
-from snip_megatron.quantization.hadamard import ROTATED, Rotation, rotate
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
-from snip_megatron.quantization.rounding import derive_seeds
 
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others
 _SIGNS = 0x486164616D617264  # a stream of its own for the signs of Hadamard transforms

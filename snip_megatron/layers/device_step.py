@@ -12,8 +12,8 @@ import torch
 
 from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, signs_of
 from snip_megatron.layers.weights import GraphedWeight
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
 from snip_megatron.precision import Gemm
-from snip_megatron.quantization.device_keys import DeviceKeys, Identity
 
 _GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 _APART = 4  # distance of two chunks' flags in int32: 16 bytes, the alignment that kernels are compiled for

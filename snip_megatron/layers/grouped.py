@@ -13,10 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.group_rows import GroupRows, group_rows
-from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import (
     LinearCall,
     gradient_keys,
@@ -29,10 +25,14 @@ from snip_megatron.layers.autograd import (
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.quantize.formats import SPECS, TILE
+from snip_megatron.numerics.quantize.hadamard import ROTATED, Rotation
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.quantization.formats import SPECS, TILE
-from snip_megatron.quantization.hadamard import ROTATED, Rotation
-from snip_megatron.quantization.operands import OperandPair, OperandSpec
+from snip_megatron.precision.errors import SnipError
 
 
 class GroupedCall(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.group_rows import GroupRows
+from snip_megatron.numerics.products.group_rows import GroupRows
+from snip_megatron.precision.errors import SnipError
 
 
 def pad(x: Tensor, rows: GroupRows) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.operands import flatten
-from snip_megatron.quantization.operands import OperandPair
+from snip_megatron.numerics.products.operands import flatten
+from snip_megatron.numerics.quantize.operands import OperandPair
+from snip_megatron.precision.errors import SnipError
 
 
 class PrequantizedTensor(torch.Tensor):

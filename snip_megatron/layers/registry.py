@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.precision import Format, LinearRow, PrecisionMap
+from snip_megatron.precision.errors import SnipError
 
 
 def check_map_fits(precision_map: PrecisionMap, names: Sequence[str], where: str) -> None:

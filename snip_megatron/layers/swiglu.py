@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import Formats, matrix
-from snip_megatron.gemm.group_rows import GroupRows
-from snip_megatron.gemm.operands import assemble, flatten
 from snip_megatron.layers.autograd import LinearCall, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
 from snip_megatron.layers.padding import refuse_second_derivatives
 from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.numerics.products.backend import Formats, matrix
+from snip_megatron.numerics.products.group_rows import GroupRows
+from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.operands import OperandPair, OperandSpec
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from snip_megatron.gemm.group_rows import group_rows
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
 from snip_megatron.layers.context import LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
+from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import ALL_BF16, Format, Formats
-from snip_megatron.quantization.operands import OperandSpec
 
 
 @dataclass(frozen=True)

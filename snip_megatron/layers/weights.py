@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 Spec = Callable[[], OperandSpec]
 """Returns how the weight is quantised. It may be a collective of the ranks that share the weight, which must therefore

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import backend_of, dominated
-from snip_megatron.errors import SnipError, located
-from snip_megatron.gemm.selection import native_backend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say
+from snip_megatron.numerics.products.selection import native_backend
+from snip_megatron.precision.errors import SnipError, located
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.defaults import backend_of, dominated
 from snip_megatron.timing.loading import load_cost_model
 
 

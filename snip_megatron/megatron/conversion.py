@@ -12,9 +12,6 @@ from megatron.core.transformer.heterogeneous.linear_replacements import ColumnPa
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.meta_model import stages_on_meta
@@ -33,8 +30,11 @@ from snip_megatron.megatron.model_linears import (
     of_all_stages,
 )
 from snip_megatron.megatron.startup import say
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap
-from snip_megatron.records.readers import replayed_maps
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.readers import replayed_maps
 from snip_megatron.sensitivity.fixed import FIXED, formats_of
 
 _SNIP_CLASS: dict[type, tuple[type, str]] = {

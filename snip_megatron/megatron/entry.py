@@ -10,14 +10,14 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
-from snip_megatron.config import add_arguments as add_snip_arguments
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.data.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import add_arguments as add_snip_arguments
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
 SPIKY_LOSS_FACTOR = 10

@@ -11,9 +11,9 @@ from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back
 from megatron.core.transformer.mlp import MLP
 from torch.nn import functional
 
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.swiglu import SwiGLU, fused_swiglu, may_fuse
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format
 
 STOCK = SwiGLU(swiglu, swiglu_back)

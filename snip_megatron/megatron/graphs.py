@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import ALL_BF16, Format
 
 

@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import BuiltLinear, built_linears, norm_of
-from snip_megatron.optimizers.updates import Update
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import LinearRow, Role
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Place, Strand
-from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.reduction import ProbeGroups
-from snip_megatron.statistics.table import SinkRow
+from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.reduction import ProbeGroups
+from snip_megatron.sensitivity.table import SinkRow
+from snip_megatron.sensitivity.updates import Update
 
 _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 

@@ -10,9 +10,9 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 
-from snip_megatron.errors import SnipError, quoted
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.precision.errors import SnipError, quoted
 
 _DEFAULTS = {"gtp_remat_size": 1}  # of arguments that the quantised path does not implement; None of others
 _HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}

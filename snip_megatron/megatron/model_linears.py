@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId, LinearRow, Role, Side
+from snip_megatron.precision.errors import SnipError
 
 # Class → part of the module, if it has several linears → what tensor parallel ranks share; None: what its parallel_mode
 # says. Subclasses are found by their bases, so that Transformer Engine's need not be importable.

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import MegatronStep
-from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.optimizers.updates import Update
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Host, ProbeResult
-from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.statistics.truth import Trial, Truth, plan_trials, truth_of
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.truth import Trial, Truth, plan_trials, truth_of
+from snip_megatron.sensitivity.update_error import StepScale
+from snip_megatron.sensitivity.updates import Update
 
 Outputs = tuple[torch.Tensor, Callable[..., Any]]
 

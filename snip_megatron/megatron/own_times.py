@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import layout_of, option_times
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format, LinearRow
-from snip_megatron.records.own_table import OwnTable
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.account import LATEST
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.own_table import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration.calibrate import calibrate, device_name, run_once
 from snip_megatron.timing.calibration.clock import Clock, clock_for

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron import __version__
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm import EMULATIONS
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
 from snip_megatron.megatron.step_costs import option_times
+from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import LinearRow
-from snip_megatron.records.run_data import load_run
-from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.loading import NoTableError, load_table, packaged_table
 

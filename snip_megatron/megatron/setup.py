@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.gemm import EMULATIONS
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
@@ -31,10 +29,12 @@ from snip_megatron.megatron.startup import on_rank_zero, say
 from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
-from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.kernels.listing import share_cache
+from snip_megatron.numerics.products import EMULATIONS
+from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured

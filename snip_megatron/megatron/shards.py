@@ -2,10 +2,10 @@
 
 import argparse
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.model_linears import ModelLinears
+from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.precision import Side
-from snip_megatron.quantization.formats import TILE
+from snip_megatron.precision.errors import SnipError
 
 
 def check_gathers(args: argparse.Namespace, communication: str = "gather") -> None:

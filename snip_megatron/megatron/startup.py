@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError, quoted
+from snip_megatron.precision.errors import SnipError, quoted
 
 OLDEST, BEYOND = (0, 19), (0, 20)
 """The first supported (major, minor) release, and the first one that is not supported any more."""

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm import EMULATIONS
+from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Model
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, LinearRow
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.loading import load_cost_model

@@ -14,7 +14,6 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedL
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
 from snip_megatron.layers.padding import pad, unpad
@@ -23,6 +22,7 @@ from snip_megatron.megatron.compat.routing import before_counts
 from snip_megatron.megatron.compat.te_recipe import StockState, forward_under
 from snip_megatron.megatron.fused_mlp import why_no_swiglu
 from snip_megatron.megatron.te_linear import ran_delayed_wgrad
+from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 
 
 class _GroupedForward(StockState):

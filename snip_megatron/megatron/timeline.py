@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.sensitivity.fixed import late_plan
 from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError, cut
 from snip_megatron.layers.registry import load_map
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.conflicts import CONFLICTS
@@ -16,9 +14,11 @@ from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.shards import check_gathers
 from snip_megatron.megatron.step_costs import check_measurable, option_times
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
+from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import matching_options, no_match_hint
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.records.readers import replayed_maps, step_path
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.readers import replayed_maps, step_path
 from snip_megatron.sensitivity.fixed import fixed_map, late_shares
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share

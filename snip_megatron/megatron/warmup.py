@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.gemm.check import wrong_numbers
-from snip_megatron.gemm.hopper import NATIVE
-from snip_megatron.gemm.selection import launch_from_cpp
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.layers.warm_up import covering, warm_up_gemms, warm_up_linear
 from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.megatron.startup import say
-from snip_megatron.optimizers.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
+from snip_megatron.numerics.products.check import wrong_numbers
+from snip_megatron.numerics.products.hopper import NATIVE
+from snip_megatron.numerics.products.selection import launch_from_cpp
+from snip_megatron.numerics.quantize.device_keys import has_kernels
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
-from snip_megatron.quantization.device_keys import has_kernels
-from snip_megatron.records.readers import replayed_maps
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
+from snip_megatron.runtime.records.readers import replayed_maps
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
 
 if TYPE_CHECKING:
-    from snip_megatron.quantization.kernels.compiler import Compilation
-    from snip_megatron.quantization.kernels.listing import Variant
-    from snip_megatron.quantization.kernels.nvcc import Source
+    from snip_megatron.numerics.quantize.kernels.compiler import Compilation
+    from snip_megatron.numerics.quantize.kernels.listing import Variant
+    from snip_megatron.numerics.quantize.kernels.nvcc import Source
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
@@ -142,7 +142,7 @@ class WarmUp:
         """Start to compile this rank's share of ``variants``, which are those of all ranks."""
         from triton.runtime import driver
 
-        from snip_megatron.quantization.kernels.compiler import Compilation
+        from snip_megatron.numerics.quantize.kernels.compiler import Compilation
 
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
@@ -151,7 +151,7 @@ class WarmUp:
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
     def _listed(self, *, in_force: bool) -> list[Variant | Source]:
-        from snip_megatron.quantization.kernels.listing import listed
+        from snip_megatron.numerics.quantize.kernels.listing import listed
 
         backend = self.registry.context.backend
         with listed(rows=self.host.tokens or 0) as listing:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from snip_megatron.errors import SnipError
-from snip_megatron.optimizers.updates import AdamWState, SgdState, Update
 from snip_megatron.plain.structure import Places
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Strand
-from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.reduction import ProbeGroups, group_size
+from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
+from snip_megatron.sensitivity.updates import AdamWState, SgdState, Update
 
 _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 Loss = Callable[[], torch.Tensor]

@@ -12,30 +12,30 @@ import torch.distributed as dist
 from torch import nn
 
 from snip_megatron import __version__
-from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import dominated
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.selection import native_backend, select_backend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, load_map
+from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
 from snip_megatron.plain.linear import convert_linears
 from snip_megatron.plain.structure import Structure, find_places, find_structure
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.adoption import MapChannel
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.defaults import dominated
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.probing.probe import ProbeRunner
+from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.fixed import fixed_map, formats_of
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.sensitivity.table import StatisticsTable
 
 #: Fields of SnipConfig that need Megatron's loop.
 _WITH_MEGATRON = (
@@ -72,7 +72,7 @@ def convert(
         optimizer: torch's Adam, AdamW or SGD over its parameters.
         blocks: The blocks in order. None: the longest list of modules with four linears or more.
         microbatches: Batches whose gradients one optimizer step adds up.
-        options: Fields of :class:`snip_megatron.config.SnipConfig`: budget, formats, first_update, update_interval,
+        options: Fields of :class:`runtime.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
     """
     config = _configuration(options)

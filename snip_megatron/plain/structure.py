@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import LinearId, LinearRow, Role
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Place
-from snip_megatron.statistics.table import SinkRow
+from snip_megatron.sensitivity.table import SinkRow
 
 _LEAST = 4  # linears of a block: experts have fewer
 _REFUSED = {"DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1; use fully_shard"}

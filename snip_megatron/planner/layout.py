@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from snip_megatron.errors import SnipError
 from snip_megatron.planner.models import Model
 from snip_megatron.precision import LinearRow, Side
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.shapes import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.updates import probe_microbatches
 from snip_megatron.precision import ALL_BF16, Format, Formats, LinearRow, Role
-from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.timing.shapes import LinearShape
 
 FormatsOf = Callable[[LinearRow], Formats]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut, located, quoted
 from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict
+from snip_megatron.precision.errors import SnipError, cut, located, quoted
 
 _MAX_EDGE = 2**24
 _MAX_BLOCKS = 10_000

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import backend_of, dominated
-from snip_megatron.errors import cut
 from snip_megatron.planner import memory, phases, step_time, updates
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.memory import FormatsOf, stage_memory
@@ -17,6 +14,9 @@ from snip_megatron.planner.phases import plan_phases
 from snip_megatron.planner.request import SYNTHETIC, PlanRequest, build_problem, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import ALL_BF16, Format, LinearRow, fp4_fraction
+from snip_megatron.precision.errors import cut
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.defaults import backend_of, dominated
 from snip_megatron.solver import Solution, solve
 
 PLAN_SCHEMA = "snip.plan/1"

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.config.defaults import backend_of
-from snip_megatron.errors import SnipError, cut, plain_arguments
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role, option_id
+from snip_megatron.precision.errors import SnipError, cut, plain_arguments
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.defaults import backend_of
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.problem import list_options, make_item
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver.problem import Problem
-from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel
 
 SYNTHETIC = (

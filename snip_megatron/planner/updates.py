@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import cut
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.rates import Links
+from snip_megatron.precision.errors import cut
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
 from snip_megatron.sensitivity.request import SolveRequest
 

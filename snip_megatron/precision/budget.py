@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError, cut, located, quoted
+from snip_megatron.precision.errors import SnipError, cut, located, quoted
 
 MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100

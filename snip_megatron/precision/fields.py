@@ -7,8 +7,8 @@ from enum import Enum
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.strict import MOST, array, check_keys, finite, mapping, one_of
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from snip_megatron.errors import SnipError, cut, quoted
+from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.formats import Format, Gemm, misplaced
 
 _NAME = re.compile(r"(decoder|mtp)\.layers\.(0|[1-9][0-9]{0,5})\.([A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*)\Z")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, is_finite, located
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, is_finite, located
 from snip_megatron.precision.map import STATUSES, PrecisionMap
 from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
 

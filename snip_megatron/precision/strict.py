@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError, is_finite, quoted
+from snip_megatron.precision.errors import SnipError, is_finite, quoted
 
 MOST = 2**53  # above, JSON readers of other languages lose digits
 

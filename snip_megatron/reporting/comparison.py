@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm import EMULATIONS
-from snip_megatron.records.run_data import RunData, load_run
+from snip_megatron.numerics.products import EMULATIONS
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.figures import STAGE_COLOURS, Figure, thin
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.report import formats_now, machine_line, pairs, policy_line, shown_facts
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline
 from snip_megatron.runtime.account import TOLERANCE
+from snip_megatron.runtime.records.run_data import RunData, load_run
 
 COMPARISON = "comparison.html"
 MAX_RUNS = 8

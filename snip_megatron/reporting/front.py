@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.strict import read_file
-from snip_megatron.records.readers import step_files
-from snip_megatron.records.run_data import Update
-from snip_megatron.records.stored import Stored, rebuild
+from snip_megatron.runtime.records.readers import step_files
+from snip_megatron.runtime.records.run_data import Update
+from snip_megatron.runtime.records.stored import Stored, rebuild
 from snip_megatron.solver import Problem, sweep
 from snip_megatron.solver.pareto import cost_shares
 

@@ -16,10 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError
-from snip_megatron.records.readers import CONFIG, EVENTS, METRICS
-from snip_megatron.records.run_data import load_run
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.report import render
+from snip_megatron.runtime.records.readers import CONFIG, EVENTS, METRICS
+from snip_megatron.runtime.records.run_data import load_run
 
 PORT = 8765
 REFRESH_S = 15

@@ -16,8 +16,8 @@ import jinja2
 from markupsafe import Markup
 
 from snip_megatron import __version__
-from snip_megatron.errors import needs_extra
-from snip_megatron.records.storage import deliver
+from snip_megatron.precision.errors import needs_extra
+from snip_megatron.runtime.records.storage import deliver
 
 with needs_extra("report", "a report"):
     from plotly.offline import get_plotlyjs

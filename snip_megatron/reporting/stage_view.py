@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError, is_finite
 from snip_megatron.precision import Format, LinearRow, PrecisionMap, fp4_fraction
-from snip_megatron.records.readers import step_files
-from snip_megatron.records.run_data import RunData
+from snip_megatron.precision.errors import SnipError, is_finite
+from snip_megatron.runtime.records.readers import step_files
+from snip_megatron.runtime.records.run_data import RunData
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.statistics.table import StatisticsTable
 
 _FP8 = (Format.FP8_TENSOR, Format.FP8, Format.MXFP8)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from snip_megatron.errors import is_finite
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.run_data import COSTS
+from snip_megatron.precision.errors import is_finite
+from snip_megatron.runtime.records.run_data import COSTS
 
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""

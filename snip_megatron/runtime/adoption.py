@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
 
 EXIT_MAP_MISMATCH = 18

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import is_finite
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap, format_shares, fp4_fraction
+from snip_megatron.precision.errors import is_finite
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.adoption import Decision, MapChannel
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured

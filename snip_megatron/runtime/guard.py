@@ -11,9 +11,9 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.fields import JsonFields
+from snip_megatron.runtime.config import SnipConfig
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.step_report import StepFigures

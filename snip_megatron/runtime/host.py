@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.optimizers.updates import Update
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.reduction import ProbeGroups
-from snip_megatron.statistics.table import SinkRow, StatisticsTable
+from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.reduction import ProbeGroups
+from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
+from snip_megatron.sensitivity.update_error import StepScale
+from snip_megatron.sensitivity.updates import Update
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Returns the residual stream that replaces the one it is given."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import cut, located
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.errors import cut, located
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict import check_schema, read_object
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.sensitivity.table import StatisticsTable
 
 STATE_SCHEMA = "snip.state/2"
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, Role
-from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.sensitivity.table import RHO_GRID, StatisticsTable
 
 FloatArray = NDArray[np.float64]
 

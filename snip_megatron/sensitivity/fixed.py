@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, option_id
+from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.sensitivity.request import SolveRequest

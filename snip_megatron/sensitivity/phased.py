@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import Schedule
 

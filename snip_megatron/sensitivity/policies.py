@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from snip_megatron.errors import SnipError, cut
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.sensitivity.divergence import (
     DGRAD,
     FPROP,
@@ -22,7 +22,7 @@ from snip_megatron.sensitivity.divergence import (
 )
 from snip_megatron.sensitivity.fixed import FIXED, LATE, tail_blocks
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.sensitivity.table import StatisticsTable
 
 ESTIMATORS = ("noise", "fisher")
 """Values of ``--snip-estimator``; the first is the default."""

@@ -8,17 +8,17 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id, split_option_id
+from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import SHARING
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
-from snip_megatron.statistics.table import StatisticsTable
 
 Scores = dict[str, dict[str, dict[str, float]]]
 """Option id → format → {"delta_loss", "delta_weight", "q"}. q is the loss of the Problem's choice."""

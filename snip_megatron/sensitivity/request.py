@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from snip_megatron.errors import SnipError, cut, quoted
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -27,7 +27,7 @@ _BUDGET = Budget("fp4", 0.75)
 class SolveRequest(JsonFields):
     """The request of one update, as plain data: it is sent to the sidecar process, and a run's config.json keeps it.
 
-    Fields that a :class:`snip_megatron.config.SnipConfig` has too are those of the run.
+    Fields that a :class:`snip_megatron.runtime.config.SnipConfig` has too are those of the run.
 
     Attributes:
         budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder

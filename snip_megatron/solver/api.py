@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from snip_megatron.errors import SnipError, quoted
 from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError, quoted
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Problem
 from snip_megatron.solver.solution import Solution

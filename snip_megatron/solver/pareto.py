@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_SPEEDUP
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.solver.api import solve
 from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Problem

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from snip_megatron.errors import SnipError, cut, located, quoted
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP, Budget
+from snip_megatron.precision.errors import SnipError, cut, located, quoted
 from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import MOST_PHASES
 from snip_megatron.precision.strict import array, check_schema, field, finite, mapping, number, read_object

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import VARIANTS, Format, Gemm
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.log_grid import LogGrid, Point
 from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import OPERANDS, STOCK, TimingTable, Triple

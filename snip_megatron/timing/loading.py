@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 from snip_megatron.timing.table import TimingTable
 

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.errors import SnipError, located, quoted
 from snip_megatron.precision import Format, strict
+from snip_megatron.precision.errors import SnipError, located, quoted
 
 TIMINGS_SCHEMA = "snip.timings/1"
 MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.sensitivity.table import StatisticsTable
 
 STATISTICS_LIMIT = 1e-5
 UNIT = 2.0**-24

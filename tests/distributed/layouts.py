@@ -17,8 +17,8 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.records.readers import read_events, read_maps, read_metrics
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.sensitivity.table import StatisticsTable
 
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 256 --seq-length 128 --max-position-embeddings 128"

@@ -24,7 +24,7 @@ phase, kernels = "launched", False
 def listing() -> Iterator[None]:
     """Kernels are there, and are listed."""
     global kernels
-    from snip_megatron.quantization.kernels.listing import listed
+    from snip_megatron.numerics.quantize.kernels.listing import listed
 
     with listed() as found:
         before, kernels = kernels, True
@@ -53,21 +53,20 @@ def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
 
 def install() -> None:
     """Put :func:`both` wherever kernels would run."""
-    sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("gemm", "megatron"))
+    sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("numerics/products", "megatron"))
     from emulated_scaled_mm import scaled_mm
 
-    from snip_megatron.gemm import hopper, selection
-    from snip_megatron.gemm.scaled import ScaledProducts
     from snip_megatron.layers.swiglu import SwiGLU
     from snip_megatron.megatron import conversion, fused_mlp
     from snip_megatron.megatron.warmup import WarmUp
-    from snip_megatron.optimizers import update_error, updates, warmup
-    from snip_megatron.quantization import packed, swiglu, wire
-    from snip_megatron.quantization.kernels import quantize
-    from snip_megatron.quantization.kernels import swiglu as kernel_swiglu
+    from snip_megatron.numerics.products import hopper, selection
+    from snip_megatron.numerics.products.scaled import ScaledProducts
+    from snip_megatron.numerics.quantize import packed, swiglu, wire
+    from snip_megatron.numerics.quantize.kernels import quantize
+    from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.runtime.probing import update_errors
-    from snip_megatron.statistics import boundaries, errors, recorder, squares
-    from snip_megatron.statistics.kernels import sums as kernel_sums
+    from snip_megatron.sensitivity import boundaries, errors, recorder, squares, update_error, updates, warmup
+    from snip_megatron.sensitivity.kernels import sums as kernel_sums
 
     quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}

@@ -140,7 +140,7 @@ def run(
     from snip_megatron.layers.registry import LinearRegistry
     from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.megatron.model_linears import BuiltLinear
-    from snip_megatron.statistics.recorder import LinearRecorder
+    from snip_megatron.sensitivity.recorder import LinearRecorder
 
     size = group.size()
     x, w, g = local_tensors(case, group.rank(), size)
@@ -214,7 +214,7 @@ def saved_bytes(case: Case, group: dist.ProcessGroup, *, packs: bool = False) ->
 
 def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[torch.Tensor]]:
     """The results of two runs that quantise partial sums, and what this rank quantised of them in the first."""
-    from snip_megatron.quantization import wire
+    from snip_megatron.numerics.quantize import wire
 
     original, seen = wire.pack_partial, []
 

@@ -19,8 +19,8 @@ from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.records.readers import read_maps, read_metrics
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.runtime.records.readers import read_maps, read_metrics
+from snip_megatron.sensitivity.table import StatisticsTable
 
 # 2 ranks × 8 tokens go to one of 32 experts each: at least 16 get none, in every microbatch.
 STARVED = shlex.split(

@@ -16,8 +16,8 @@ from test_warm_up import assert_all_is_warmed_up
 from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
-from snip_megatron.records.readers import read_maps
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.runtime.records.readers import read_maps
+from snip_megatron.sensitivity.table import StatisticsTable
 
 STEPS, SAVED = 7, 2  # a checkpoint is written every so many steps
 MODEL = "--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --bf16"

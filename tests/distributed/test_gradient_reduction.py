@@ -11,7 +11,7 @@ from summed_gradients import LENGTHS
 from trainings import Trainings
 from warm_ranks import WarmRanks
 
-from snip_megatron.quantization import fake_quantize
+from snip_megatron.numerics.quantize import fake_quantize
 
 MODEL = shlex.split("--num-layers 2 --micro-batch-size 1 --global-batch-size 4 --use-distributed-optimizer --bf16")
 POLICY = ("--snip-policy", "uniform-fp8")

@@ -18,12 +18,12 @@ from parallel_linears import (
 )
 from warm_ranks import WarmRanks
 
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.hopper import NATIVE
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.hopper import NATIVE
+from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.numerics.quantize.hadamard import ROTATED
+from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format
-from snip_megatron.quantization import fake_quantize
-from snip_megatron.quantization.hadamard import ROTATED
-from snip_megatron.quantization.wire import bytes_per_element
 
 Results = dict[str, Tensors]
 

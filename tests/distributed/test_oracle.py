@@ -12,8 +12,8 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Gemm
-from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.statistics.truth import TRUTH_COLUMNS
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.truth import TRUTH_COLUMNS
 
 # Every shard, gated half, query group and token share is a multiple of 128: tiles fall alike on all layouts.
 MODEL = shlex.split(

@@ -16,12 +16,12 @@ from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.updates import passes
-from snip_megatron.records.readers import read_events
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.sensitivity.table import StatisticsTable
 
 # Dropout, so that a lost or shifted random state shows.
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")

@@ -10,7 +10,7 @@ from agreement import agree, worst_differences
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.statistics.table import RHO_GRID, StatisticsTable
+from snip_megatron.sensitivity.table import RHO_GRID, StatisticsTable
 
 pytest.importorskip("emerging_optimizers")
 

@@ -8,14 +8,14 @@ from launch import error_lines, tiny_llama_args
 from timings import write_timings
 from warm_ranks import WarmRanks
 
-from snip_megatron.cli import main
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.records.readers import TIMINGS, read_config, read_events, read_maps, read_metrics
+from snip_megatron.runtime.records.readers import TIMINGS, read_config, read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Problem
-from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.table import TimingTable
+from snip_megatron.tools.cli import main
 
 FORMATS = "bf16,fp8,fp8_tensor"
 # Due decisions wait for the solver, so that every run adopts two maps: before step 6 and before step 12.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.cli import COMMANDS
+from snip_megatron.tools.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "snip_megatron", "launch", "patches", "benchmarks")
@@ -109,7 +109,7 @@ def test_what_the_default_gives_is_what_its_trainings_measured():
 
 def test_every_argument_and_command_that_is_named_exists():
     help_text = subprocess.run(
-        [sys.executable, "-c", "from snip_megatron.config import add_arguments as a; import argparse as p;"
+        [sys.executable, "-c", "from snip_megatron.runtime.config import add_arguments as a; import argparse as p;"
          "q = p.ArgumentParser(); a(q); print(*(s for x in q._actions for s in x.option_strings))"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip

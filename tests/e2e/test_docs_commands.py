@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.cli import COMMANDS, main
-from snip_megatron.records.readers import read_events
 from snip_megatron.runtime.account import duration
+from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
@@ -78,7 +78,7 @@ def newcomer(tmp_path, monkeypatch) -> Path:
     """A folder with the scripts and the pages; torchrun and snip are those of this environment."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, module in (("torchrun", "torch.distributed.run"), ("snip", "snip_megatron.cli")):
+    for name, module in (("torchrun", "torch.distributed.run"), ("snip", "snip_megatron.tools.cli")):
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)

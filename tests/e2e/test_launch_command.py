@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from snip_command import ROOT, SNIP, refused, snip, snip_alone
 
-from snip_megatron.launch import agent
-from snip_megatron.launch.job import make_job, progress
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import parse_request
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.tools import launch_agent as agent
+from snip_megatron.tools.launch_job import make_job, progress
 
 
 def test_a_dry_run_prints_a_script(tmp_path: Path) -> None:

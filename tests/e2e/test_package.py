@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from snip_megatron.doctor.packages import EXTRAS, REQUIRED
-from snip_megatron.records.readers import read_events
+from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.tools.checks.packages import EXTRAS, REQUIRED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ TINY = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
 --snip --snip-first-update 2 --snip-lag 2 --snip-wait 120 --snip-schedule auto --snip-dir run
 """
-COMMANDS = "import sys; from snip_megatron.cli import main; sys.exit(max(main(a.split()) for a in sys.argv[1:]))"
+COMMANDS = "import sys; from snip_megatron.tools.cli import main; sys.exit(max(main(a.split()) for a in sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_wheel_holds_the_package_its_data_and_its_command(wheel: Path) -> None:
     assert packaged - names == set()
     assert any(name.endswith("report.html") for name in packaged)
     assert not any(name.startswith(("tests/", "scripts/")) for name in names)
-    assert "snip = snip_megatron.cli:main" in entry_points
+    assert "snip = snip_megatron.tools.cli:main" in entry_points
     assert metadata(wheel)["License-Expression"] == "Apache-2.0"
     assert metadata(wheel)["Requires-Python"] == ">=3.12"
 

@@ -116,7 +116,7 @@ def test_a_budget_out_of_reach() -> None:
 
 def test_a_plan_is_made_without_torch() -> None:
     """Importing torch takes about ten times as long as everything else that a plan imports."""
-    code = "import sys; from snip_megatron.cli import main; main(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from snip_megatron.tools.cli import main; main(); sys.exit('torch' in sys.modules)"
     done = snip_alone("plan", "--model", "1b", "--dp", 2, command=(sys.executable, "-c", code))
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from snip_megatron.config import SnipConfig
+from snip_megatron.runtime.config import SnipConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("object", "data")}

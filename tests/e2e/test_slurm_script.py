@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "slurm.sh"
-SNIP = f"{sys.executable} -m snip_megatron.cli"
+SNIP = f"{sys.executable} -m snip_megatron.tools.cli"
 
 SCONTROL = """
 import os, sys

@@ -14,7 +14,7 @@ PLAN = ("plan", "--model", "1b")
 def snip(*arguments: object, stdout: int, **variables: str) -> subprocess.CompletedProcess[bytes]:
     # Output is written when the buffer is full or the command ends, unless a test says otherwise.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | variables
-    command = [sys.executable, "-m", "snip_megatron.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "snip_megatron.tools.cli", *map(str, arguments)]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
 
 
@@ -61,7 +61,7 @@ def test_a_device_or_pipe_is_written_and_not_replaced_by_a_file(tmp_path: Path) 
 def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
     """As with ``>&-`` in a shell, or as a daemon starts it."""
     out = tmp_path / "plan.json"
-    script = f'exec "{sys.executable}" -m snip_megatron.cli plan --model 1b --json "{out}" >&-'
+    script = f'exec "{sys.executable}" -m snip_megatron.tools.cli plan --model 1b --json "{out}" >&-'
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -121,7 +121,7 @@ class BrokenStatistics(Kind):
         return {"rank": rng.randrange(world), "column": column, "value": rng.choice(("nan", "inf", "-inf"))}
 
     def install(self, rank: Rank, fault: Any) -> None:
-        from snip_megatron.statistics.reduction import PartialTable
+        from snip_megatron.sensitivity.reduction import PartialTable
 
         genuine, done = PartialTable.reduce, []
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Formats, LinearId
 
 

@@ -1,6 +1,6 @@
 """NVFP4 and MXFP8 linears on a Blackwell GPU through Transformer Engine: numbers, accumulation, stochastic rounding.
 
-No such GPU was at hand when this was written: these tests have never run. tests/unit/gemm/test_blackwell*.py have.
+No such GPU was at hand when this was written: these tests have never run. products/test_blackwell*.py have.
 """
 
 from typing import Any
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.blackwell_support import availability
-from snip_megatron.gemm.check import LEAST_DECIBEL, decibel
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.blackwell_support import availability
+from snip_megatron.numerics.products.check import LEAST_DECIBEL, decibel
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm, LinearId
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, NVFP4, MXFP8 = Format.BF16, Format.NVFP4, Format.MXFP8
 UNIFORM = [(NVFP4,) * 3, (MXFP8,) * 3]

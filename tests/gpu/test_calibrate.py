@@ -2,7 +2,7 @@
 
 import torch
 
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.timing.calibration.calibrate import calibrate
 from snip_megatron.timing.calibration.clock import clock_for

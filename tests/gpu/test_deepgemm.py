@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from snip_megatron.gemm.cublaslt import cublaslt
-from snip_megatron.gemm.deepgemm import deepgemm, why_not
-from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.numerics.products.cublaslt import cublaslt
+from snip_megatron.numerics.products.deepgemm import deepgemm, why_not
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize.kernels.quantize import quantize_operands
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization.kernels.quantize import quantize_operands
-from snip_megatron.quantization.operands import OperandSpec
 
 pytestmark = [
     pytest.mark.usefixtures("hopper"),

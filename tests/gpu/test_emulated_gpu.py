@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize import exact
+from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.operands import CachedPair, GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import exact
-from snip_megatron.quantization.hadamard import Rotation
-from snip_megatron.quantization.operands import CachedPair, GradientKeys, OperandSpec
 
 FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
 SHAPES = [(8192, 4096, 4096), (1000, 1040, 4224), (130, 136, 200), (4, 128, 128)]
@@ -54,7 +54,7 @@ def hard_matrix(seed: int, rows: int = 256, cols: int = 512) -> Tensor:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_bits_of_hard_matrices(fmt: Format) -> None:
     """With the amax of the finite tiles, and with given ones that make many scales."""
-    from snip_megatron.quantization.kernels.exact import quantize_exact
+    from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
 
     for seed in range(0, 128, 4):
         x = hard_matrix(seed)

@@ -7,7 +7,7 @@ from two_gpus import RANKS, run_on_two_gpus
 
 from snip_megatron.layers import communication
 from snip_megatron.layers.communication import as_rows
-from snip_megatron.quantization import wire
+from snip_megatron.numerics.quantize import wire
 
 # -- over two GPUs ---------------------------------------------------------------------------------------------
 TOKENS, FEATURES, ELEMENTS = 2048, 4096, 3_000_064

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.cli import main as command
+from snip_megatron.tools.cli import main as command
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.experts_steps import Problem, snip_step
-from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.gemm.deepgemm import find_nvcc, why_not
-from snip_megatron.gemm.group_rows import group_rows
-from snip_megatron.gemm.grouped import GroupLoop
-from snip_megatron.gemm.grouped_hopper import HopperGroups
-from snip_megatron.gemm.operands import assemble, flatten
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.deepgemm import find_nvcc, why_not
+from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped_hopper import HopperGroups
+from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize import swiglu
+from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import swiglu
-from snip_megatron.quantization.kernels import swiglu as triton_swiglu
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 EXPERTS = {
@@ -213,7 +213,7 @@ def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nv
     """With caches that are empty, of experts and of a single linear."""
     code = (
         "import os, pathlib, torch\n"
-        "from snip_megatron.gemm.selection import select_backend\n"
+        "from snip_megatron.numerics.products.selection import select_backend\n"
         "from snip_megatron.precision import Format\n"
         "from snip_megatron.timing.calibration.calibrate import compile_kernels\n"
         "from snip_megatron.timing.calibration.clock import clock_for\n"

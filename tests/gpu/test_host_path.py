@@ -5,11 +5,11 @@ import torch
 from gpu_linear import Linear
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Formats
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 FORMATS: list[Formats] = [

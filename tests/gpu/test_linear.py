@@ -7,11 +7,11 @@ import torch
 from gpu_linear import Linear
 from torch import Tensor
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 SHAPES = [(4096, 4096, 4096), (1000, 1040, 4224), (8192, 512, 1024), (132, 144, 208), (130, 136, 200), (4, 128, 128)]

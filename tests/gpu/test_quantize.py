@@ -1,19 +1,19 @@
-"""Compiled quantisation kernels at training sizes; small shapes: tests/unit/quantization/kernels/test_quantize.py."""
+"""Compiled quantisation kernels at training sizes; small shapes: quantize/kernels/test_quantize.py."""
 
 import pytest
 import torch
 
+from snip_megatron.numerics.quantize import fake_quantize, packed
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format
-from snip_megatron.quantization import fake_quantize, packed
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.quantization.packed import Operand
 
 FP8, FP4 = Format.FP8, Format.FP4
 WHOLE = OperandSpec(Format.FP8_TENSOR, Format.FP8_TENSOR)
 
 
 def quantize_operands(x: torch.Tensor, spec: OperandSpec) -> OperandPair:
-    from snip_megatron.quantization.kernels import quantize
+    from snip_megatron.numerics.quantize.kernels import quantize
 
     return quantize.quantize_operands(x, spec)
 

@@ -1,4 +1,4 @@
-"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/statistics/kernels/test_sums.py."""
+"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/sensitivity/kernels/test_sums.py."""
 
 from types import ModuleType
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 from drift_oracle import drift_differs
 
-from snip_megatron.gemm.backend import REFERENCE
-from snip_megatron.gemm.selection import select_backend
 from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import LinearId
-from snip_megatron.statistics import errors
-from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.table import RHO_GRID
+from snip_megatron.sensitivity import errors
+from snip_megatron.sensitivity.recorder import LinearRecorder
+from snip_megatron.sensitivity.table import RHO_GRID
 
 FORMATS = ("fp8", "fp4", "fp8_tensor")
 
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    from snip_megatron.statistics.kernels import sums as triton_sums
+    from snip_megatron.sensitivity.kernels import sums as triton_sums
 
     return triton_sums
 

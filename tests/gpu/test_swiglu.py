@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from snip_megatron.gemm.backend import GemmBackend
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.selection import select_backend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.precision import Format
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 
 FP8, FP4, TENSOR = Format.FP8, Format.FP4, Format.FP8_TENSOR
 SHAPES = [(4096, 14336), (1000, 5632), (4, 128)]

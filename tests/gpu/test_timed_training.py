@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from snip_megatron.gemm.selection import native_backend
-from snip_megatron.records.readers import TIMINGS, read_config, read_events, read_maps
+from snip_megatron.numerics.products.selection import native_backend
+from snip_megatron.runtime.records.readers import TIMINGS, read_config, read_events, read_maps
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.table import TimingTable
 

@@ -21,7 +21,7 @@ _USER = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "SNIP": f"{sys.executable} -m snip_megatron.cli",
+    "SNIP": f"{sys.executable} -m snip_megatron.tools.cli",
 }
 
 

@@ -1,6 +1,6 @@
 """In place of ``snip`` where SLURM, the script and the agent are the test's subject: steps that only sleep.
 
-``launch`` runs the real agent (:func:`snip_megatron.launch.agent.supervise`) over a launcher and a rank that take the
+``launch`` runs the real agent (:func:`tools.launch_agent.supervise`) over a launcher and a rank that take the
 place of torchrun and of Megatron: the launcher ignores the signals that torchrun ignores, the rank has Megatron's
 handler, and a checkpoint is the number of a step. The environment variable STAND_IN is JSON:
 
@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from snip_megatron.launch import agent
 from snip_megatron.megatron.startup import note_exit_code
+from snip_megatron.tools import launch_agent as agent
 
 HOW = {"steps": 100000, "evaluate": 0, "fail": 0, "hold": False} | json.loads(os.environ.get("STAND_IN", "{}"))
 STEP_S, SAVE_S = 0.1, 0.5

@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from te_models import dense, seeming_cuda
 from torch.nn import functional
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_linear
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 

@@ -16,16 +16,16 @@ from te_models import dense, seeming_cuda
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.megatron import te_experts
 from snip_megatron.megatron.compat import tell_ddp_of_experts
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize import packed, swiglu
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.quantization import packed, swiglu
-from tests.unit.gemm import emulated_grouped
-from tests.unit.gemm.emulated_scaled_mm import scaled_mm
+from snip_megatron.runtime.config import SnipConfig
+from tests.unit.numerics.products import emulated_grouped
+from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 

@@ -26,9 +26,9 @@ from te_models import DENSE, counting, seeming_cuda, trained, with_torch_norms
 from torch.nn import functional
 from torch_attention import TorchAttention
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 

@@ -9,15 +9,15 @@ import torch  # noqa: F401  Transformer Engine needs torch's libraries
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
-from snip_megatron.config import parse_snip_arguments
-from snip_megatron.config.options import parse_pins
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.runs import experiment_runs
-from snip_megatron.launch.check import check
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import fp4_fraction
+from snip_megatron.runtime.config import parse_snip_arguments
+from snip_megatron.runtime.config.options import parse_pins
 from snip_megatron.sensitivity.fixed import fixed_map
+from snip_megatron.tools.launch_check import check
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "benchmarks/quality/experiments"
 ELSEWHERE = ("train-data-path", "valid-data-path", "tokenizer-type", "tokenizer-model", "load", "ckpt-step")

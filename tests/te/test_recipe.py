@@ -15,10 +15,10 @@ import transformer_engine.pytorch as te
 from te_models import dense
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.layers import convert_model
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 
 pytestmark = [
     pytest.mark.usefixtures("model_parallel_of_one"),

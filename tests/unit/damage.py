@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 
 LIMIT_S = 20  # only ends a test that hangs
 

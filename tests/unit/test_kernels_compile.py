@@ -8,16 +8,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from snip_megatron.gemm.grouped_wgrad import grouped_wgrad_kernel
-from snip_megatron.gemm.tiled_kernel import tiled_kernel
-from snip_megatron.optimizers.kernels import update_error
-from snip_megatron.quantization.kernels import exact_programs, keys, programs, rows, swiglu_programs, wire
-from snip_megatron.quantization.kernels.exact import SHAPES
-from snip_megatron.quantization.kernels.quantize import LAUNCH
-from snip_megatron.quantization.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
-from snip_megatron.quantization.rounding import splitmix64
-from snip_megatron.statistics.kernels import programs as statistics
-from snip_megatron.statistics.kernels.sums import LAUNCH as SUMS
+from snip_megatron.numerics.products.grouped_wgrad import grouped_wgrad_kernel
+from snip_megatron.numerics.products.tiled_kernel import tiled_kernel
+from snip_megatron.numerics.quantize.kernels import exact_programs, keys, programs, rows, swiglu_programs, wire
+from snip_megatron.numerics.quantize.kernels.exact import SHAPES
+from snip_megatron.numerics.quantize.kernels.quantize import LAUNCH
+from snip_megatron.numerics.quantize.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
+from snip_megatron.numerics.quantize.rounding import splitmix64
+from snip_megatron.sensitivity.kernels import sums_programs as statistics
+from snip_megatron.sensitivity.kernels import update_error
+from snip_megatron.sensitivity.kernels.sums import LAUNCH as SUMS
 
 Constants = dict[str, object]
 POINTERS = {

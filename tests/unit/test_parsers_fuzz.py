@@ -16,24 +16,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
 
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.megatron.data.prepare_data import _existing
 from snip_megatron.planner.models import load_llama
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.records.readers import read_config, read_events, read_maps, read_metrics, read_scores, replayed_maps
-from snip_megatron.records.run_data import load_run
-from snip_megatron.records.run_directory import RunDirectory
-from snip_megatron.records.stored import find_stored
 from snip_megatron.runtime.guard import Alarm, GuardState
+from snip_megatron.runtime.records.readers import (
+    read_config,
+    read_events,
+    read_maps,
+    read_metrics,
+    read_scores,
+    replayed_maps,
+)
+from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.records.stored import find_stored
 from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal, Pending
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver.problem import Problem
-from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.loading import load_cost_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO, PlanPhase, PrecisionPlan, Schedule, SchedulePhase
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"

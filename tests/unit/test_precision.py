@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import (
     DENSE_LAYER,
     STATUSES,
@@ -28,6 +27,7 @@ from snip_megatron.precision import (
     option_id,
     split_option_id,
 )
+from snip_megatron.precision.errors import SnipError
 
 FORMATS = st.sampled_from(list(Format))
 LINEARS = st.builds(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from snip_megatron.gemm.cublaslt import cublaslt
+from snip_megatron.numerics.products.cublaslt import cublaslt
 
 
 def wgrad_gemm_accum_fp32(x: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

@@ -11,8 +11,8 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import global_vars
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.precision.errors import SnipError
 
 check_signature(RerunDataIterator.__init__, "self", "iterable")
 

@@ -16,9 +16,9 @@ from megatron.training import get_args
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_names, check_signature
-from snip_megatron.records.storage import write_atomically
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.records.storage import write_atomically
 
 check_signature(checkpointing.read_metadata, "tracker_filename")
 check_names(checkpointing._load_base_checkpoint, "read_metadata")

@@ -8,8 +8,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.precision.errors import SnipError
 
 
 @dataclass(frozen=True)

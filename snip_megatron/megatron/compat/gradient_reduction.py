@@ -14,9 +14,9 @@ import megatron.core.distributed.param_and_grad_buffer as buffers
 import torch
 import torch.distributed as dist
 
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.communication import start_gradient_reduction
 from snip_megatron.megatron.compat.versions import changed, check_signature
+from snip_megatron.precision.errors import SnipError
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"

@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.megatron.compat.versions import check_names
-from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.sensitivity.reduction import ProbeGroups
 
 check_names(LanguageModule.__init__, "embd_group")  # ranks that hold the embedding's weight or the tied output's
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from snip_megatron.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut
 
 
 class CannotBuildError(SnipError):

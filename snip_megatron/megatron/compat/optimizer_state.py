@@ -10,9 +10,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptimizer
 from torch.distributed.tensor import DTensor
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.full_sharding import held_range, local
 from snip_megatron.megatron.compat.versions import check_signature
+from snip_megatron.precision.errors import SnipError
 
 check_signature(DistributedOptimizer._get_main_param_and_optimizer_states, "self", "model_param")
 check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")

@@ -14,7 +14,6 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import get_args
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import (
     checkpoint_fallback,
     distributed_optimizer,
@@ -24,6 +23,7 @@ from snip_megatron.megatron.compat import (
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.precision.errors import SnipError
 
 check_signature(training.load_checkpoint, "ddp_model", "optimizer", "opt_param_scheduler", "load_arg")
 check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")

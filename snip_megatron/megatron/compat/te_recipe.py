@@ -15,10 +15,10 @@ import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.common.recipe import CustomRecipe, MMParams
 
-from snip_megatron.gemm.transformer_engine import te_map
 from snip_megatron.layers.context import LinearHandle
+from snip_megatron.numerics.products.transformer_engine import te_map
+from snip_megatron.numerics.quantize.operands import OperandPair
 from snip_megatron.precision import Format, Formats
-from snip_megatron.quantization.operands import OperandPair
 
 
 @functools.cache

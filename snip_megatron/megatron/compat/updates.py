@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.optimizer_state import HeldState, held_state
-from snip_megatron.optimizers.updates import AdamWState, LionState, MuonState, SgdState, Update, flat
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.sensitivity.updates import AdamWState, LionState, MuonState, SgdState, Update, flat
 
 NEEDS_PACKAGE = ("lion", "muon")
 """Values of ``--optimizer`` that need :data:`PACKAGE`."""

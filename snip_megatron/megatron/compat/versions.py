@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from megatron.core import __version__ as _version
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.startup import SUPPORTED, check_version
+from snip_megatron.precision.errors import SnipError
 
 
 def check_signature(function: Callable[..., Any], *expected: str) -> None:

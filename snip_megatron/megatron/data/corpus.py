@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 

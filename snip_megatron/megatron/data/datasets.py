@@ -24,8 +24,8 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from snip_megatron.errors import SnipError, is_number
 from snip_megatron.megatron.compat import graph_implementation
+from snip_megatron.precision.errors import SnipError, is_number
 
 _NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _ENDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")  # of the documents that a sequence consists of

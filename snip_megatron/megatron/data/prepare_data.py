@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.errors import SnipError, needs_extra
 from snip_megatron.megatron.data import text_tokenizer
 from snip_megatron.megatron.data.corpus import Corpus, TextFile, collect
+from snip_megatron.precision.errors import SnipError, needs_extra
 
 with needs_extra("text", "snip prepare-data"):
     from tokenizers import Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.errors import needs_extra
+from snip_megatron.precision.errors import needs_extra
 
 with needs_extra("text", "a tokenizer"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

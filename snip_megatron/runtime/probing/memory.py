@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.wire import bytes_per_element
 from snip_megatron.runtime.host import Host, Unmeasured
-from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 
 _GIB = 2.0**30
 _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs

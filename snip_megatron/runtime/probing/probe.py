@@ -11,17 +11,17 @@ from contextlib import ExitStack
 
 import torch
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.optimizers.update_error import StepScale
-from snip_megatron.quantization import derive_seed
+from snip_megatron.numerics.quantize import derive_seed
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, HostStep, ProbeResult, Unmeasured
 from snip_megatron.runtime.probing import memory
 from snip_megatron.runtime.probing.stream import ResidualStream
 from snip_megatron.runtime.probing.update_errors import UpdateErrors
-from snip_megatron.statistics.recorder import LinearRecorder, Pass, attached
-from snip_megatron.statistics.reduction import PartialTable, TableShape, finish_dots, reduce_columns
+from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
+from snip_megatron.sensitivity.reduction import PartialTable, TableShape, finish_dots, reduce_columns
+from snip_megatron.sensitivity.update_error import StepScale
 
 _NOISE_SIZE = 0.03
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1

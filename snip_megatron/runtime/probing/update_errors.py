@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from snip_megatron.optimizers.signs import KeptWords
-from snip_megatron.optimizers.update_error import StepScale, linear_update_error, sink_update_error
-from snip_megatron.quantization import derive_seed
+from snip_megatron.numerics.quantize import derive_seed
 from snip_megatron.runtime.host import Host, HostStep, LocalSink
-from snip_megatron.statistics.recorder import LinearRecorder
-from snip_megatron.statistics.reduction import PartialTable, ProbeGroups
-from snip_megatron.statistics.squares import sum_squares
+from snip_megatron.sensitivity.recorder import LinearRecorder
+from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups
+from snip_megatron.sensitivity.signs import KeptWords
+from snip_megatron.sensitivity.squares import sum_squares
+from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
 
 _SIGNS = 1  # stream of random numbers derived from --snip-seed
 

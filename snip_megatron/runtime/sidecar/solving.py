@@ -15,8 +15,8 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 
 if TYPE_CHECKING:
     from snip_megatron.sensitivity.request import SolveRequest
+    from snip_megatron.sensitivity.table import StatisticsTable
     from snip_megatron.solver.solution import Solution
-    from snip_megatron.statistics.table import StatisticsTable
 
 
 @dataclass(frozen=True)

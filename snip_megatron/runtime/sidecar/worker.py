@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
 
 _PR_SET_PDEATHSIG = 1

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snip_megatron.errors import SnipError, installed_version
-from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError, installed_version
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Size, Workload
 from snip_megatron.timing.table import TimingTable
 
 if TYPE_CHECKING:
-    from snip_megatron.quantization.kernels.compiler import Compilation
+    from snip_megatron.numerics.quantize.kernels.compiler import Compilation
 
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
 _KINDS = ("gemms", "activations", "weights", "grouped", "attention")
@@ -134,8 +134,8 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
         return None
     from triton.runtime import driver
 
-    from snip_megatron.quantization.kernels.compiler import Compilation
-    from snip_megatron.quantization.kernels.listing import listed
+    from snip_megatron.numerics.quantize.kernels.compiler import Compilation
+    from snip_megatron.numerics.quantize.kernels.listing import listed
 
     with listed() as listing:
         run_once(measurer.backend, measurer.formats, workload, device)

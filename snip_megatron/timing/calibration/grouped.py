@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.gemm.backend import Formats, GemmBackend
+from snip_megatron.numerics.products.backend import Formats, GemmBackend
+from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.formats import TILE
-from snip_megatron.quantization.operands import GradientKeys, OperandPair, OperandSpec
 from snip_megatron.timing.calibration.clock import Clock
 from snip_megatron.timing.calibration.workload import Size
 from snip_megatron.timing.table import OPERANDS, Triple

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from snip_megatron.gemm.backend import GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization.operands import GradientKeys, OperandSpec
 from snip_megatron.timing.calibration.clock import Call, Clock
 from snip_megatron.timing.calibration.grouped import GroupedLinear
 from snip_megatron.timing.calibration.workload import Size

@@ -4,11 +4,11 @@ import torch
 
 from benchmarks.layers.experts import TINY, UNIFORM, measure
 from benchmarks.layers.experts_steps import Problem, libraries, library_step, snip_step
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
-from snip_megatron.quantization import packed, swiglu
-from tests.unit.gemm import emulated_grouped
-from tests.unit.gemm.emulated_scaled_mm import scaled_mm
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize import packed, swiglu
+from tests.unit.numerics.products import emulated_grouped
+from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
 
 
 def test_contenders_agree() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from snip_command import refused
 
-from snip_megatron.commands.compare import devices
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.tools.compare import devices
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 

@@ -9,12 +9,12 @@ import pytest
 from refusal import refusal
 from snip_command import refused
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
 from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.fixed import LATE
 
 FILES = sorted((Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments").glob("*.json"))

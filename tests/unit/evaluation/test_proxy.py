@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from sensitivity.synthetic import make_table
 
-from snip_megatron.cli import main
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
-from snip_megatron.statistics.table import StatisticsTable
-from snip_megatron.statistics.truth import TRUTH_COLUMNS
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.truth import TRUTH_COLUMNS
+from snip_megatron.tools.cli import main
 
 FORMATS = ("fp8", "fp4")
 

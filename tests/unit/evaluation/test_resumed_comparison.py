@@ -14,16 +14,16 @@ import psutil
 import pytest
 from snip_command import refused
 
-from snip_megatron.cli import main
-from snip_megatron.commands import compare, validate_proxy
-from snip_megatron.commands.compare import _results, alone
-from snip_megatron.errors import SnipError
 from snip_megatron.evaluation.compare import Comparison, make_part
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.results import Results, record
 from snip_megatron.evaluation.runner import Pool
 from snip_megatron.evaluation.runs import experiment_runs
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.tools import compare, validate_proxy
+from snip_megatron.tools.cli import main
+from snip_megatron.tools.compare import _results, alone
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -114,7 +114,7 @@ def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path
     killed = f"""
 import os, signal, sys
 from pathlib import Path
-from snip_megatron.commands.compare import alone
+from snip_megatron.tools.compare import alone
 from snip_megatron.evaluation.runner import Job, Pool
 training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
 with alone(Path({str(work)!r})):

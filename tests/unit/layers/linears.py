@@ -10,10 +10,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.numerics.quantize import derive_seed, fake_quantize
+from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC
+from snip_megatron.numerics.quantize.hadamard import ROTATED, rotate
 from snip_megatron.precision import Format, Formats, LinearId
-from snip_megatron.quantization import derive_seed, fake_quantize
-from snip_megatron.quantization.formats import SPECS, STOCHASTIC
-from snip_megatron.quantization.hadamard import ROTATED, rotate
 
 FC1 = LinearId("decoder", 2, "mlp.linear_fc1")
 FC1_INDEX = 2 * 4 + 2  # layer 2, the third of a layer's four linears

@@ -10,11 +10,11 @@ from handles import handle_of
 from linears import FC1, convert, operands, our_linear, passed, reference, stock_linear
 from torch.utils.checkpoint import checkpoint
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearState, StepContext
+from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import ALL_BF16, Format, Formats
+from snip_megatron.precision.errors import SnipError
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 ONE_GEMM: list[Formats] = [

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from linears import convert, operands, passed, stock_linear
 
-from snip_megatron.gemm.check import decibel
 from snip_megatron.layers.context import Override, StepContext
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import Format, Formats, LinearRow
-from tests.unit.gemm.products import BACKENDS, Dequantised, hopper
+from tests.unit.numerics.products.products import BACKENDS, Dequantised, hopper
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),

@@ -10,21 +10,21 @@ import torch
 from handles import handle_of
 from torch import Tensor
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.group_rows import GroupRows, group_rows
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
+from snip_megatron.numerics.quantize.formats import STOCHASTIC
+from snip_megatron.numerics.quantize.kernels.listing import Variant, listed
+from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm
-from snip_megatron.quantization import derive_seed, fake_quantize, swiglu
-from snip_megatron.quantization.formats import STOCHASTIC
-from snip_megatron.quantization.kernels.listing import Variant, listed
-from snip_megatron.quantization.operands import OperandSpec
-from tests.unit.gemm import emulated_grouped
-from tests.unit.gemm.products import BACKENDS, hopper
+from snip_megatron.precision.errors import SnipError
+from tests.unit.numerics.products import emulated_grouped
+from tests.unit.numerics.products.products import BACKENDS, hopper
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 N, K = 144, 208
@@ -286,11 +286,11 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
 ) -> None:
     """On a CPU, which runs no kernel, as if it had Triton's."""
     pytest.importorskip("triton")
-    from snip_megatron.gemm import grouped_wgrad
-    from snip_megatron.quantization.kernels import quantize
-    from snip_megatron.quantization.kernels import swiglu as activations
+    from snip_megatron.numerics.products import grouped_wgrad
+    from snip_megatron.numerics.quantize.kernels import quantize
+    from snip_megatron.numerics.quantize.kernels import swiglu as activations
 
-    monkeypatch.setattr("snip_megatron.gemm.group_rows.has_kernels", lambda x: True)
+    monkeypatch.setattr("snip_megatron.numerics.products.group_rows.has_kernels", lambda x: True)
     added = {"activations": activations, "groups": emulated_grouped, "add_wgrad": grouped_wgrad.add_wgrad}
     backend = hopper(quantize, **added)
     chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]

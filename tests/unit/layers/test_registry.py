@@ -6,10 +6,10 @@ import pytest
 from dense_names import dense_names
 from handles import handle_of
 
-from snip_megatron.errors import SnipError
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearId, LinearRow, PrecisionMap, option_id
+from snip_megatron.precision.errors import SnipError
 
 NAMES = dense_names(3)
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from linears import convert, operands, our_linear, passed, stock_linear
 
-from snip_megatron.gemm.backend import GemmBackend
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
 from snip_megatron.precision import Format, LinearRow, PrecisionMap
-from snip_megatron.quantization.operands import CachedPair, OperandPair, OperandSpec
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 

@@ -9,10 +9,10 @@ from typing import Any
 from megatron.training.arguments import add_megatron_arguments
 from refusal import refusal
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.precision import LinearRow
+from snip_megatron.runtime.config import SnipConfig
 
 _DERIVED: dict[str, Any] = {
     "num_layers": 4,

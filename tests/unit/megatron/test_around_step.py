@@ -8,12 +8,12 @@ import pytest
 from dense_names import dense_names
 from handles import handle_of
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.precision import LinearRow
+from snip_megatron.runtime.config import SnipConfig
 
 
 def a_call() -> StepCall:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from megatron.training import global_vars
 
-from snip_megatron.config import add_arguments
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import attachment
 from snip_megatron.megatron.attachment import run_attached
 from snip_megatron.megatron.compat.pretraining import bound_call, hooked_model
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import add_arguments
 
 STARTUP = Startup(on_cpu=True, disabled=frozenset())
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.batches import PeekableIterator
+from snip_megatron.precision.errors import SnipError
 
 
 def numbered(count: int) -> RerunDataIterator:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat import checkpoint_fallback as fallback
+from snip_megatron.precision.errors import SnipError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

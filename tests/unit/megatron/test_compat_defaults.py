@@ -7,10 +7,10 @@ import pytest
 from llama_arguments import megatron_parser
 from megatron.training.arguments import add_megatron_arguments
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat, entry
 from snip_megatron.megatron.compat.defaults import CPU, EXTENSIONS
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.precision.errors import SnipError
 
 ON_CPU = Startup(on_cpu=True, disabled=frozenset())
 ON_GPU = Startup(on_cpu=False, disabled=frozenset())

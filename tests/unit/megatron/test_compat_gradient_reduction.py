@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import check_reduced_models
+from snip_megatron.precision.errors import SnipError
 
 
 def test_a_model_that_reduces_otherwise_is_refused() -> None:

@@ -9,9 +9,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.precision.errors import SnipError
 
 
 def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:

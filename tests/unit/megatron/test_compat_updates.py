@@ -10,10 +10,10 @@ import torch
 from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import compat
-from snip_megatron.optimizers.updates import Update, gradient_of_a_step
-from snip_megatron.statistics.table import RHO_GRID
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.sensitivity.table import RHO_GRID
+from snip_megatron.sensitivity.updates import Update, gradient_of_a_step
 
 emerging = pytest.importorskip("emerging_optimizers")
 from emerging_optimizers.orthogonalized_optimizers import muon_utils  # noqa: E402

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat.versions import check_names, check_signature
 from snip_megatron.megatron.startup import SUPPORTED, check_version
+from snip_megatron.precision.errors import SnipError
 
 
 @pytest.mark.parametrize(("text", "version"), [("0.19.2", (0, 19)), ("0.19.0rc3+ab12", (0, 19))])

@@ -14,19 +14,19 @@ from megatron.core.transformer.mlp import MLP
 from small_decoder import dense
 from torch.utils.checkpoint import checkpoint
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.check import decibel
-from snip_megatron.gemm.hopper import HopperBackend
 from snip_megatron.layers import LinearRegistry, convert_model
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
+from snip_megatron.numerics.products.check import decibel
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.quantize import packed, swiglu
+from snip_megatron.numerics.quantize.kernels import swiglu as kernels
 from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
-from snip_megatron.quantization import packed, swiglu
-from snip_megatron.quantization.kernels import swiglu as kernels
-from tests.unit.gemm.products import Dequantised
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
+from tests.unit.numerics.products.products import Dequantised
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from snip_megatron.megatron.host import MegatronStep, StepCall
-from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.sensitivity.reduction import ProbeGroups
 
 
 class Attention(torch.nn.Module):

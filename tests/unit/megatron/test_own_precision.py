@@ -5,8 +5,8 @@ import shlex
 import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
-from snip_megatron.config import SnipConfig, add_arguments
 from snip_megatron.megatron.compat import let_snip_choose
+from snip_megatron.runtime.config import SnipConfig, add_arguments
 
 OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 

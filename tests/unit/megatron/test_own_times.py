@@ -10,19 +10,19 @@ import pytest
 import torch
 from llama_arguments import WANTED, linears, run_arguments
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.step_costs import check_measurable
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize import packed
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed
-from snip_megatron.records.own_table import cache_folder
-from snip_megatron.records.readers import TIMINGS
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.records.own_table import cache_folder
+from snip_megatron.runtime.records.readers import TIMINGS
 from snip_megatron.timing.calibration.clock import Call
 from snip_megatron.timing.table import STOCK, TimingTable
 

@@ -5,8 +5,8 @@ from typing import Any, NoReturn
 import pytest
 
 from snip_megatron import pretrain_gpt
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup
+from snip_megatron.precision.errors import SnipError
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.blackwell import BlackwellBackend
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.te_graphs import layers_of
 from snip_megatron.megatron.graphs import GraphedRun
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.blackwell import BlackwellBackend
+from snip_megatron.precision.errors import SnipError
 
 
 class Layer(GraphableMegatronModule):  # type: ignore[misc]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import startup
+from snip_megatron.precision.errors import SnipError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.compat import learning_rate
 from snip_megatron.megatron.timeline import relative_rates, timeline_of
 from snip_megatron.precision import LinearRow
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity import SolveRequest
 
 BATCH, STEPS = 8, 50

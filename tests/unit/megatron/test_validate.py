@@ -9,10 +9,10 @@ from dense_names import dense_names
 from llama_arguments import EXPERTS, arguments, check, linears, refused
 from megatron.core.transformer.enums import CudaGraphModule
 
-from snip_megatron.config import SnipConfig
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron import validate
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 
 CONTEXT = {"transformer_impl": "transformer_engine"}
 

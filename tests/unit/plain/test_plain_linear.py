@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from snip_megatron.gemm.emulated import EmulatedBackend
-from snip_megatron.gemm.exact_products import ExactProducts
 from snip_megatron.layers.context import StepContext
+from snip_megatron.numerics.products.emulated import EmulatedBackend
+from snip_megatron.numerics.products.exact_products import ExactProducts
+from snip_megatron.numerics.quantize.exact import quantize_exact
 from snip_megatron.plain.linear import convert_linears
 from snip_megatron.precision import Format, LinearRow
-from snip_megatron.quantization.exact import quantize_exact
 
 
 @pytest.fixture

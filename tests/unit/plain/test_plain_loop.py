@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from snip_megatron.errors import SnipError
 from snip_megatron.plain import PlainSnip, convert
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.errors import SnipError
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.cli import main
 from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.tools.cli import main
 
 GIB = 2**30
 

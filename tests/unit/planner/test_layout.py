@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 
 from .formula import SMALL, layout, with_blocks
 

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.planner.models import from_hugging_face, load_llama
+from snip_megatron.precision.errors import SnipError
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

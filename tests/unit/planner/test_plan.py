@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from sensitivity.synthetic import make_table
 
-from snip_megatron.errors import SnipError
 from snip_megatron.planner.plan import make_plan
 from snip_megatron.planner.render import render
 from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver import solve
-from snip_megatron.statistics.table import StatisticsTable
 from snip_megatron.timing.cost_model import CostModel, FlopsModel
 
 from .formula import SMALL, layout, step_model, with_blocks

@@ -7,11 +7,11 @@ import pytest
 import synthetic_run
 from snip_command import refused, snip
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.run_data import load_run
-from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.comparison import MAX_RUNS, differences, render_comparison, run_names, write_comparison
+from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
 
 LINEAR = "decoder.layers.0.mlp.linear_fc1"
 

@@ -9,11 +9,11 @@ import synthetic_run
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.records.run_data import Update, load_run
-from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.reporting.figures import front_figure
 from snip_megatron.reporting.front import latest_front
 from snip_megatron.reporting.report import write_report
+from snip_megatron.runtime.records.run_data import Update, load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.solver import Problem, solve
 
 LAST = synthetic_run.FIRST + (synthetic_run.UPDATES - 1) * synthetic_run.INTERVAL

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import synthetic_run
 
-from snip_megatron.errors import SnipError
-from snip_megatron.records.lock import LOCK, take_lock
-from snip_megatron.records.run_data import RunData, load_run
-from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting import live
 from snip_megatron.reporting.live import LiveServer
 from snip_megatron.reporting.report import render
+from snip_megatron.runtime.records.lock import LOCK, take_lock
+from snip_megatron.runtime.records.run_data import RunData, load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
 
 
 @pytest.fixture

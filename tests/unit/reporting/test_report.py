@@ -10,11 +10,11 @@ import pytest
 import synthetic_run
 from plotly.offline import get_plotlyjs
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.run_directory import RunDirectory
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.figures import MAX_POINTS, thin
 from snip_megatron.reporting.report import write_report
+from snip_megatron.runtime.records.run_directory import RunDirectory
 
 URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
 VOID = {"meta", "input", "link", "br", "img", "hr"}

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.records.readers import read_events, read_maps, read_metrics
-from snip_megatron.records.run_directory import RunDirectory
 from snip_megatron.runtime.account import Account, Stretch, is_quantised
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.request import SolveRequest
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState, predicted_loss
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures

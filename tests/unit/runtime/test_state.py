@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal
 from snip_megatron.runtime.step_report import StepFigures

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from snip_megatron.precision import DENSE_LAYER, LinearRow
-from snip_megatron.statistics.table import (
+from snip_megatron.sensitivity.table import (
     BOUNDARY_COLUMNS,
     FORMAT_COLUMNS,
     LINEAR_COLUMNS,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.fixed import LATE, late_plan, late_shares
 

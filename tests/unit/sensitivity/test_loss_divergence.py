@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import first_order, second_order
 
 from .synthetic import make_table, scaled_loss, with_columns

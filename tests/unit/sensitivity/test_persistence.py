@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.phased import carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]

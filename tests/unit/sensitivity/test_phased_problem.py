@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.solver import Item, Problem, Spent, solve

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import Schedule, SchedulePhase
 from snip_megatron.sensitivity.phased import PhasedRequest
 

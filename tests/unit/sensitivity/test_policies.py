@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.fixed import fixed_map
 from snip_megatron.sensitivity.policies import UNSOLVED, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.statistics.table import StatisticsTable
+from snip_megatron.sensitivity.table import StatisticsTable
 
 from .synthetic import linear_rows, make_table, with_columns, with_experts
 

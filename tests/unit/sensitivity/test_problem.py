@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
 from snip_megatron.sensitivity.problem import check_reachable, list_options, reachable_share

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, split_option_id
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.times import SHARING, OptionTimes

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm, split_option_id
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.policies import POLICIES, UNSOLVED
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
+from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver import solve
-from snip_megatron.statistics.table import StatisticsTable
 
 from .synthetic import linear_rows, make_table
 

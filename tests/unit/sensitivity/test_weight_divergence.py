@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Role
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import (
     dgrad_error2,
     dgrad_propagation,
@@ -16,7 +16,7 @@ from snip_megatron.sensitivity.divergence import (
     update_error,
     weight_divergence,
 )
-from snip_megatron.statistics.table import RHO_GRID
+from snip_megatron.sensitivity.table import RHO_GRID
 
 from .synthetic import make_table, scaled_loss, with_columns, with_experts
 

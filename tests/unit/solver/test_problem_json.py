@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.solver import Choice, Item, Phase, Problem, Spent
 
 from .test_solve import problems, timed

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.solver import Choice, Item, Phase, Problem, Solution, Spent, infeasibility, solve
 
 from .oracles import (

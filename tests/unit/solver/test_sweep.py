@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.solver import Problem, solve, sweep
 from snip_megatron.solver.pareto import cost_shares
 

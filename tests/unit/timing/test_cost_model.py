@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
 from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from refusal import refusal
 
-from snip_megatron.errors import SnipError
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.loading import TIMINGS, packaged_table
 from snip_megatron.timing.table import TimingTable
 

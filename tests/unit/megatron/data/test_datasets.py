@@ -8,9 +8,9 @@ import pytest
 import torch
 from megatron.training import global_vars
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.data.datasets import check_data
 from snip_megatron.megatron.entry import loss_function
+from snip_megatron.precision.errors import SnipError
 
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 

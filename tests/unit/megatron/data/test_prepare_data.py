@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from refusal import refusal
 from tokenizers import Tokenizer
 
-from snip_megatron.errors import SnipError
 from snip_megatron.megatron.data import prepare_data, text_tokenizer
 from snip_megatron.megatron.data.corpus import collect
+from snip_megatron.precision.errors import SnipError
 
 WORDS = ("alpha", "beta", "gamma", "delta", "return", "self", "import", "über", "naïve", "✓")
 

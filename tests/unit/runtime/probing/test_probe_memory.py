@@ -7,18 +7,18 @@ import pytest
 import torch
 from handles import handle_of
 
-from snip_megatron.config import SnipConfig
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.planner.layout import Layout, microbatches_in_flight
 from snip_megatron.planner.memory import stage_memory
 from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
-from snip_megatron.statistics.boundaries import TokenShard
-from snip_megatron.statistics.probe_memory import LinearRows, ProbedShapes
-from snip_megatron.statistics.reduction import ProbeGroups
+from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.sensitivity.reduction import ProbeGroups
 
 CPU = torch.device("cpu")
 

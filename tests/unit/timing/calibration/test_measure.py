@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from gemm import emulated_grouped
-from gemm.emulated_scaled_mm import scaled_mm
 
-from snip_megatron.errors import SnipError
-from snip_megatron.gemm.backend import REFERENCE, GemmBackend
-from snip_megatron.gemm.hopper import HopperBackend
-from snip_megatron.gemm.scaled import ScaledProducts
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.quantize import packed, swiglu
+from snip_megatron.numerics.quantize.packed import Operand
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.quantization import packed, swiglu
-from snip_megatron.quantization.packed import Operand
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.calibration.calibrate import calibrate, run_once
 from snip_megatron.timing.calibration.clock import Call, HostClock
 from snip_megatron.timing.calibration.grouped import uneven_splits
 from snip_megatron.timing.calibration.measure import Measurer
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable
+from tests.unit.numerics.products import emulated_grouped
+from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 WORKLOAD = Workload(

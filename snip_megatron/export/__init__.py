@@ -1,1 +1,0 @@
-"""Exports of precision maps and checkpoints to the formats of other tools."""

@@ -1,1 +1,0 @@
-"""Launches known configurations with torchrun: Megatron's arguments, signals and resuming."""

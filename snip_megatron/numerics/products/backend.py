@@ -1,0 +1,191 @@
+"""The interface of all GEMM backends, and the reference backend, which runs on any device.
+
+A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
+dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
+GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in how-it-works.md, "Formats".
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.products import reference
+from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
+from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.products.shards import QuantizedShard, unquantized_shard
+from snip_megatron.numerics.quantize.hadamard import ROTATED
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.errors import SnipError
+
+Formats = tuple[Format | None, Format | None]
+"""The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
+
+
+class GemmBackend:
+    """Quantisation and the three GEMMs of a linear.
+
+    This base class is the reference backend. It keeps every operand in the training dtype until the GEMM, which
+    quantises, dequantises and multiplies in plain torch. It runs on any device and for any shape. A faster backend
+    overrides :meth:`quantize` and :meth:`multiply`. An operand in a format that it has no kernel for stays an
+    :class:`UnquantizedOperand`, and this class multiplies it.
+
+    The methods in ``REPLAYED`` are called with positional arguments alone, so that
+    :class:`snip_megatron.numerics.quantize.kernels.replay.Replayed` can take their places.
+    """
+
+    name = "reference"
+    products = ""
+    """The library that multiplies in fp8, if it depends on what this machine can load."""
+    replayed: Mapping[str, Any] = MappingProxyType({})
+    """The methods whose calls C++ repeats."""
+    plain_products: ScaledProducts | None = None
+    """The library that adds a bf16 wgrad of a mixed linear to its gradient inside the GEMM; None: torch does."""
+    fuses_swiglu = False
+    """Whether :meth:`swiglu` has kernels."""
+
+    def check_graphs(self) -> None:
+        """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
+
+    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+        """Check what is optional of this backend on ``device``, in ``formats``, and leave what gives wrong numbers.
+
+        Returns what is wrong and what multiplies instead, or None. Nothing is optional in this base class.
+        """
+        return None
+
+    def check_gathers(self, formats: Collection[Format]) -> None:
+        """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
+        refuse_gathers(ROTATED.intersection(formats), ": shards are not transformed before they are gathered so far")
+
+    def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
+        """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
+
+        "quantize": it quantises. "amax": it finds the amax, which spares a read. None: there is no kernel.
+        """
+        return None
+
+    def swiglu(
+        self, y: Tensor, d: Tensor | None, spec: OperandSpec | None, probs: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Return SwiGLU [T, K] of y [T, 2K], gates first, or its gradient [T, 2K].
+
+        Args:
+            y: input. :meth:`swiglu_kernel` says which ``spec`` it may have.
+            d: gradient of SwiGLU [T, K], contiguous, to return the gradient of y; None for SwiGLU itself.
+            spec: how the result is quantised.
+            probs: FP32 [T], with ``spec``: SwiGLU of each row is multiplied by its own.
+
+        Returns:
+            The two operands of the result, and of a gradient that of ``probs``, if given. Without ``spec``: the result
+            in y's dtype, and its amax, FP32 and 0-dim.
+        """
+        raise NotImplementedError
+
+    # -- one matrix, one product ---------------------------------------------------------------------------------
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+        """Return a matrix as its rowwise and its columnwise operand.
+
+        ``cached``, operands of an earlier call, are overwritten and returned: no new memory is allocated.
+        """
+        if cached is not None:
+            return cached.operands  # the weight itself
+        plain = OperandSpec(spec.rowwise, spec.columnwise)
+        row, col = (
+            None if fmt is None else UnquantizedOperand(x, axis, plain if fmt is Format.BF16 else spec)
+            for fmt, axis in zip(spec.formats, (1, 0), strict=True)
+        )
+        return row, col
+
+    def multiply(
+        self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute one of the three products of a linear from the operands that :meth:`quantize` made.
+
+        fprop: Y = Q(X)·Q(W)ᵀ [T, N]; dgrad: ∂L/∂X = Q(G)·Q(W) [T, K]; wgrad: ∇W = Q(G)ᵀ·Q(X) [N, K].
+
+        Args:
+            gemm: the product.
+            a, b: (X, W), (G, W) or (G, X).
+            dtype: dtype of the result. That of wgrad is FP32.
+            out: wgrad is added to it, and it is returned; None: new memory. A library may write fprop and dgrad to it.
+        """
+        assert isinstance(a, UnquantizedOperand)
+        assert isinstance(b, UnquantizedOperand)
+        if gemm is Gemm.WGRAD and a.format is Format.BF16 and self.plain_products is not None:
+            return self.plain_products.accumulate_plain(a.tensor, b.tensor, out)
+        return reference.multiply(gemm, a, b, dtype, out)
+
+    def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
+        """Return the products of one linear of all experts of a layer, whose weights on this rank are [n, k]."""
+        return GroupLoop(self.quantize, self.multiply)
+
+    def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
+        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
+
+        The tokens of ``operand``, which :meth:`quantize` made, are a multiple of 128, and its amax is that of all
+        shards. ``axis`` is the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
+        """
+        assert isinstance(operand, UnquantizedOperand)
+        return unquantized_shard(operand)
+
+    # -- what a linear runs between its collectives --------------------------------------------------------------
+    def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
+        """Quantise X and run fprop.
+
+        ``w`` is the rowwise operand of W, and ``spec`` says how X is quantised.
+
+        Returns:
+            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad; None for a wgrad that
+            does not run.
+        """
+        rowwise, columnwise = self.quantize(matrix(x), spec)
+        y = unflattened(self.multiply(Gemm.FPROP, rowwise, w, x.dtype), x.shape[:-1])
+        return y, None if columnwise is None else flatten(columnwise)
+
+    def backward(
+        self, g: Tensor, w: GemmOperand, x: FlatOperand, spec: OperandSpec, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise G and run dgrad and wgrad.
+
+        ``w`` is the columnwise operand of W, ``x`` the operand of wgrad that :meth:`forward` returned, and ``out`` as
+        in :meth:`multiply`.
+
+        Returns:
+            ∂L/∂X [..., K] in g's dtype, and ∇W.
+        """
+        rowwise, columnwise = self.quantize(matrix(g).contiguous(), spec)
+        d = unflattened(self.multiply(Gemm.DGRAD, rowwise, w, g.dtype), g.shape[:-1])
+        return d, self.multiply(Gemm.WGRAD, columnwise, assemble(x), torch.float32, out)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return x [..., cols] as a matrix [rows, cols]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def unflattened(y: Tensor, leading: Sequence[int]) -> Tensor:
+    """Return the matrix y [rows, cols] as [*leading, cols].
+
+    It is no view for autograd, which forbids changes in place of a view that a function returns.
+    """
+    return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
+
+
+def refuse_gathers(formats: Collection[Format], why: str) -> None:
+    """Raise SnipError if there are ``formats``, whose operands are not gathered. ``why`` goes on from their names."""
+    if formats:
+        names = ", ".join(sorted(fmt.value for fmt in formats))
+        raise SnipError(
+            f"--snip-communication gather and all cannot be combined with {names}{why}; use --snip-communication bf16"
+        )
+
+
+NOT_GATHERED = " on the {} GEMMs, whose operands are not gathered so far"
+REFERENCE = GemmBackend()
+REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")
+"""The methods of a backend that compute."""

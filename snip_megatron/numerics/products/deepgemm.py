@@ -1,0 +1,167 @@
+"""Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt on Hopper.
+
+``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use, unless
+:mod:`numerics.quantize.kernels.nvcc` has done so before, and keeps it in a cache on disk. The results of its
+fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a training. Wgrad runs by cuBLASLt.
+"""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.products.cublaslt import CublasLt
+from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.kernels.listing import active
+from snip_megatron.numerics.quantize.kernels.replay import run_opaque
+from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand, quantize_operands
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import installed_version
+
+DISTRIBUTION, VERSION = "sgl-deep-gemm", "0.1.4"
+TORCH = (2, 11)
+"""The release of torch that ``VERSION`` was built for. Later releases of the library misread tensors of this torch."""
+
+_BY_BLOCKS = (1, 128, 128)
+_SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
+_SLOW = 2**22
+"""Elements of a result, 2048 × 2048 or 8192 × 512, for which it takes 1.6 to 3.5 times cuBLASLt's time on an H100: such
+rows of ``timing/tables/h100.json`` beside a table without it. Other sizes, all powers of two, take 1.3 at most."""
+_MANY = 16384
+"""Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""
+Gemm = Callable[..., None]
+
+
+def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, *experts: Tensor) -> None:
+    """Write the product of a [rows, K] in tiles and b in blocks to ``out``. ``experts``: the expert of every row.
+
+    Where kernels are listed, that for the rows of the training is.
+    """
+    gemm, listing = partial(gemm, disable_ue8m0_cast=True), active()
+    if listing is None:
+        run_opaque(gemm, a, b, out, *experts)
+        return
+    from snip_megatron.numerics.quantize.kernels.nvcc import listed_source
+
+    values, scale = a
+    rows = max(len(out), _MANY if listing.rows and experts else listing.rows)
+    many = values.new_empty(rows, values.shape[1]), scale.new_empty(scale.shape[1], rows).t()
+    first = [each.new_zeros(rows) for each in experts]
+    source = listed_source(partial(gemm, many, b, out.new_empty(rows, out.shape[1]), *first))
+    if source is not None:
+        listing.variants[source] = None
+
+
+@dataclass(frozen=True)
+class DeepGemm:
+    """DeepGEMM's products of operands, for :class:`snip_megatron.numerics.products.scaled.ScaledProducts`.
+
+    ``gemm`` is ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
+    """
+
+    gemm: Gemm
+
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
+        """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
+
+        Returns None if DeepGEMM has no kernel for the operands, or a slow one, or if ``dtype`` is not bf16.
+        """
+        # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
+        fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
+        slow = a.rows * b.rows == _SLOW
+        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits or slow:
+            return None
+        out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
+        run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
+        return out
+
+
+def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
+    """Load DeepGEMM where there is cuBLASLt, ``library``, to compare its products with (:func:`difference`).
+
+    Returns:
+        DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
+    """
+    from snip_megatron.numerics.quantize.kernels.nvcc import take_nvcc
+
+    missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
+    found: DeepGemm | None = None
+    if missing is None and library is not None:
+        try:
+            take_nvcc(find_nvcc() or "nvcc")
+            found = DeepGemm(grouped_library().fp8_gemm_nt)
+        except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
+            missing = f"cannot be imported ({' '.join(str(error).split())})"
+    if missing is None:
+        return found, f"DeepGEMM {VERSION} for fprop and dgrad"
+    return None, f"cuBLASLt; DeepGEMM {missing}"
+
+
+def grouped_library() -> Any:
+    """Return DeepGEMM's module, which :mod:`numerics.products.grouped_hopper` calls. Raises what its import does."""
+    import deep_gemm
+
+    return deep_gemm
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return why DeepGEMM cannot be used on this machine, as the end of a sentence, or None if it may be loaded."""
+    version = installed_version(DISTRIBUTION)
+    if version is None:
+        return "is not installed (pip install snip_megatron[deepgemm])"
+    if version != VERSION:
+        return f"is {DISTRIBUTION} {version}, supported is {VERSION}"
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if release != TORCH:
+        return f"{VERSION} was built for torch {TORCH[0]}.{TORCH[1]}, and this is {torch.__version__}"
+    if find_nvcc() is None:
+        return "needs nvcc of the CUDA toolkit, which is neither in PATH nor in CUDA_HOME"
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "cannot be imported"
+    return None
+
+
+def find_nvcc() -> str | None:
+    """Return the path of the CUDA compiler that DeepGEMM uses, or None if there is none."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    candidates = (os.path.join(home, "bin", "nvcc") for home in homes if home)
+    return next((path for path in candidates if os.access(path, os.X_OK)), None) or shutil.which("nvcc")
+
+
+def difference(found: DeepGemm, library: Any, device: torch.device | str) -> str | None:
+    """Compare small products of DeepGEMM and cuBLASLt. Returns what is wrong, or None if nothing is.
+
+    Fprop must be bitwise equal. Nothing is wrong where kernels are listed.
+    """
+    draws = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(2))
+    row, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
+    block, _ = quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
+    # A library that was built for another torch or driver may raise any exception.
+    try:
+        ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (found, library))
+        if active() is None and (ours is None or truth is None or not torch.equal(ours, truth)):
+            return f"DeepGEMM {VERSION} does not give cuBLASLt's bits on this device"
+    except Exception as error:
+        return f"DeepGEMM {VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    return None
+
+
+def _blocks(weight: Operand) -> Tensor:
+    """Return the scales [rows/128, D/128] of an operand in blocks, without cuBLASLt's padding, which is copied away.
+
+    DeepGEMM checks all strides. torch calls a matrix of one row contiguous whatever the stride between its rows is, and
+    keeps the padded stride of a single column.
+    """
+    scale = weight.scale.t()[:, : weight.values.shape[1] // TILE]
+    return scale.contiguous().view(-1).view(scale.shape)

@@ -1,0 +1,202 @@
+"""Grouped products of all experts on a Hopper GPU: one launch for each product.
+
+DeepGEMM multiplies fp8 and fp4 in tiles and blocks. A Triton kernel (:mod:`numerics.products.grouped_wgrad`) adds a
+wgrad of bf16 to the FP32 gradients of all experts, which follow each other in Megatron's buffers. torch multiplies bf16
+otherwise: DeepGEMM was 3 to 18 % faster in fprop and dgrad of four models on an H100
+(``experts_h100_2026-11-26.json``), of which maps of the solver keep one at most in bf16, but compiles each kernel with
+nvcc for ten seconds, before a training's first step.
+
+Other formats run expert by expert, and so does wgrad in fp8 and fp4: ``k_grouped_fp8_gemm_nt_contiguous`` of DeepGEMM
+0.1.4 gave other sums in every run on an H100 where some experts had no or few rows (tests/gpu/test_grouped_gpu.py). It
+overwrites the one tensor map of a multiprocessor at the next expert while loads of the expert before may still read it
+(deepseek-ai/DeepGEMM, issue 365 and pull request 343).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.products.deepgemm import run
+from snip_megatron.numerics.products.group_rows import GroupRows, rows_of
+from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.packed import STORED, Operand
+from snip_megatron.precision import Format, Gemm
+
+grouped_mm: Callable[..., Tensor] = torch._grouped_mm
+
+
+class RowsOperand(NamedTuple):
+    """X or G of all experts as an operand of one product.
+
+    Attributes:
+        matrix: the quantised matrix; in bf16, and for wgrad, the matrix itself.
+        rows: where the rows of each expert are.
+        unpadded: whether the matrix, an operand of wgrad, has no padding.
+    """
+
+    matrix: Operand | Tensor
+    rows: GroupRows
+    unpadded: bool = False
+
+
+class HopperGroups(GroupLoop):
+    """Grouped products of bf16 weights [N, K] whose two dimensions are multiples of 128.
+
+    Args:
+        quantize, multiply: see :class:`GroupLoop`.
+        quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
+        library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: formats other than bf16 run expert by
+            expert.
+        swiglu: see :meth:`snip_megatron.numerics.products.backend.GemmBackend.swiglu`; None if SwiGLU is not fused.
+    """
+
+    pads = True
+
+    def __init__(
+        self,
+        quantize: Callable[..., OperandPair],
+        multiply: Callable[..., Tensor],
+        quantizers: Any,
+        add_wgrad: Callable[..., None],
+        library: Any = None,
+        swiglu: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(quantize, multiply)
+        self._quantizers = quantizers
+        self._add_wgrad = add_wgrad
+        self._library = library
+        self._swiglu = swiglu
+        self._tiled = frozenset(() if library is None else STORED)
+        self.in_one_launch = self._tiled | {Format.BF16}
+
+    def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
+        x, (first, second) = x.contiguous(), spec.formats
+        row: Any = x if first is Format.BF16 else None
+        if first in self._tiled:
+            row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys))
+        found = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
+        apart = None if row is not None else first, None if second is Format.BF16 else second
+        if apart == (None, None):
+            return found
+        return _either(found, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
+
+    def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
+        """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
+        first, second = spec.formats
+        if first not in self._tiled or second not in (Format.BF16, None):
+            return super().quantize_unpadded(x, rows, spec)
+        x = x.contiguous()
+        row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys), None, rows.map)
+        return RowsOperand(row, rows), None if second is None else RowsOperand(x, rows, unpadded=True)
+
+    def fuses_swiglu(self, formats: tuple[Format | None, Format | None]) -> bool:
+        """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
+        return self._swiglu is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
+
+    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+        assert self._swiglu is not None
+        return _of_experts(self._swiglu(y, None, spec, probs), splits, y.device)
+
+    def swiglu_gradient(
+        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
+    ) -> tuple[OperandPair, Tensor]:
+        assert self._swiglu is not None
+        *made, of_probs = self._swiglu(y, d, spec, probs)
+        return _of_experts(made, splits, y.device), of_probs
+
+    def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
+        formats = spec.formats
+        found: OperandPair = (None, None)
+        if not self.in_one_launch.isdisjoint(formats):
+            whole = stacked(weights)
+            whole = torch.stack(list(weights)) if whole is None else whole
+            own = spec.only(self._tiled)
+            blocks: OperandPair = (None, None)
+            if own.formats != (None, None):
+                blocks = self._quantizers.quantize_group_blocks(whole, own)
+            sides = zip(formats, blocks, strict=True)
+            rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
+            found = rowwise, columnwise
+        left = spec.only(frozenset(Format) - self.in_one_launch)
+        return found if left.formats == (None, None) else _either(found, super().quantize_weights(weights, left))
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        if not isinstance(a, RowsOperand):
+            return self._apart(gemm, a, b, dtype)
+        left, right, rows = a.matrix, b, a.rows
+        if isinstance(left, Operand):
+            out = left.scale.new_empty(left.values.shape[0], right.values.shape[1], dtype=dtype)
+            run(self._library.m_grouped_fp8_fp4_gemm_nt_contiguous, left[:2], right[:2], out, rows.map.experts)
+            return out
+        if not len(left):
+            return left.new_empty(0, right.shape[1 if gemm is Gemm.FPROP else 2])
+        return grouped_mm(left, right.transpose(1, 2) if gemm is Gemm.FPROP else right, offs=rows.map.table[3])
+
+    def _apart(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        """Compute fprop or dgrad expert by expert, each into its rows of one result."""
+        if not all(isinstance(each, Operand) for each in a):
+            return super().multiply(gemm, a, b, dtype)
+        counts = [each.rows for each in a]
+        out = torch.empty(sum(counts), b[0].rows, dtype=dtype, device=a[0].scale.device)
+        for left, right, part in zip(a, b, torch.split(out, counts), strict=True):
+            made = self._multiply(gemm, left, right, dtype, part)
+            if made.data_ptr() != part.data_ptr():
+                part.copy_(made)
+        return out
+
+    def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        if not isinstance(g, RowsOperand):
+            return super().accumulate(g, x, out)
+        left, right, found = g.matrix, x.matrix, None if out is None else stacked(out)
+        assert isinstance(left, Tensor)
+        assert isinstance(right, Tensor)
+        alone = found is None or found.dtype is not torch.float32
+        if found is None or alone:
+            size = len(g.rows), left.shape[1], right.shape[1]
+            found = torch.zeros(size, dtype=torch.float32, device=left.device)
+        self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), found)
+        if out is not None and alone:
+            torch._foreach_add_(list(out), list(found.unbind(0)))
+        return found.unbind(0) if out is None else out
+
+
+def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], out: Tensor) -> None:
+    """Add Gᵀ·X of every expert to ``out``, FP32 [experts, N, K]: the reference of the Triton kernel.
+
+    Args:
+        g, x: bf16 [rows, N] and [rows, K].
+        table: that of a :class:`RowMap`.
+        unpadded: which of the two has no padding.
+    """
+    for *first, count, _, of in zip(*table.tolist(), out, strict=True):
+        left, right = (t[first[side] :][:count].float() for t, side in zip((g, x), unpadded, strict=True))
+        of += left.t() @ right
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return equal contiguous matrices that follow each other in memory as one tensor [count, rows, cols], or None."""
+    first, last = tensors[0], tensors[-1]
+    start, size = first.data_ptr(), first.numel() * first.element_size()
+    if [each.data_ptr() for each in tensors] != list(range(start, start + len(tensors) * size, size)):
+        return None
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    shape = (len(tensors), *first.shape)
+    return first.detach().as_strided(shape, (first.numel(), *first.stride()))
+
+
+def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
+    return loop[0] if found[0] is None else found[0], loop[1] if found[1] is None else found[1]
+
+
+def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
+    """Return the operands of a matrix with the rows of all experts as grouped products take them."""
+    rows = rows_of(splits, device)
+    row, col = made
+    return None if row is None else RowsOperand(row, rows), None if col is None else RowsOperand(col, rows)

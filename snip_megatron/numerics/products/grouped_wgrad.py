@@ -1,0 +1,96 @@
+# mypy: ignore-errors
+# Device code: Triton's values have no static types.
+"""Wgrad of all experts in bf16, added to FP32 gradients in one launch, in Triton.
+
+Experts have few rows, so that reading and writing FP32 gradients takes most of the time. Libraries run one program on
+each multiprocessor, which multiplies nothing while it adds. Here two run on each, and one multiplies while the other
+adds. :func:`snip_megatron.numerics.products.grouped_hopper.add_wgrad` is the reference.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from snip_megatron.numerics.quantize.kernels.launch import launch
+
+_DEPTH, _GROUP = 64, 8
+_FEW = 1024
+"""Rows an expert, on average, from which on products take longer than gradients."""
+
+
+@triton.jit
+def _product(g, x, g_row, x_row, n, k, total, GPU: tl.constexpr):
+    left, right = g.load([g_row, n]), x.load([x_row, k])
+    if not GPU:  # the interpreter would multiply the bits of bf16 numbers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(tl.trans(left), right, total)
+
+
+@triton.jit(do_not_specialize=["experts", "g_unpadded", "x_unpadded"])
+def grouped_wgrad_kernel(
+    g_ptr, x_ptr, table_ptr, grad_ptr, N, K, experts, g_unpadded, x_unpadded,
+    BN: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Add Gᵀ·X of one expert to its gradient [N, K], which is read before the products (``FIRST``) or after them.
+
+    ``table`` has the first row, padded and not, and the number of rows of each expert. A matrix ends, for a program,
+    with the rows of its expert, so that loads of rows beyond give zeros.
+    """
+    program = tl.program_id(0)
+    down, across = N // BN, K // BK
+    expert, tile = program // (down * across), program % (down * across)
+    group = tile // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    n = (group * GROUP + (tile % (GROUP * across)) % height) * BN
+    k = ((tile % (GROUP * across)) // height) * BK
+    g_first = tl.load(table_ptr + g_unpadded * experts + expert)
+    x_first = tl.load(table_ptr + x_unpadded * experts + expert)
+    count = tl.load(table_ptr + 2 * experts + expert)
+    steps = tl.cdiv(count, DEPTH)
+    if steps > 0:
+        g = tl.make_tensor_descriptor(g_ptr, [g_first + count, N], [N, 1], [DEPTH, BN])
+        x = tl.make_tensor_descriptor(x_ptr, [x_first + count, K], [K, 1], [DEPTH, BK])
+        rows, cols = n + tl.arange(0, BN), k + tl.arange(0, BK)
+        out = grad_ptr + expert.to(tl.int64) * N * K + rows[:, None] * K + cols[None, :]
+        total = tl.load(out) if FIRST else tl.zeros((BN, BK), tl.float32)
+        if GPU:
+            for step in range(steps):
+                total = _product(g, x, g_first + step * DEPTH, x_first + step * DEPTH, n, k, total, GPU)
+        else:  # the interpreter counts to no number that it loaded
+            while steps > 0:
+                steps -= 1
+                total = _product(g, x, g_first + steps * DEPTH, x_first + steps * DEPTH, n, k, total, GPU)
+        if FIRST:
+            tl.store(out, total)
+        else:  # one program adds to an element, so that the sum has one order; nothing waits for what was there
+            tl.atomic_add(out, total, sem="relaxed")
+
+
+def add_wgrad(g, x, table, unpadded, out):
+    """Add Gᵀ·X of every expert to ``out``.
+
+    Args:
+        g, x: bf16 [rows, N] and [rows, K], contiguous; N is a multiple of 128, K of 128.
+        table: that of a :class:`snip_megatron.numerics.quantize.row_map.RowMap`.
+        unpadded: which of the two has no padding.
+        out: FP32 [experts, N, K], contiguous.
+    """
+    (rows, n), k, experts = g.shape, x.shape[1], len(out)
+    few = rows < _FEW * experts or k % 256
+    tiles = (128, 128) if few else (128, 256)
+    triton.set_allocator(_scratch)  # of this thread: autograd has its own
+    launch(
+        grouped_wgrad_kernel, (experts * (n // tiles[0]) * (k // tiles[1]), 1), (g, x, table, out), (n, k),
+        (experts, *map(int, unpadded)),
+        {
+            "BN": tiles[0], "BK": tiles[1], "DEPTH": _DEPTH, "GROUP": _GROUP, "FIRST": few,
+            "GPU": g.is_cuda and not triton.knobs.runtime.interpret,
+        },
+        {"num_warps": 4 if few else 8, "num_stages": 3},
+    )  # fmt: skip
+
+
+def _scratch(size, alignment, stream):
+    """Allocate the memory in which a kernel describes its matrices."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,249 @@
+"""Selection of the GEMM backend (``--snip-gemm``)."""
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from snip_megatron.numerics.products import BACKENDS, LIBRARIES
+from snip_megatron.numerics.products.backend import REFERENCE, REPLAYED, GemmBackend
+from snip_megatron.numerics.products.blackwell_engine import NATIVE as OF_BLACKWELL
+from snip_megatron.numerics.products.blackwell_support import availability, is_blackwell
+from snip_megatron.numerics.products.check import wrong_numbers
+from snip_megatron.numerics.products.hopper import NATIVE
+from snip_megatron.numerics.products.transformer_engine import why_not_transformer_engine
+from snip_megatron.numerics.quantize.device_keys import has_triton
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError
+
+_AMPERE = (8, 0)
+_HOPPER = (9, 0)
+_CHECKED = (Format.FP8, Format.NVFP4, Format.MXFP8)  # one of each kind of scale
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A backend, and the reason for the log."""
+
+    backend: GemmBackend
+    reason: str
+
+
+def select_backend(
+    name: str,
+    formats: Collection[Format] | None = None,
+    *,
+    tensor_parallel: bool = False,
+    library: str = "auto",
+    checks: bool = True,
+) -> Selection:
+    """Return the backend for a value of ``--snip-gemm``.
+
+    Raises SnipError if the name is unknown, or the backend cannot run on this machine.
+
+    Args:
+        name: one of ``BACKENDS``. "auto" selects the fastest backend that runs on this machine and keeps the numbers of
+            the map.
+        formats: the formats that GEMMs will use; None if they are unknown.
+        tensor_parallel: whether weights are sharded over tensor parallel ranks.
+        library: ``gemm_library``, one of ``LIBRARIES``.
+        checks: whether the numbers of the backend are checked now, and C++ launches its kernels. A training does both
+            when its kernels are compiled, by :meth:`GemmBackend.check` and :func:`launch_from_cpp`.
+    """
+    if name not in BACKENDS:
+        raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
+    if library not in LIBRARIES:
+        raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
+    selection = _select(name, formats, tensor_parallel, library, formats if checks else ())
+    if checks and selection.backend.name == "hopper":
+        said = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
+        return replace(selection, reason="; ".join(filter(None, said)))
+    return selection
+
+
+def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
+    """Return the backend that multiplies formats natively on this machine under ``--snip-gemm``; None if they are
+    emulated. Nothing is compiled or checked.
+    """
+    if name in ("auto", "blackwell", "transformer_engine") and is_blackwell():
+        return "blackwell" if availability(sharded=tensor_parallel) is None else None
+    return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
+
+
+def _select(
+    name: str,
+    formats: Collection[Format] | None,
+    tensor_parallel: bool,
+    library: str,
+    checked: Collection[Format] | None,
+) -> Selection:
+    if name == "reference":
+        return Selection(REFERENCE, "as asked")
+    if name == "transformer_engine":
+        missing = why_not_transformer_engine(formats)
+        if missing is not None:
+            raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm auto")
+        selection = _select("auto", formats, tensor_parallel, library, checked)
+        return replace(selection, reason=f"probes; training by Transformer Engine's linears; {selection.reason}")
+    if name == "emulated":
+        missing = _why_not_emulated() or _fault(checked)
+        if missing is not None:
+            raise SnipError(f"--snip-gemm emulated: {missing}; use --snip-gemm auto or reference")
+        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
+    if name == "blackwell" or (name == "auto" and is_blackwell()):
+        return _select_blackwell(name, formats, tensor_parallel, checked)
+    missing = why_not_hopper()
+    if missing is None:
+        fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
+        backend, products = _hopper(library, emulates=fault is None)
+        if fault is not None:
+            products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
+        return Selection(backend, f"{_device()}; {products}")
+    if name == "hopper":
+        raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
+    return _elsewhere(missing, checked)
+
+
+def _elsewhere(missing: str, formats: Collection[Format] | None) -> Selection:
+    """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
+    if _why_not_emulated() is not None:
+        return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+    fault = _fault(formats)
+    if fault is not None:
+        return Selection(REFERENCE, f"{missing}; {fault}: emulation, slower than bf16")
+    return Selection(_emulated(), f"{missing}: exact numerics on the bf16 tensor cores of {_device()}")
+
+
+def _fault(formats: Collection[Format] | None) -> str | None:
+    """Return what is wrong with the emulated GEMMs of ``formats`` on this device, or None."""
+    chosen = tuple(fmt for fmt in Format if fmt in (_CHECKED if formats is None else formats))
+    return _fault_of(chosen)
+
+
+@functools.cache
+def _fault_of(formats: tuple[Format, ...]) -> str | None:
+    return wrong_numbers(_emulated(), _here(), formats)
+
+
+def _here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _device() -> str:
+    capability = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}"
+
+
+def _select_blackwell(
+    name: str, formats: Collection[Format] | None, tensor_parallel: bool, checked: Collection[Format] | None
+) -> Selection:
+    missing = availability(formats, sharded=tensor_parallel)
+    if missing is None:
+        missing = wrong_numbers(_blackwell(), _here(), OF_BLACKWELL)
+    if missing is None:
+        return Selection(_blackwell(), _device())
+    if name == "auto":
+        return _elsewhere(f"blackwell: {missing}", checked)
+    raise SnipError(f"--snip-gemm blackwell: {missing}; use --snip-gemm auto or reference")
+
+
+@functools.cache
+def _blackwell() -> GemmBackend:
+    from snip_megatron.numerics.products.blackwell import BlackwellBackend
+    from snip_megatron.numerics.products.blackwell_engine import transformer_engine
+    from snip_megatron.numerics.products.cublaslt import cublaslt
+    from snip_megatron.numerics.products.scaled import ScaledProducts
+
+    return BlackwellBackend(transformer_engine(), ScaledProducts(library=cublaslt()))
+
+
+def _why_not_emulated() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a GPU with bf16 tensor cores (sm_80 or later) and there is no CUDA device here"
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_device()}"
+    if not has_triton():
+        return "needs triton, which cannot be imported here"
+    return None
+
+
+@functools.cache
+def _emulated() -> GemmBackend:
+    from snip_megatron.numerics.products.cublaslt import cublaslt
+    from snip_megatron.numerics.products.emulated import EmulatedBackend
+    from snip_megatron.numerics.products.exact_products import ExactProducts
+    from snip_megatron.numerics.products.tiled_kernel import multiply
+    from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
+
+    return EmulatedBackend(quantize_exact, ExactProducts(cublaslt(), multiply))
+
+
+def why_not_hopper() -> str | None:
+    """Return why the Hopper backend cannot run on this machine, or None if it can."""
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU (sm_90) and there is no CUDA device here"
+    capability = torch.cuda.get_device_capability()
+    if capability != _HOPPER:
+        name = torch.cuda.get_device_name()
+        return f"needs a Hopper GPU (sm_90) and {name} is sm_{capability[0]}{capability[1]}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"needs torch.nn.functional.scaled_mm, which torch {torch.__version__} does not have"
+    if not has_triton():
+        return "needs triton, which cannot be imported here"
+    return None
+
+
+@functools.cache
+def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
+    """Return the backend, and the name of the library that multiplies."""
+    # Triton is installed only on machines with a GPU.
+    from snip_megatron.numerics.products.cublaslt import cublaslt
+    from snip_megatron.numerics.products.deepgemm import deepgemm, grouped_library
+    from snip_megatron.numerics.products.grouped_wgrad import add_wgrad
+    from snip_megatron.numerics.products.hopper import HopperBackend
+    from snip_megatron.numerics.products.proposals import measured_choices
+    from snip_megatron.numerics.products.scaled import ScaledProducts
+    from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
+    from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
+
+    library = cublaslt()
+    choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
+    faster, products = None, "cuBLASLt"
+    if library_name != "cublas":
+        faster, products = deepgemm(library)
+    scaled = ScaledProducts(library=library, choices=choices, faster=faster)
+    others = _emulated() if emulates else REFERENCE
+
+    groups = None if faster is None else grouped_library()
+    return HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad), products
+
+
+def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:
+    """Let C++ repeat what ``backend`` does on the device, if it can, and return a phrase for the log.
+
+    The replayed numbers of ``formats`` are checked.
+    """
+    from snip_megatron.numerics.quantize.kernels.replay_build import replay_extension
+
+    extension, host = replay_extension()
+    if extension is None or backend.replayed:
+        return host
+    fault = wrong_numbers(replay(backend, extension), _here(), formats)
+    if fault is None:
+        return host
+    for name in backend.replayed:
+        delattr(backend, name)
+    backend.replayed = {}
+    return f"Python launches kernels (C++: {fault})"
+
+
+def replay(backend: GemmBackend, extension: Any) -> GemmBackend:
+    """Let C++ repeat what the methods of ``backend`` do on the device, and return the backend."""
+    from snip_megatron.numerics.quantize.kernels.replay import Replayed
+
+    backend.replayed = {name: Replayed(extension, getattr(backend, name)) for name in REPLAYED}
+    for name, replayed in backend.replayed.items():
+        setattr(backend, name, replayed.call)
+    return backend

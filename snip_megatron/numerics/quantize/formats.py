@@ -1,0 +1,114 @@
+"""The table of number formats: element type, scaling and tile shape of each.
+
+Sources: how-it-works.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError, quoted
+
+TILE = 128
+"""Edge of the paper's tiles (1×128) and blocks (128×128)."""
+
+
+@dataclass(frozen=True)
+class Element:
+    """A small floating-point type without infinities: a sign bit, exponent bits and mantissa bits.
+
+    Attributes:
+        mantissa_bits: explicit bits of the mantissa.
+        min_exponent: exponent of the smallest normal number. Subnormal numbers have the same spacing.
+        max_exponent: exponent of the largest number (``emax`` in the OCP text).
+    """
+
+    mantissa_bits: int
+    min_exponent: int
+    max_exponent: int
+    maximum: float
+
+
+E2M1 = Element(mantissa_bits=1, min_exponent=0, max_exponent=2, maximum=6.0)
+E4M3 = Element(mantissa_bits=3, min_exponent=-6, max_exponent=8, maximum=448.0)
+
+
+class Scaling(Enum):
+    """How the scale of a tile is stored."""
+
+    FP32 = "fp32"  # amax / maximum, an FP32 number per tile
+    FP32_TENSOR = "fp32_tensor"  # the same, the whole tensor is one tile
+    E4M3_FP32 = "e4m3_fp32"  # E4M3 per tile times one FP32 number per tensor
+    E8M0 = "e8m0"  # a power of two per tile
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """One row of the table.
+
+    Attributes:
+        tile: edge of a tile; 0 if the whole tensor has one scale.
+        square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.
+        stochastic: whether the elements of gradients are rounded stochastically.
+        four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
+            2512.02010).
+        hadamard: whether the operands of wgrad are transformed first (``hadamard.py``).
+        random_signs: whether that transform has signs drawn anew in every step.
+    """
+
+    element: Element
+    scaling: Scaling
+    tile: int
+    square_blocks: bool
+    stochastic: bool = False
+    four_over_six: bool = False
+    hadamard: bool = False
+    random_signs: bool = False
+
+    def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
+        """Return the (rows, columns) that share a scale.
+
+        They are those of a square block if ``block`` is set and the format has blocks. Otherwise they are those of a
+        tile along ``axis``, which is 0, or 1 for the last dimension.
+        """
+        if block and self.square_blocks:
+            return self.tile, self.tile
+        return (self.tile, 1) if axis == 0 else (1, self.tile)
+
+    @property
+    def largest_scale(self) -> float:
+        """The E4M3 scale of the tile that holds the tensor's amax.
+
+        It is the largest E4M3 number. Under four-over-six it is the largest x for which 1.5·x is an E4M3 number too.
+        """
+        return 256.0 if self.four_over_six else E4M3.maximum
+
+
+_NVFP4 = FormatSpec(E2M1, Scaling.E4M3_FP32, 16, True, stochastic=True)
+_MXFP4 = FormatSpec(E2M1, Scaling.E8M0, 32, False, stochastic=True)
+
+SPECS: dict[Format, FormatSpec] = {
+    Format.FP4: FormatSpec(E2M1, Scaling.FP32, TILE, True, stochastic=True),
+    Format.FP8: FormatSpec(E4M3, Scaling.FP32, TILE, True),
+    Format.FP8_TENSOR: FormatSpec(E4M3, Scaling.FP32_TENSOR, 0, False),
+    Format.NVFP4: _NVFP4,
+    Format.MXFP4: _MXFP4,
+    Format.MXFP8: FormatSpec(E4M3, Scaling.E8M0, 32, False),
+    Format.NVFP4_46: replace(_NVFP4, square_blocks=False, stochastic=False, four_over_six=True),
+    Format.NVFP4_HADAMARD: replace(_NVFP4, hadamard=True, random_signs=True),
+    Format.NVFP4_HADAMARD_FIXED: replace(_NVFP4, hadamard=True),
+    Format.MXFP4_HADAMARD: replace(_MXFP4, hadamard=True, random_signs=True),
+    Format.MXFP4_HADAMARD_FIXED: replace(_MXFP4, hadamard=True),
+}
+
+STOCHASTIC = frozenset(fmt for fmt, spec in SPECS.items() if spec.stochastic)
+"""Formats in which the elements of gradients are rounded stochastically."""
+
+
+def resolve(format: Format | str) -> Format:
+    """Return the quantised :class:`Format` with this name. Raises SnipError for bf16 and unknown names."""
+    value = format.value if isinstance(format, Format) else format
+    for known in SPECS:
+        if known.value == value:
+            return known
+    raise SnipError(f"format {quoted(value)} cannot be quantised to (known: {', '.join(f.value for f in SPECS)})")

@@ -1,0 +1,265 @@
+# mypy: ignore-errors
+# Device code: Triton's values have no static types.
+"""Device code of the quantisers: each program quantises one 128×128 part of a matrix.
+
+A kernel that is compiled with ``GUARDED`` returns at once where ``current_ptr`` holds another number than zero.
+"""
+
+import triton
+import triton.language as tl
+
+from snip_megatron.numerics.quantize.kernels.elements import (
+    bytes_of,
+    lift_of,
+    nearest_e2m1,
+    quotient,
+    tile_scale,
+)
+from snip_megatron.numerics.quantize.kernels.pairs import (
+    EDGE,
+    HALF,
+    PAIRS,
+    amax_pairs,
+    lifted,
+    load_pairs,
+    over_rows,
+    store_columns,
+    store_rows,
+)
+from snip_megatron.numerics.quantize.kernels.stochastic import random_pairs, stochastic_bytes
+
+MAXIMA = tl.constexpr(512)
+"""Largest number of maxima from which a quantiser finds the amax of a matrix, and of programs that find them: four on
+each of an H200's 132 multiprocessors would be 528."""
+_RANDOM_ARGUMENTS = ["first_row", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
+
+
+@triton.jit
+def global_ids(ids_ptr, cols, lo_mask, hi_mask, PAIRED: tl.constexpr):
+    """Return the global ids of the columns ``cols`` and of their right neighbours."""
+    lo = tl.load(ids_ptr + cols, mask=lo_mask, other=0)
+    if PAIRED:
+        return lo, lo
+    else:
+        return lo, tl.load(ids_ptr + cols + 1, mask=hi_mask, other=0)
+
+
+@triton.jit
+def _encode(
+    words, lo_scale, hi_scale, lo_bits, hi_bits,
+    FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Return the E4M3 bytes of a part, divided by scales that broadcast.
+
+    With ``JOIN`` returns joined pairs (int16, twice); otherwise even and odd columns (uint8).
+    """
+    lo_lift, hi_lift = lift_of(lo_scale), lift_of(hi_scale)
+    lo, hi = lifted(words, lo_lift, hi_lift, DTYPE, HARDWARE)
+    if RANDOM:
+        return stochastic_bytes(words, lo, hi, lo_scale, hi_scale, lo_lift, hi_lift, lo_bits, hi_bits, JOIN, HARDWARE)
+    else:
+        lo, hi = quotient(lo, lo_scale, lo_lift, HARDWARE), quotient(hi, hi_scale, hi_lift, HARDWARE)
+        if FORMAT == 4:
+            lo, hi = nearest_e2m1(lo, HARDWARE), nearest_e2m1(hi, HARDWARE)
+        return bytes_of(lo, hi, JOIN, HARDWARE)
+
+
+@triton.jit
+def quantize_side(
+    words, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, out_ptr, out_stride, scale_ptr, m, k,
+    row_mask, lo_mask, hi_mask,
+    AXIS: tl.constexpr, FORMAT: tl.constexpr, RANDOM: tl.constexpr, PAIRED: tl.constexpr,
+    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise a part in one format, with tiles along columns (``AXIS`` 1) or along rows (``AXIS`` 0, stored
+    transposed).
+
+    The amax arguments hold FP32 bits, one per tile.
+    """
+    lo_scale, hi_scale = tile_scale(lo_amax, FORMAT, HARDWARE), tile_scale(hi_amax, FORMAT, HARDWARE)
+    lo_wide, hi_wide = lo_scale[:, None], hi_scale[:, None]
+    if AXIS == 0:
+        lo_wide, hi_wide = over_rows(lo_scale, True), over_rows(hi_scale, True)
+    lo_bits, hi_bits = words, words
+    if RANDOM:
+        lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
+    codes, others = _encode(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, DTYPE, HARDWARE)
+    if AXIS == 1:
+        store_rows(out_ptr, codes, m, k, out_stride, row_mask)
+        tl.store(scale_ptr + tl.arange(0, EDGE), lo_scale, mask=row_mask)
+    else:
+        store_columns(out_ptr, codes, others, m, k, out_stride, lo_mask, hi_mask)
+        j = 2 * tl.arange(0, PAIRS)
+        tl.store(scale_ptr + j, lo_scale, mask=lo_mask)
+        tl.store(scale_ptr + j + 1, hi_scale, mask=hi_mask)
+
+
+@triton.jit
+def quantize_both(
+    words, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+    M, K, m, k, row_stride, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
+    PAIRED: tl.constexpr, TWICE: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise part (m, k) of a matrix [M, K] with tiles along K (``ROW``) and along M (``COL``).
+
+    ``words`` are the part, [128, 64], of a matrix with whole tiles along K; with ``TWICE`` each side loads it from x.
+    """
+    rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
+    row_mask, lo_mask = rows < M, cols < K
+    hi_mask = cols + 1 < K if TWICE else lo_mask
+    row_ids, lo_ids, hi_ids = rows + first_row, cols, cols
+    if ROW_RANDOM or COL_RANDOM:
+        lo_ids, hi_ids = global_ids(cols_ptr, cols, lo_mask, hi_mask, PAIRED)
+    if LOADED:
+        if ROW_RANDOM:
+            row_word_0, row_word_1 = tl.load(row_key_ptr), tl.load(row_key_ptr + 1)
+        if COL_RANDOM:
+            col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
+    if ROW:
+        part = load_pairs(x_ptr, x_stride, M, width, m, k, False) if TWICE else words
+        lo_amax, hi_amax = amax_pairs(part, False, DTYPE, HARDWARE)
+        amax = tl.maximum(lo_amax, hi_amax)
+        quantize_side(
+            part, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_ptr, row_stride,
+            row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k, row_mask, lo_mask, hi_mask,
+            1, ROW, ROW_RANDOM, PAIRED, DTYPE, HARDWARE,
+        )  # fmt: skip
+    if COL:
+        if TWICE:
+            turned = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        else:  # as load_pairs gives a part with DOWN
+            turned = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
+        lo_amax, hi_amax = amax_pairs(turned, True, DTYPE, HARDWARE)
+        quantize_side(
+            turned, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
+            col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k, row_mask, lo_mask, hi_mask,
+            0, COL, COL_RANDOM, PAIRED, DTYPE, HARDWARE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_RANDOM_ARGUMENTS)
+def tile_kernel(
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
+    M, K, width, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
+    x_stride: tl.constexpr, row_stride: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
+    PAIRED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise 1×128 tiles along K and along M.
+
+    ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none. ``width`` and ``x_stride`` count words
+    of two numbers, ``row_stride`` counts pairs of bytes. With ``LOADED`` the key words are loaded from memory instead
+    of passed as arguments.
+    """
+    k, m = tl.program_id(0), tl.program_id(1)
+    quantize_both(
+        x_ptr, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr,
+        row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, M, K, m, k, row_stride, col_stride,
+        first_row, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, True, DTYPE, HARDWARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _uniform_side(
+    words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr,
+    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
+    if DOWN:
+        scale = scale[None, :, :]
+    codes, others = _encode(words, scale, scale, words, words, FORMAT, False, not DOWN, DTYPE, HARDWARE)
+    if DOWN:
+        cols = k * EDGE + 2 * tl.arange(0, PAIRS)
+        store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
+    else:
+        store_rows(out_ptr, codes, m, k, out_stride, m * EDGE + tl.arange(0, EDGE) < M)
+
+
+@triton.jit(do_not_specialize=["row_scale_stride", "col_scale_stride"])
+def block_kernel(
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, current_ptr,
+    M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
+    ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr,
+    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise 128×128 blocks in both orientations, each in its own format (0, 4 or 8).
+
+    The matrix may consist of groups of ``GROUP``·128 rows, each of which is transposed for itself; 0: it is one matrix.
+    Weights are quantised once a step, so that one kernel serves all widths.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    k, m = tl.program_id(0), tl.program_id(1)
+    words = load_pairs(x_ptr, x_stride, M, width, m, k, False)
+    lo_amax, hi_amax = amax_pairs(words, False, DTYPE, HARDWARE)
+    corner = tl.zeros((1, 1), tl.int32)
+    amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
+    if ROW:
+        scale = tile_scale(amax, ROW, HARDWARE)
+        codes, _ = _encode(words, scale, scale, words, words, ROW, False, True, DTYPE, HARDWARE)
+        store_rows(row_ptr, codes, m, k, row_stride, m * EDGE + tl.arange(0, EDGE) < M)
+        tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
+    if COL:
+        scale = tile_scale(amax, COL, HARDWARE)
+        words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        if GROUP:
+            first = m // GROUP * GROUP
+            col_ptr += first.to(tl.int64) * EDGE * K
+            col_scale_ptr += first * tl.cdiv(K, EDGE)
+            m -= first
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, COL, True, DTYPE, HARDWARE)
+        tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, maxima_ptr, current_ptr, M, width, x_stride: tl.constexpr,
+    GUARDED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store the bits of max|x| over the parts of each program to ``maxima_ptr`` (int32), in the order of programs.
+
+    Together the programs read the matrix from its beginning to its end.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    across, part = tl.cdiv(width, PAIRS), tl.program_id(0)
+    largest = tl.zeros((EDGE,), tl.int32)
+    while part < across * tl.cdiv(M, EDGE):  # the interpreter has no range of tensors
+        words = load_pairs(x_ptr, x_stride, M, width, part // across, part % across, False)
+        lo, hi = amax_pairs(words, False, DTYPE, HARDWARE)
+        largest = tl.maximum(largest, tl.maximum(lo, hi))
+        part += tl.num_programs(0)
+    tl.store(maxima_ptr + tl.program_id(0), tl.max(largest, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def tensor_kernel(
+    x_ptr, maxima_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride, count,
+    x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
+    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise to fp8_tensor by the largest of ``count`` maxima. The first part's program stores the scale.
+
+    Parts are processed from the last to the first, because the end of the matrix is what the kernel before it has left
+    in cache.
+    """
+    if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
+        if tl.load(current_ptr) != 0:
+            return
+    k, m = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    # The part is on its way while the amax is found.
+    words = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW)
+    i, one = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
+    amax = tl.max(tl.load(maxima_ptr + i, mask=i < count, other=0), axis=0)
+    scale = tile_scale(amax + one, 8, HARDWARE, True)
+    tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
+    if ROW:
+        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, DTYPE, HARDWARE)
+    if COL:
+        if ROW:
+            words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, DTYPE, HARDWARE)

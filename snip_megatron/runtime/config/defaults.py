@@ -1,0 +1,88 @@
+"""What ``--snip`` takes where arguments leave it open. Training, plan, solve and launch ask here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from snip_megatron.precision import FOUR_BIT, Format
+from snip_megatron.precision.budget import Budget
+from snip_megatron.runtime.config.conflicts import in_nats
+from snip_megatron.timing.cost_model import CostModel
+
+MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
+    "hopper": ("bf16", "fp8", "fp8_tensor"),
+    "blackwell": ("bf16", "mxfp8", "nvfp4"),
+}
+"""GEMM backend → the formats that its cards multiply, each faster than those before it. Other backends emulate."""
+
+LOSS = Budget("loss", 0.002)
+"""The default where formats save time: the fastest map whose predicted rise of the loss is at most so many nats."""
+
+SHARE = Budget("fp4", 0.75)
+"""The default where all formats are emulated."""
+
+
+def backend_of(model: CostModel) -> str | None:
+    """Return the GEMM backend whose times a cost model has; None for ideal times."""
+    return None if model.table is None else model.table.backend
+
+
+def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the candidate formats of a budget of a ``kind`` where none are named.
+
+    ``backend`` is the GEMM backend whose times decide, None if formats are emulated or times are ideal (``flops``).
+    ``recipe`` are formats of the FP8 or FP4 recipe that Megatron's own arguments name, if any.
+    """
+    if recipe and kind != "fp4":
+        return ("bf16", *recipe)
+    if recipe:
+        return recipe if FOUR_BIT.intersection(recipe) else (*recipe, "nvfp4" if "mxfp8" in recipe else "fp4")
+    if kind == "fp4":
+        return ("mxfp8", "nvfp4") if backend == "blackwell" else ("fp8", "fp4")
+    return MULTIPLIED.get(backend, ("bf16", "fp8", "fp4"))
+
+
+def defaults(
+    given: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return budget, formats and schedule where they are not given.
+
+    The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
+    FP4, phases gain nothing (docs/results.md). ``given`` are the fields of a SnipConfig that the user gave, ``ends``
+    says whether the end of training is known; ``backend`` and ``recipe`` are those of :func:`candidates`.
+    """
+    multiplied, found = MULTIPLIED.get(backend, ()), dict[str, Any]()
+    nats = in_nats(given.get("policy", "snip"), given.get("q", "split"))
+    if "budget" not in given:
+        saves = bool(multiplied) and nats and set(given.get("formats", recipe)) <= set(multiplied)
+        found["budget"] = str(LOSS if saves else SHARE)
+        if saves and ends and not _fixed(given):
+            found["schedule"] = "auto"
+    kind = str({**found, **given}["budget"]).partition("=")[0]  # the configuration checks the rest
+    found["formats"] = candidates(kind, None if given.get("timings") == "flops" else backend, recipe)
+    return found
+
+
+def _fixed(given: Mapping[str, Any]) -> bool:
+    """Whether a run has one map, or one choice for a linear, so that it has no phases."""
+    return (
+        not given.get("update_interval", 1)
+        or given.get("granularity", "gemm") != "gemm"
+        or any(name in given for name in ("map", "replay"))
+    )
+
+
+def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:
+    """Return a line if a uniform format beats every map of this budget: as fast, with no larger error. None if not.
+
+    A share of FP4 asks for exactly that on a card that multiplies no four-bit format. ``times`` says whether the host
+    knows them, so that another budget can be asked for.
+    """
+    multiplied = MULTIPLIED.get(backend)
+    slow = [fmt for fmt in formats if Format(fmt) in FOUR_BIT and fmt not in (multiplied or ())]
+    if multiplied is None or budget.kind != "fp4" or not budget.value or not slow:
+        return None
+    return (
+        f"--snip-budget {budget}: no faster than {multiplied[1]} on this card and less exact: {' and '.join(slow)}; so"
+        f" {multiplied[1]} everywhere beats these maps"
+        + (f"; for speed use --snip-budget {LOSS} --snip-formats {','.join(multiplied)}, the default" if times else "")
+    )

@@ -1,0 +1,201 @@
+"""Options and settings: fields of a configuration that have an argument of their own, and those that have none.
+
+Option ``x_y`` is the argument ``--snip-x-y``. Settings are set by ``--snip-settings NAME=VALUE``.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.phases import AUTO, Schedule
+from snip_megatron.precision.strict import read_bytes
+
+LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
+
+
+def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
+    """Make a dataclass field that is an option with a help text. A bool makes a flag, a tuple a list.
+
+    ``known`` are the valid values if the help shall not list them. ``rest`` are arguments of :func:`setting`,
+    ``metavar`` of ``add_argument``, and ``shown``: what the help calls the default.
+    """
+    argument = {name: rest.pop(name) for name in ("metavar", "shown") if name in rest}
+    field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
+    field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
+    return field
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    choices: Iterable[str] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    positive: bool = False,
+) -> Any:
+    """Make a dataclass field that is a setting. Its value is one of ``choices``, or a number in [``least``, ``most``],
+    above 0 if it must be ``positive``.
+    """
+    limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def is_option(field: dataclasses.Field[Any]) -> bool:
+    return "argument" in field.metadata
+
+
+def flag(field: dataclasses.Field[Any]) -> str:
+    """Return what stands before a field's value on the command line."""
+    if is_option(field):
+        return f"--snip-{field.name.replace('_', '-')} "
+    return f"--snip-settings {field.name}="
+
+
+def check_option(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raise SnipError if ``value`` is none of the field's choices, or out of its range. None is valid."""
+    limits = field.metadata
+    if value is None:
+        return
+    if limits["choices"] is not None and value not in limits["choices"]:
+        raise SnipError(f"{flag(field)}{cut(value)}: unknown; choose one of {', '.join(limits['choices'])}")
+    least, most = limits["least"], limits["most"]
+    if limits["positive"] and not (math.isfinite(value) and value > 0):
+        raise SnipError(f"{flag(field)}{value}: must be positive")
+    if least is not None and not (math.isfinite(value) and value >= least):
+        wanted = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
+        raise SnipError(f"{flag(field)}{value}: must be {wanted}")
+    if most is not None and not value <= most:
+        raise SnipError(f"{flag(field)}{value}: must be at most {most}")
+
+
+def add_options(
+    group: Any, configuration: Any, *, prefix: str = "--snip-", only: Sequence[str] | None = None, default: str = ""
+) -> None:
+    """Add one argument for each option of a dataclass, or for those of ``only``, to an argparse group.
+
+    Names begin with ``prefix``. The help calls the default ``default``; if that is empty, by the value of the field.
+    """
+    for f in dataclasses.fields(configuration):
+        if not is_option(f) or (only is not None and f.name not in only):
+            continue
+        argument, choices = f.metadata["argument"], f.metadata["choices"] if f.metadata["listed"] else None
+        name = f"{prefix}{f.name.replace('_', '-')}"
+        dest = name.removeprefix("--").replace("-", "_")
+        kwargs: dict[str, Any] = {"help": f.metadata["help"], "dest": dest, "default": None}
+        if choices:
+            kwargs["help"] += f" ({', '.join(choices)})"
+        if isinstance(f.default, bool):
+            kwargs |= {"action": "store_true", "default": False}
+        elif isinstance(f.default, tuple) and f.name not in LISTS:
+            kwargs |= {"action": "append", "metavar": argument.get("metavar", "GLOB=FORMAT")}
+        else:
+            kind = type(f.default) if isinstance(f.default, (int, float)) else str
+            metavar = argument.get("metavar", "NAME" if f.metadata["choices"] else "N" if kind is int else "X")
+            kwargs |= {"type": kind, "metavar": metavar}
+        shown = default or argument.get("shown") or (",".join(f.default) if isinstance(f.default, tuple) else f.default)
+        if shown not in (None, "") and not isinstance(shown, bool):
+            kwargs["help"] += f"; default: {shown}"
+        group.add_argument(name, **kwargs)
+
+
+def add_settings(group: Any) -> None:
+    text = "value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several"
+    group.add_argument("--snip-settings", action="append", metavar="NAME=VALUE", help=f"{text}; repeatable")
+
+
+def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
+    """Return the values of the fields that the arguments of :func:`add_options` and :func:`add_settings` set.
+
+    Their names in ``args`` begin with ``prefix``.
+    """
+    values: dict[str, Any] = {}
+    for text in getattr(args, "snip_settings", None) or ():
+        values |= _settings(text, configuration)
+    for f in dataclasses.fields(configuration):
+        value = getattr(args, f"{prefix}{f.name}", None)
+        if is_option(f) and value is not None and value is not False:
+            words = filter(None, value.split(",")) if f.name in LISTS else value
+            values[f.name] = tuple(words) if isinstance(f.default, tuple) else value
+    return values
+
+
+def _settings(text: str, configuration: Any) -> dict[str, Any]:
+    """Parse a value of ``--snip-settings``. Any field of the configuration may stand there."""
+    name, equals, value = text.partition("=")
+    values = _json(text) if text.startswith("{") else {name: _json(value)} if equals else None
+    fields = {f.name: f for f in dataclasses.fields(configuration)[1:]}
+    if not isinstance(values, dict) or not values.keys() <= fields.keys():
+        raise SnipError(f"--snip-settings {cut(text)}: expected NAME=VALUE, or a JSON object, of known settings")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in values.items():
+        default = fields[name].default
+        wanted = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
+        if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise SnipError(f"--snip-settings {name}: expected {wanted.__name__}, not {cut(json.dumps(value))}")
+    return values
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text, and any other text as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+# -- values that are more than a number or a name ----------------------------------------------------------------
+def load_schedule(schedule: str, budget: str) -> Schedule | None:
+    """Return the phases that ``--snip-schedule`` selects; None for ``static``.
+
+    ``schedule`` is ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one, and ``budget`` the
+    kind of the run's budget. Raises SnipError if the file cannot be read, or a phase has a budget of another kind.
+    """
+    if schedule in ("static", "auto"):
+        return AUTO if schedule == "auto" else None
+    text, is_text = schedule, schedule.startswith("{")
+    here = f"--snip-schedule {cut(schedule) if is_text else schedule}"
+    if not is_text:
+        try:
+            text = read_bytes(schedule).decode("utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text"
+            raise SnipError(f"{here}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None
+    phases = Schedule.from_json(text, where=here)
+    for i, phase in enumerate(phases.phases):
+        if phase.budget is not None and phase.budget.kind != budget:
+            raise SnipError(
+                f"{here}: phases[{i}].budget: {phase.budget} cannot be combined with --snip-budget {budget}=: a"
+                " phase's budget is of the same kind, fp4= or speedup="
+            )
+    return phases
+
+
+def parse_pins(pins: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the values of ``--snip-pin``: (glob, format) pairs. Raises SnipError if one is not GLOB=FORMAT."""
+    pairs = []
+    for text in pins:
+        glob, equals, fmt = text.rpartition("=")
+        if not equals or not glob or fmt not in Format._value2member_map_:
+            known = ", ".join(f.value for f in Format)
+            raise SnipError(f"--snip-pin {cut(text)}: expected GLOB=FORMAT with FORMAT one of {known}")
+        pairs.append((glob, fmt))
+    return tuple(pairs)
+
+
+def parse_tolerance(text: str) -> float | None:
+    """Parse the value of ``--snip-stage-tolerance``: a share, or None for ``none``. Raises SnipError."""
+    if text.lower() == "none":
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise SnipError(f"--snip-stage-tolerance {cut(text)}: the share must be a number between 0 and 1")
+    return share

@@ -1,0 +1,304 @@
+"""The frozen configuration of a run. The ``--snip-*`` arguments are generated from its options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from snip_megatron.numerics.products import BACKENDS, LIBRARIES
+from snip_megatron.precision import GRANULARITIES, Format
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.phases import Schedule
+from snip_megatron.runtime.config.conflicts import check as check_conflicts
+from snip_megatron.runtime.config.defaults import defaults
+from snip_megatron.runtime.config.options import (
+    check_option,
+    given_options,
+    load_schedule,
+    option,
+    parse_pins,
+    parse_tolerance,
+    setting,
+)
+from snip_megatron.sensitivity.fixed import LATE
+from snip_megatron.sensitivity.phased import STANDING_SHARE
+from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
+from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
+
+COMMUNICATION = ("bf16", "gather", "all")
+GRADIENT_REDUCTION = ("fp32", "fp8")
+DEPLOYED = ("map", "bf16")
+
+
+@dataclass(frozen=True)
+class SnipConfig:
+    """The SNIP settings of a run. If ``enabled``, raises SnipError if a value is invalid or conflicts with another.
+
+    An option ``x_y`` is the argument ``--snip-x-y``. A setting has no argument of its own: an experiment file of ``snip
+    compare``, ``--snip-settings`` or a script sets it.
+    """
+
+    enabled: bool = False
+    budget: str = option(
+        "fp4=0.75",
+        "what every map must reach. loss=NATS: the fastest map whose predicted rise of the loss stays within this"
+        " bound, 0 or more; speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more;"
+        " fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1",
+        metavar="KIND=VALUE",
+        shown="loss=0.002 on Hopper and Blackwell, fp4=0.75 where formats are emulated",
+    )
+    schedule: str = option(
+        "static",
+        "phases of the run: static (none; a map stays until the next update), auto (four phases with a map each) or a"
+        " snip.schedule/1 file. With phases, the budget is the average over the run",
+        metavar="static|auto|FILE",
+        shown="auto beside the default budget of loss=0.002, otherwise static",
+    )
+    deploy: str | None = option(
+        None,
+        "with phases: formats in which the trained model will be deployed. Without this argument: bf16 with --snip-eval"
+        " bf16, otherwise map",
+        choices=DEPLOYED,
+    )
+    formats: tuple[str, ...] = option(
+        ("fp8", "fp4"),
+        "candidate formats, comma separated: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8 and their variants"
+        " (docs/choosing.md); with speedup= and loss= also bf16",
+        metavar="F,F",
+        shown="what the GPU multiplies (bf16,fp8,fp8_tensor on Hopper, bf16,mxfp8,nvfp4 on Blackwell); with fp4= and"
+        " where formats are emulated fp8,fp4",
+    )
+    timings: str | None = option(
+        None,
+        "table of times for a budget of speedup= or loss=: a file of snip calibrate, or a name such as h200; flops: the"
+        " ideal rates of no card."
+        " Without this argument the run times its own GEMMs before its first update",
+        metavar="FILE",
+    )
+    granularity: str = option(
+        "gemm", "gemm: one format per GEMM; layer: one format per linear, as in the paper", choices=GRANULARITIES
+    )
+    update_interval: int = option(1000, "training steps between two updates of the map; 0: no updates", least=0)
+    first_update: int = option(100, "training step, counted from 0, before which the first update starts", least=0)
+    lag: int = option(10, "training steps from the probe of an update to the adoption of its map", least=1)
+    wait: float = option(
+        0.0,
+        "seconds that training waits, at most, for a map that is due. With enough, the steps of adoptions are"
+        " repeatable; 0: the adoption is postponed by another lag",
+        metavar="SECONDS",
+        least=0,
+    )
+    policy: str = option(
+        "snip", "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)", known=POLICIES
+    )
+    estimator: str = option(
+        "noise", "with --snip-policy snip: how loss and weight divergence are estimated", choices=ESTIMATORS
+    )
+    q: str = option(
+        "split", "with --snip-policy snip: rule that combines loss and weight divergence (split, paper)", known=Q_RULES
+    )
+    probe_microbatches: int = option(1, "microbatches of a probe on each data parallel rank", metavar="B", least=1)
+    stage_tolerance: str = option(
+        "0.02",
+        "with fp4=: how far the share of a pipeline stage may be below the budget, 0 to 1; none: no constraint",
+        metavar="SHARE",
+    )
+    pin: tuple[str, ...] = option(
+        (), "fixed format of all linears or GEMMs that match GLOB; the last match applies; repeatable"
+    )
+    map: str | None = option(None, "train under this snip.map/1 file, without updates", metavar="MAP.json")
+    replay: str | None = option(
+        None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"
+    )
+    gemm: str = option("auto", "GEMM backend; auto: the one for this device", choices=BACKENDS)
+    communication: str = option(
+        "bf16",
+        "how linears communicate under sequence parallelism. gather: shards of X, and of G where that is less, are"
+        " quantised before they are gathered, with the same numbers; all: in addition, partial sums of quantised GEMMs"
+        " are exchanged in FP8, which adds an error",
+        choices=COMMUNICATION,
+    )
+    gradient_reduction: str = option(
+        "fp32",
+        "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
+        " FP8 and added in FP32, which adds an error",
+        choices=GRADIENT_REDUCTION,
+    )
+    fusions: str = option(
+        "auto",
+        "quantisation in the kernel that computes a tensor. auto: SwiGLU and its gradient are computed with the"
+        " quantisation for the linears that read them",
+        choices=("none", "auto"),
+    )
+    eval: str = option(
+        "map", "formats of validation: the map's, bf16, or both on equal batches", choices=("map", "bf16", "both")
+    )
+    guard_steps: int = option(
+        100, "training steps after an adoption during which the guard watches for loss spikes; 0: no guard", least=0
+    )
+    guard_sigma: float = option(
+        6.0, "a spike is a loss this many standard deviations above the mean before the adoption", positive=True
+    )
+    seed: int = option(1234, "seed of stochastic rounding, probes and tie-breaking")
+    dir: str | None = option(
+        None,
+        "run directory for events, statistics, maps and the report; by default the folder snip of --save, if given",
+        metavar="DIR",
+    )
+    overwrite: bool = option(
+        False,
+        "write into a run directory of another configuration or of an earlier run. Records of the earlier run are"
+        " removed, unless the run resumes",
+    )
+    no_compat: tuple[str, ...] = option(
+        (),
+        "switch off this set of compatibility patches (snip_megatron/megatron/compat.md); repeatable",
+        metavar="NAME",
+    )
+
+    backward_share: float = setting(
+        BACKWARD_SHARE,
+        "with --snip-q split: sum of the scores of all dgrads and wgrads over that of all fprops, in the candidates"
+        " with the fewest bits",
+        least=0,
+    )
+    standing_share: float = setting(
+        STANDING_SHARE,
+        "with phases: share of an fprop's loss that disappears once the fprop runs in a precise format again",
+        least=0,
+        most=1,
+    )
+    probe_tokens: int = setting(
+        512, "tokens of each microbatch at which noise probes compare activations and gradients", least=1
+    )
+    gemm_library: str = setting(
+        "auto",
+        "library for fp8 and fp4 GEMMs on Hopper. auto: DeepGEMM for fprop and dgrad if it is installed; cublas: cuBLAS"
+        " alone",
+        choices=LIBRARIES,
+    )
+    deadline: float = setting(
+        600.0, "seconds after which a solver process that does not answer is killed and replaced", positive=True
+    )
+    truth: bool = setting(
+        False, "for snip validate-proxy: force every option alone at each update, and record what that changes"
+    )
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self._validate()
+
+    # -- derived -----------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def wanted(self) -> Budget:
+        """The budget. Raises SnipError if the argument is invalid."""
+        budget = Budget.parse(self.budget, "--snip-budget")
+        if budget.value < 0:
+            raise SnipError(f"--snip-budget {cut(self.budget)}: must be 0 or more nats")
+        return budget
+
+    @functools.cached_property
+    def phases(self) -> Schedule | None:
+        """The phases of ``schedule``; None for a static one. A file is read once. Raises SnipError if it is invalid."""
+        return load_schedule(self.schedule, self.wanted.kind)
+
+    @property
+    def measured_formats(self) -> tuple[str, ...]:
+        """The candidate formats without bf16. Probes measure their errors relative to bf16."""
+        return tuple(f for f in self.formats if f != Format.BF16.value)
+
+    @property
+    def tolerance(self) -> float | None:
+        """The tolerance of a pipeline stage's fp4 share; None if stages are not constrained."""
+        return parse_tolerance(self.stage_tolerance)
+
+    @property
+    def pins(self) -> tuple[tuple[str, str], ...]:
+        """The (glob, format) pairs in the order given. The last matching pair applies."""
+        return parse_pins(self.pin)
+
+    @property
+    def deployed(self) -> str:
+        """The formats in which the trained model is deployed: ``map`` or ``bf16``."""
+        return self.deploy or ("bf16" if self.eval == "bf16" else "map")
+
+    @property
+    def late(self) -> bool:
+        """Whether the policy fixes a plan of two maps at the start of the run."""
+        return self.policy in LATE and self.map is None and self.replay is None
+
+    @property
+    def updates(self) -> bool:
+        """Whether the run computes maps itself, rather than using fixed or replayed ones."""
+        return self.update_interval > 0 and self.map is None and self.replay is None and self.policy not in UNSOLVED
+
+    def is_update_step(self, step: int) -> bool:
+        """Return whether an update starts before the 0-based ``step``."""
+        since = step - self.first_update
+        return self.updates and since >= 0 and since % self.update_interval == 0
+
+    def request(self, **facts: Any) -> SolveRequest:
+        """Return the request that every update of this run solves.
+
+        ``facts`` are fields of the request that the model and the machine decide, such as ``times``.
+        """
+        shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in shared} | {"budget": self.wanted, "pins": self.pins}
+        return SolveRequest(**(values | {"stage_tolerance": self.tolerance} | facts))
+
+    # -- validation --------------------------------------------------------------------------------------------
+    def _validate(self) -> None:
+        _ = self.wanted, self.tolerance, self.pins
+        for field in dataclasses.fields(self)[1:]:
+            check_option(field, getattr(self, field.name))
+        check_conflicts(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
+        """Build the configuration from the arguments of :func:`snip_megatron.runtime.config.add_arguments`.
+
+        Megatron's arguments beside them say whether training has an end. ``backend`` is as in :meth:`from_options`.
+        Raises SnipError if an argument is invalid, conflicts with another, or is given without ``--snip``.
+        """
+        enabled = bool(getattr(args, "snip", False))
+        values = given_options(args, cls)
+        # The entry applies compatibility patches with or without SNIP.
+        useless = [] if enabled else [name for name in values if name != "no_compat"]
+        if useless:
+            named = f"--snip-{useless[0].replace('_', '-')}"
+            raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
+        if not enabled:
+            return cls(**values)
+        ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
+        recipe = getattr(args, "snip_recipe", ())  # of Megatron's own FP8 or FP4
+        return cls.from_options(values, backend, ends=ends, recipe=recipe)
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
+    ) -> SnipConfig:
+        """Build the configuration of a training under SNIP from the fields that were given, by name; a tuple may be
+        text with commas.
+
+        ``backend`` is the GEMM backend that decides what is left open, None if formats are emulated; ``ends`` says
+        whether the end of training is known; ``recipe`` are candidate formats in place of the backend's. Raises
+        SnipError if there is no such field, or a value is invalid or conflicts with another.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(options) - set(known)):
+            raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
+        given = dict(options)
+        for name, value in options.items():
+            if isinstance(known[name].default, tuple):
+                given[name] = tuple(value.split(",") if isinstance(value, str) else value)
+        return cls(enabled=True, **(defaults(given, backend, ends=ends, recipe=recipe) | given))

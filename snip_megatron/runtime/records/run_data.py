@@ -1,0 +1,284 @@
+"""The content of a run directory, joined for reports. Any field may be missing, because a run may have crashed."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.precision import PrecisionMap
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, is_finite
+from snip_megatron.precision.phases import PrecisionPlan
+from snip_megatron.runtime.records.readers import (
+    read_config,
+    read_events,
+    read_maps,
+    read_metrics,
+    read_plans,
+    read_scores,
+)
+
+FAULT_EVENTS = (
+    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
+)  # fmt: skip
+"""Kinds of events that report trouble. The report shows them first."""
+COSTS = (
+    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
+)  # fmt: skip
+"""Kinds of events whose ``wait_s`` a training without SNIP would not have."""
+MAX_SCORES = 100
+"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
+_OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` as a finite float, or None if it is anything else."""
+    return float(value) if is_finite(value) else None
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """The adoption of a map before training step ``step``. A figure is None if it is not known.
+
+    ``fields`` are those of the ``adopt`` event; the map is None if its file is lost, and the scores from which it was
+    solved if they are older than the last MAX_SCORES updates. ``asked`` is the budget, such as ``speedup=1.3``, None
+    for an fp4 share of FLOPs; under a timed one ``speedup`` and ``loss`` are the predicted speedup of the linears on
+    the slowest stage, and Σ of losses. ``achieved`` is the map's fp4 share of FLOPs, in [0, 1].
+    """
+
+    step: int
+    version: int | None
+    fields: Mapping[str, Any]
+    precision_map: PrecisionMap | None
+    scores: Mapping[str, Any] | None
+    status: str
+    asked: str | None
+    speedup: float | None
+    loss: float | None
+    achieved: float | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the map: collect, probe, submit, solve, adopt. Times are in seconds; None if they are not known.
+
+    ``step`` is that of the submission. The times are those of the reduction of the statistics, of the probes by kind,
+    and of the solver, from the submission to the answer (``latency_s``), and to the adoption (``lag_s``). ``wait_s`` is
+    what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`. ``status`` is what the solver said, or
+    why there was no answer, ``achieved`` the fp4 share of FLOPs that it reached, ``postponed`` how often the adoption
+    was postponed.
+    """
+
+    step: int
+    version: int | None = None
+    collect_s: float | None = None
+    probes_s: Mapping[str, float] = field(default_factory=dict)
+    solve_s: float | None = None
+    latency_s: float | None = None
+    lag_s: float | None = None
+    wait_s: float | None = None
+    status: str = ""
+    objective: float | None = None
+    bound: float | None = None
+    achieved: float | None = None
+    speedup: float | None = None
+    loss: float | None = None
+    adopted_step: int | None = None
+    changed: float | None = None
+    postponed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The label of the update in tables and on axes."""
+        return f"v{self.version}" if self.version is not None else f"step {self.step}"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The content of a run directory, with plans by the step before which they came into force.
+
+    ``unreadable`` holds one message for each broken step file.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    adoptions: Sequence[Adoption]
+    updates: Sequence[Update]
+    unreadable: Sequence[str]
+    plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of the run; None if its configuration has none that can be read."""
+        try:
+            return Budget.parse(self.config.get("budget"), "budget")
+        except SnipError:
+            return None
+
+    @property
+    def maps(self) -> list[Adoption]:
+        """The adoptions, without those of a plan's phases that keep the map."""
+        versions = [None, *(adoption.version for adoption in self.adoptions)]
+        return [
+            adoption
+            for before, adoption in zip(versions, self.adoptions, strict=False)
+            if adoption.fields.get("changed") != 0 or adoption.version != before
+        ]
+
+    @property
+    def faults(self) -> list[Mapping[str, Any]]:
+        """The events that report trouble, in the order in which they were written."""
+        return [event for event in self.events if event["event"] in FAULT_EVENTS]
+
+    def validations(self) -> dict[str, dict[int, float]]:
+        """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
+
+        Of several sets, those after the first have keys of their own: ``map, <set>``.
+        """
+        found: dict[str, dict[int, float]] = {}
+        events = [event for event in self.events if event["event"] == "validation"]
+        for event in events:
+            loss = number(event.get("loss"))
+            if loss is not None:
+                key = str(event.get("formats") or "map")
+                if event.get("set") != events[0].get("set"):
+                    key += f", {event.get('set')}"
+                found.setdefault(key, {}).setdefault(event["step"], loss)
+        return found
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Return the steps that recorded a metric, and its values, None for one that is not finite."""
+        rows = [row for row in self.metrics if name in row]
+        return [row["step"] for row in rows], [number(row[name]) for row in rows]
+
+
+def load_run(path: Path | str) -> RunData:
+    """Read a run directory. Broken step files are listed in ``unreadable``. Raises SnipError if it is none."""
+    path, unreadable = Path(path), list[str]()
+    body, events = read_config(path), read_events(path)
+    maps = read_maps(path, skipped=unreadable)
+    scores = {
+        version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
+    }
+    return RunData(
+        path=path,
+        config=body["config"],
+        facts=body["facts"],
+        metrics=read_metrics(path),
+        events=events,
+        adoptions=[_adoption(event, maps, scores) for event in events if event["event"] == "adopt"],
+        updates=_updates(events),
+        plans=read_plans(path, skipped=unreadable),
+        unreadable=unreadable,
+    )
+
+
+def fields_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the event's own fields, without those that all events have."""
+    return {name: value for name, value in event.items() if name not in _OWN_FIELDS}
+
+
+def version_of(event: Mapping[str, Any]) -> int | None:
+    """Return the version of the map or plan that an event is about; None if it names none."""
+    version = event.get("version")
+    return version if type(version) is int else None
+
+
+# -- joins ---------------------------------------------------------------------------------------------------------
+def _adoption(
+    event: Mapping[str, Any], maps: Mapping[int, PrecisionMap], scores: Mapping[int | None, Mapping[str, Any]]
+) -> Adoption:
+    version, asked = version_of(event), event.get("budget")
+    timed = isinstance(asked, str)  # then ``achieved`` is a share of time
+    return Adoption(
+        step=event["step"],
+        version=version,
+        fields=fields_of(event),
+        precision_map=_map_of(event["step"], version, maps),
+        scores=None if version is None else scores.get(version),
+        status=str(event.get("status") or "unknown"),
+        asked=asked if timed else None,
+        speedup=number(event.get("speedup")),
+        loss=number(event.get("loss")),
+        achieved=number(event.get("fp4_fraction" if timed else "achieved")),
+    )
+
+
+def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) -> PrecisionMap | None:
+    """Return the map of this version: if several files hold it (the guard restored it), the latest up to ``step``."""
+    candidates = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
+    best = max(candidates, key=lambda s: (s <= step, s if s <= step else -s), default=None)
+    return None if best is None else maps[best]
+
+
+def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
+    """Return the updates in order of submission. What precedes a submission at its step belongs to that update."""
+    own: dict[int | str, list[Mapping[str, Any]]] = {}
+    keys: dict[int, int | str] = {}  # step of a submission → update
+    pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    latest: int | str | None = None  # whose map is in force
+    for event in events:
+        step, version = event["step"], version_of(event)
+        if event["event"] in ("collect", "probe", "times", "dropped"):
+            pending[step].append(event)
+        elif event["event"] == "submit":
+            keys[step] = f"step {step}" if version is None else version
+            own[keys[step]] = [*pending.pop(step, []), event]
+        elif version in own and version is not None:
+            own[version].append(event)
+            latest = version if event["event"] == "adopt" else latest
+        elif event["event"] == "recapture" and latest is not None:
+            own[latest].append(event)
+    for step, lone in pending.items():  # without a submission, the update was dropped (a NaN in a statistic)
+        own.setdefault(keys.get(step, f"step {step}"), []).extend(lone)
+    return sorted((_update(each) for each in own.values()), key=lambda update: update.step)
+
+
+def _update(events: Sequence[Mapping[str, Any]]) -> Update:
+    def last(kind: str, name: str) -> Any:
+        return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
+
+    def total(name: str, kinds: Collection[str], **wanted: str) -> float | None:
+        own = [event for event in events if event["event"] in kinds and wanted.items() <= event.items()]
+        found = [number(event.get(name)) for event in own]
+        known = [value for value in found if value is not None]
+        return math.fsum(known) if known else None
+
+    kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
+    probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
+    # Later phases of a plan are adopted too.
+    adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
+    begin, end = number(last("submit", "time")), number(adopted.get("time"))
+    solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
+    share = "achieved" if last("solved", "budget") is None else "fp4_share"
+    return Update(
+        step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
+        version=next((version_of(event) for event in events if event["event"] == "submit"), None),
+        collect_s=total("seconds", ("collect",)),
+        probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
+        solve_s=number(last("solved", "solve_seconds")),
+        latency_s=number(last("solved", "latency_s")),
+        lag_s=None if begin is None or end is None else max(0.0, end - begin),
+        wait_s=total("wait_s", COSTS),
+        status=_status(events),
+        achieved=number(last("solved", share)),
+        adopted_step=adopted.get("step"),
+        changed=number(adopted.get("changed")),
+        postponed=sum(event["event"] == "postpone" for event in events),
+        **solved,
+    )
+
+
+def _status(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the solver said last, or why there was no answer."""
+    for event in reversed(events):
+        if event["event"] in ("dropped", "solve_failed"):
+            return f"{event['event'].replace('solve_failed', 'failed')}: {event.get('reason', '')}"
+        if event["event"] == "solved":
+            return str(event.get("status", ""))
+    return "" if any(event["event"] == "submit" for event in events) else "not submitted"

@@ -1,0 +1,143 @@
+"""New Problems from a stored run: another budget, policy or estimator over the statistics that the run measured.
+
+For each update a run directory keeps the statistics (``stats/step_N.npz``) and the Problem that was built from them
+(``problems/step_N.json``). ``config.json`` keeps the solve request of the run. Another value of the same budget needs
+only the Problem. Any other change builds a new Problem of one map from the statistics.
+"""
+
+import dataclasses
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.precision import FOUR_BIT, Format, PrecisionMap, fp4_fraction
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError, plain_arguments
+from snip_megatron.precision.strict import read_file
+from snip_megatron.runtime.config.defaults import candidates
+from snip_megatron.runtime.records.readers import CONFIG, STEP_FILES, read_config, step_files, step_of, step_path
+from snip_megatron.sensitivity.problem import build_problem
+from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.solver.problem import Problem
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The update of a run directory whose statistics were measured before a training step."""
+
+    run: Path
+    step: int
+
+    def path(self, folder: str) -> Path:
+        """Return the path of the update's file in ``folder``, which need not exist."""
+        return step_path(self.run, folder, self.step)
+
+    def problem(self) -> Problem:
+        """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
+        path = self.path("problems")
+        return Problem.from_json(read_file(path), where=str(path))
+
+    def table(self) -> StatisticsTable:
+        """Return the statistics. Raises SnipError if they cannot be read."""
+        return StatisticsTable.load(self.path("stats"))
+
+    def request(self) -> SolveRequest:
+        """Return the request with which the run solved its updates. Raises SnipError if it is missing or invalid."""
+        return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
+
+    def times(self) -> OptionTimes:
+        """Return the times of the run's linears that it stored. Raises SnipError if it stored none, or broken ones."""
+        body = self._fact("request").get("times") or self._fact("predicted_times")
+        if body is None:
+            raise SnipError(
+                f"{self.run}: its budget was a share of FLOPs and no times are stored; a training with --snip-budget"
+                " speedup= or loss= times its linears"
+            )
+        return OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
+
+    def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
+        """Return the map with its fp4 share of FLOPs, unless that was the budget, or the run stores no statistics."""
+        if precision_map.budget is None or not self.path("stats").exists():
+            return precision_map
+        flops = {row.name: row.flops for row in self.table().linears}
+        return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, flops))
+
+    def _fact(self, name: str) -> Any:
+        facts = read_config(self.run)["facts"]
+        if name not in facts:
+            raise SnipError(f"{self.run / CONFIG}: facts.{name}: missing")
+        return facts[name]
+
+
+def find_stored(source: Path, step: int | None) -> Stored | None:
+    """Return the update of ``step``, or the latest, of a run directory, or that of a file in its folders ``problems``
+    and ``stats``. None for a file outside of a run directory. Raises SnipError if there is no such update.
+    """
+    if os.path.isdir(source):  # False for a name that is too long, where Path.is_dir raises
+        read_config(source)  # a directory of something else is refused here
+        steps = sorted({step for folder in ("problems", "stats") for step in step_files(source, folder)})
+        if not steps:
+            raise SnipError(f"{source}: no problem or statistics are stored there; the run made no update")
+        if step is not None and step not in steps:
+            raise SnipError(f"--step {step}: {source} has an update at {', '.join(map(str, steps))}")
+        return Stored(source, steps[-1] if step is None else step)
+    if step is not None:
+        raise SnipError(f"--step {step}: {source} is one step's file; give the run directory")
+    folder, run = source.parent.name, source.absolute().parent.parent
+    if folder in ("problems", "stats") and (run / CONFIG).is_file():
+        found = step_of(source, STEP_FILES[folder])
+        if found is not None:
+            return Stored(source.parent.parent, found)
+    return None
+
+
+def is_statistics(path: Path) -> bool:
+    """Return whether the content of a file is that of a ``stats/step_N.npz``."""
+    return os.path.isfile(path) and zipfile.is_zipfile(path)
+
+
+def rebuild(stored: Stored, fields: Mapping[str, Any], budget: Budget | None) -> Problem:
+    """Build a new problem of one map from stored statistics, although the run may have planned phases.
+
+    ``fields`` are new values of fields of the run's request. Without a ``budget`` it has the run's own. Raises
+    SnipError if the statistics or the stored times lack what the new request needs.
+    """
+    request = stored.request()
+    budget, fields = budget or request.budget, dict(fields)
+    if budget.timed != request.budget.timed and "formats" not in fields:
+        fields["formats"] = _candidates(stored, request, budget)
+    with plain_arguments():
+        request = dataclasses.replace(request, budget=budget, **fields)
+    if not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(request.formats):
+        raise SnipError(
+            f"{stored.run}: {','.join(request.formats)}: none has four bits, so --budget {budget} cannot be reached;"
+            " a run with --snip-formats fp8,fp4 measures fp4"
+        )
+    if budget.timed and request.unquantised_stage_flops:
+        raise SnipError(
+            f"{stored.run}: times of its linears that stay bf16 are not predicted; a budget of this run is a share"
+            " of FLOPs (fp4=)"
+        )
+    if budget.timed:
+        request = dataclasses.replace(request, times=stored.times())
+    table = stored.table()
+    with plain_arguments():
+        return build_problem(table, request)[0]
+
+
+def _candidates(stored: Stored, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
+    """Return the candidates that a training with this budget has, as far as the run has measured them.
+
+    Where it has measured none of them, and under a share of FLOPs, they are the run's own without bf16.
+    """
+    own = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
+    if budget.kind == "fp4":
+        return own
+    backend = read_config(stored.run)["facts"].get("gemm_backend")
+    found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
+    return found if set(own) & set(found) else own

@@ -1,0 +1,227 @@
+"""The statistics table: everything that one update measured, as float64 arrays on rank 0.
+
+All entries are sums of squares over the whole global tensor (all tokens of the probe over all data parallel ranks, all
+shards), so they add over microbatches and ranks. L is the mean token loss of the probe's T tokens, and G = ∂L/∂Y in
+that scale.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from snip_megatron.precision import LinearRow, Role, Side, strict
+from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.sensitivity.truth import SIGNED, TRUTH_COLUMNS, Truth
+
+STATS_SCHEMA = "snip.stats/1"
+_TRUTH_GROUPS = ("truth", "truth_again")
+
+RHO_GRID = np.logspace(-4.0, 1.0, 24)
+"""Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
+
+# One value per linear. Shapes: X [T,K], W [N,K], Y [T,N], G [T,N], D = ∂L/∂X [T,K], ∇W [N,K].
+LINEAR_COLUMNS = (
+    "x2",  # ‖X‖²
+    "w2",  # ‖W‖²
+    "y2",  # ‖Y‖²
+    "g2",  # ‖G‖²
+    "d2",  # ‖D‖², after its reduction over tensor parallel ranks
+    "gw2",  # ‖∇W‖², after the reduction over data parallel ranks
+    "s2",  # Σ_t ‖G_t‖²‖X_t‖², the sum of squared per-token gradients: Var(∇W) if tokens were independent
+    "xs2",  # ‖X‖² over the sampled tokens, in the statistics pass
+    "gs2",  # ‖G‖² over the sampled tokens
+    "fx2",  # ‖X' − X‖² over the sampled tokens, X' of the forward-noise pass
+    "fg2",  # ‖G' − G‖² over the sampled tokens, forward-noise pass
+)
+# One value per linear and candidate format.
+FORMAT_COLUMNS = (
+    "dx_row2",  # ‖δX‖², tiles along K (fprop)
+    "dx_col2",  # ‖δX‖², tiles along T (wgrad)
+    "dw2",  # ‖δW‖², blocks (fprop, dgrad)
+    "dg_row2",  # ‖δG‖², tiles along N (dgrad), rounded as in training: for fp4 the expectation over the draws
+    "dg_col2",  # ‖δG‖², tiles along T (wgrad), likewise
+    "e2",  # ‖E‖², E = Q(X)Q(W)ᵀ − XWᵀ, from a sample of the tokens of a large microbatch
+    "c2",  # Σ_t (G_t·E_t)², likewise (recorder.Dots)
+    "wdrift2",  # ‖u(g + σ∘z) − u(g)‖², σ from column norms of the wgrad error of one step (weight divergence of wgrad)
+)
+# One value per residual boundary: boundary b is the input of sub-block b; each stack ends with one more.
+BOUNDARY_COLUMNS = (
+    "h2",  # ‖h_b‖² over the sampled tokens
+    "r2",  # ‖r_b‖², r_b = ∂L/∂h_b, sampled tokens
+    "branch_h2",  # ‖h_{b+1} − h_b‖², sampled tokens; 0 at the end of a stack
+    "branch_r2",  # ‖r_b − r_{b+1}‖², sampled tokens; 0 at the end of a stack
+    "cn2",  # Σ_t (r_{b,t}·δh_{b,t})², sampled tokens scaled to all tokens, forward-noise pass
+    "fr2",  # ‖δr_b‖², sampled tokens, forward-noise pass
+)
+
+
+@dataclass(frozen=True)
+class SinkRow:
+    """A word embedding or a norm's weight, which gradient errors reach although its GEMM is no candidate.
+
+    The dgrad of the first block reaches sinks only (docs/how-it-works.md, recipe step 4). ``boundary`` is the residual
+    boundary that a norm reads, or 0, which the embedding writes.
+    """
+
+    name: str
+    boundary: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class StatisticsTable:
+    """The measurements of one update. Arrays are float64 [rows], [rows, formats] or [rows, len(RHO_GRID)].
+
+    Attributes:
+        step: training step (0-based) before which the probe ran.
+        tokens: T, tokens of the probe over all data parallel ranks.
+        tokens_per_step: tokens of a training step's global batch. Gradient noise of one step is that of the probe times
+            sqrt(tokens / tokens_per_step). ``wdrift2`` is that of one step already.
+        linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
+        drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
+        sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
+        truth, truth_again: what forcing each option alone did (``statistics.truth``), and the same on other
+            microbatches, the ceiling of every estimator. None outside of ``snip validate-proxy``.
+    """
+
+    step: int
+    tokens: int
+    tokens_per_step: int
+    formats: tuple[str, ...]
+    linears: tuple[LinearRow, ...]
+    sinks: tuple[SinkRow, ...]
+    linear: Mapping[str, np.ndarray]
+    by_format: Mapping[str, np.ndarray]
+    boundary: Mapping[str, np.ndarray]
+    drift2: np.ndarray
+    sink_drift2: np.ndarray
+    sink_w2: np.ndarray
+    meta: Mapping[str, float] = field(default_factory=dict)
+    truth: Truth | None = None
+    truth_again: Truth | None = None
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(row.name for row in self.linears).items() if count > 1]
+        if twice:
+            raise ValueError(f"statistics: {twice[0]} is there twice")
+        for name, shape in self._shapes().items():
+            array = self._array(name)
+            if array.shape != shape or array.dtype != np.float64:
+                raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        truths = [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
+        shape = (len(self.linears), 3, len(self.formats))
+        of_truths = {f"{group}.{c}": shape for group in truths for c in TRUTH_COLUMNS}
+        return array_shapes(self.linears, self.formats, self.sinks) | of_truths
+
+    def _array(self, name: str) -> np.ndarray:
+        group, _, column = name.partition(".")
+        found: np.ndarray = getattr(self, group)[column] if column else getattr(self, group)
+        return found
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all arrays by dotted name, in a fixed order."""
+        return {name: self._array(name) for name in self._shapes()}
+
+    def non_finite(self) -> list[str]:
+        """Return the columns with a NaN, an Inf or a wrong sign. An update with such a table is dropped."""
+        bad = []
+        of_linears = ("linear", "by_format", "drift2", *_TRUTH_GROUPS)
+        for name, array in self.arrays().items():
+            group, _, column = name.partition(".")
+            signed = group in _TRUTH_GROUPS and column in SIGNED
+            wrong = ~(np.isfinite(array) & (signed | (array >= 0)))
+            if wrong.any():
+                row = int(np.argwhere(wrong)[0][0])
+                owner = self.linears[row].name if group in of_linears else row
+                bad.append(f"{name} at {owner}")
+        return bad
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of a .npz file without pickles."""
+        header = {
+            "schema": STATS_SCHEMA,
+            "step": self.step,
+            "tokens": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "formats": list(self.formats),
+            "linears": [astuple(row) for row in self.linears],
+            "sinks": [astuple(row) for row in self.sinks],
+            "meta": dict(self.meta),
+        }
+        buffer = io.BytesIO()
+        text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+        np.savez(buffer, header=text, **self.arrays())  # type: ignore[arg-type]
+        return buffer.getvalue()
+
+    @classmethod
+    def load(cls, path: Path) -> StatisticsTable:
+        """Read a file of :meth:`to_bytes`. Raises SnipError on anything else; never unpickles."""
+        return cls.from_bytes(strict.read_file(path), where=str(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:
+        """Read :meth:`to_bytes` of the source ``where``. Raises SnipError on anything else; never unpickles."""
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as data:
+                header = json.loads(bytes(data["header"]))
+                if header.get("schema") != STATS_SCHEMA:
+                    raise ValueError(f'"schema" must be "{STATS_SCHEMA}"')
+                groups = {
+                    "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
+                    "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
+                    "boundary": {c: data[f"boundary.{c}"] for c in BOUNDARY_COLUMNS},
+                }
+                return cls(
+                    step=int(header["step"]),
+                    tokens=int(header["tokens"]),
+                    tokens_per_step=int(header["tokens_per_step"]),
+                    formats=tuple(header["formats"]),
+                    linears=tuple(_linear_row(*fields) for fields in header["linears"]),
+                    sinks=tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"]),
+                    **groups,
+                    drift2=data["drift2"],
+                    sink_drift2=data["sink_drift2"],
+                    sink_w2=data["sink_w2"],
+                    meta={str(k): float(v) for k, v in header["meta"].items()},
+                    truth=_truth(data, "truth"),
+                    truth_again=_truth(data, "truth_again"),
+                )
+        except Exception as error:  # whatever NumPy, zipfile and conversions raise on bytes that are no such file
+            raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
+
+
+def array_shapes(
+    linears: Sequence[LinearRow], formats: Sequence[str], sinks: Sequence[SinkRow]
+) -> dict[str, tuple[int, ...]]:
+    """Return dotted name of each measured array → its shape."""
+    n, s = len(linears), len(sinks)
+    boundaries = 2 + max((row.sub_block for row in linears), default=-2)  # one above the last sub-block
+    return {
+        **{f"linear.{c}": (n,) for c in LINEAR_COLUMNS},
+        **{f"by_format.{c}": (n, len(formats)) for c in FORMAT_COLUMNS},
+        **{f"boundary.{c}": (boundaries,) for c in BOUNDARY_COLUMNS},
+        "drift2": (n, len(RHO_GRID)),
+        "sink_drift2": (s, len(RHO_GRID)),
+        "sink_w2": (s,),
+    }
+
+
+def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
+    """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
+    known = zip(more, (int, int, int, Role, bool, Side), strict=False)
+    return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in known))
+
+
+def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:
+    """Return a group of columns of the truth. None if the file has none."""
+    return {c: data[f"{group}.{c}"] for c in TRUTH_COLUMNS} if f"{group}.{TRUTH_COLUMNS[0]}" in data else None

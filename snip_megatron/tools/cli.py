@@ -1,0 +1,86 @@
+"""``snip``: runs a command, a module with ``add_arguments(parser)`` and ``run(args) -> exit code``."""
+
+import argparse
+import errno
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from snip_megatron import __version__
+from snip_megatron.precision.errors import SnipError, cut
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("snip_megatron.tools.doctor", "report what this machine can run, and what is missing for the rest"),
+    "solve": ("snip_megatron.tools.solve", "choose formats for another budget, from a run or a problem file"),
+    "prepare-data": (
+        "snip_megatron.megatron.data.prepare_data",
+        "turn local text into Megatron's .bin/.idx and a tokenizer",
+    ),
+    "plan": (
+        "snip_megatron.tools.plan",
+        "predict memory, time and speedup of a configuration before it is launched",
+    ),
+    "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
+    "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
+    "compare": ("snip_megatron.tools.compare", "train the policies of experiment files and compare their losses"),
+    "validate-proxy": (
+        "snip_megatron.tools.validate_proxy",
+        "compare estimators with measured sensitivities, or show how scores age",
+    ),
+    "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),
+    "export": ("snip_megatron.tools.export", "write a map or a checkpoint in the format of another tool"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments in one line without the usage, which ``--help`` prints."""
+
+    def error(self, message: str) -> NoReturn:
+        words = " ".join(map(cut, message.split(" ")))  # argparse quotes arguments however long they are
+        self.exit(2, f"{self.prog}: {words} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding such as Latin-1 lacks signs that tables use
+        sys.stdout.reconfigure(errors="replace")
+    top = _Parser(prog="snip", description="SNIP for Megatron: choose which GEMM runs in FP4, FP8 or BF16.")
+    top.add_argument("--version", action="version", version=f"snip {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    subparsers = {n: commands.add_parser(n, help=text, description=text) for n, (_, text) in COMMANDS.items()}
+    try:
+        if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
+            importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
+        args, unknown = top.parse_known_args(arguments)
+        if unknown:  # argparse itself would name the help of snip, which lacks the arguments of the command
+            subparsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        print(end="", flush=True)  # a failed write is reported here and not by the interpreter when it ends
+        return code
+    except SnipError as error:
+        print(f"snip {arguments[0]}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of standard output has exited
+        _drop_output()
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"snip {arguments[0]}: output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds to the null device, where the interpreter can write it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Runs torchrun on one node and passes signals on to its ranks.
+
+On SIGTERM torchrun gives its ranks 30 seconds, less than a large checkpoint takes, and SIGUSR1 ends it at once. Here
+torchrun ignores both signals and this process sends its ranks SIGTERM instead. With ``--exit-signal-handler`` Megatron
+then saves a checkpoint after the current step and exits with code 0. So it does on SIGHUP, when a terminal closes: the
+ranks are in sessions of their own and would train on without torchrun.
+
+If a rank fails, this process exits with the rank's code and writes it to a file that all nodes see. srun then sends
+SIGTERM to the other nodes. There, the file tells this process that there is nothing to save: it ends its ranks, which
+may wait for the failed one, and exits with the same code.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from snip_megatron.megatron.startup import EXIT_CODE_FILE
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.tools.launch_job import Job
+
+ENTRY = "snip_megatron.pretrain_gpt"
+#: Value of ``--local-address``: the address from which this node reaches the rendezvous.
+ROUTE = "route"
+_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+#: Signals of keys, which reach torchrun too. It then ends its ranks.
+_KEYS = (signal.SIGINT, signal.SIGQUIT)
+_POLL_S = 0.2
+
+
+def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address: str | None) -> list[str]:
+    """Return torchrun's command on this node, without the arguments of the training entry.
+
+    Raises SnipError if there are several nodes and no rendezvous.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.asked.gpus_per_node), "--max-restarts", "0"]
+    if tuple(int(part) for part in metadata.version("torch").split(".")[:2]) >= (2, 10):
+        command += ["--signals-to-handle", ",".join(number.name for number in _KEYS)]
+    if job.nodes > 1 or rendezvous is not None:
+        if rendezvous is None or not rendezvous.rpartition(":")[2].isdigit():
+            raise SnipError(
+                f"--nodes {job.nodes}: give --rendezvous HOST:PORT, the same on every node, and start this on each of"
+                " them (launch/slurm.sh does both)"
+            )
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", rendezvous_id]
+    else:
+        command.append("--standalone")
+    if local_address == ROUTE:
+        local_address = _address_towards(rendezvous)
+    if local_address is not None:
+        command += ["--local-addr", local_address]
+    return [*command, "-m", ENTRY]
+
+
+def _address_towards(rendezvous: str | None) -> str | None:
+    """Return this node's own address on the route to the rendezvous, or None on a single node. Sends nothing."""
+    if rendezvous is None:
+        return None
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SnipError(f"--rendezvous {rendezvous}: {host} cannot be reached from this node: {error}") from None
+
+
+def environment(job: Job, *, cpu: bool) -> dict[str, str]:
+    """Return the environment variables to add. Variables that are already set are kept."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // job.asked.gpus_per_node))),
+        "NCCL_DEBUG": "WARN",
+        # A rank that fails or hangs ends the job, which can then be restarted from its checkpoint.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    return added | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+
+
+def check_devices(job: Job) -> None:
+    """Raise SnipError if this node has fewer GPUs than ranks."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < job.asked.gpus_per_node:
+        raise SnipError(
+            f"--gpus-per-node {job.asked.gpus_per_node}: this node has {found} GPUs"
+            " (a trial without GPUs: --cpu --smoke --nodes 1 --gpus-per-node 2 and --tp, --pp that divide 2)"
+        )
+
+
+def failure_file(save: Path) -> Path | None:
+    """Return the file in which a node records its failure, or None if no scheduler ends the other nodes.
+
+    Under SLURM its name has the job, its start and its step, so that no other start reads it.
+    """
+    if "SLURM_STEP_ID" not in os.environ:
+        return None
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    return save / f"failed-{'.'.join(os.environ.get(name, '0') for name in names)}"
+
+
+def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | None = None) -> tuple[int, str | None]:
+    """Run torchrun's command until it ends. ``failed`` is the result of :func:`failure_file`.
+
+    Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that
+    asked the job to end, or None.
+    """
+    asked: list[str] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(signal.Signals(number).name)
+
+    # What is ignored at the start stays ignored (nohup). A key that ended this process would leave the ranks behind.
+    handlers = {number: stop for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+    before = {number: signal.signal(number, handlers.get(number, signal.SIG_IGN)) for number in (*_STOPS, *_KEYS)}
+    with tempfile.TemporaryDirectory(prefix="snip-launch-") as folder:
+        noted = Path(folder) / "code"
+        variables = {**os.environ, **added, EXIT_CODE_FILE: str(noted)}
+        try:
+            process = subprocess.Popen(command, env=variables, preexec_fn=_signals_of_torchrun)
+            code = _wait(process, asked, failed)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        code = code if code >= 0 else 128 - code
+        if code:
+            code = _read_code(noted) or code
+            _say_failed(failed, code)
+    return code, asked[0] if asked else None
+
+
+def _signals_of_torchrun() -> None:
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    for number in _KEYS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path | None) -> int:
+    told: set[int] = set()
+    while (code := process.poll()) is None:
+        if asked and failed is not None and failed.exists():
+            # torchrun is ended first, because it would otherwise report its ranks as failed.
+            ranks = _children(process.pid, recursive=True)
+            for each in (psutil.Process(process.pid), *ranks):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+            print(f"snip launch: another node failed ({failed}); the ranks of this one are ended", flush=True)
+            return _read_code(failed) or 1
+        if asked:
+            _tell_ranks(process.pid, told)
+        time.sleep(_POLL_S)
+    return code
+
+
+def _children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=recursive))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _read_code(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _say_failed(failed: Path | None, code: int) -> None:
+    """Record the failure for the other nodes. Only the first node that fails writes the file."""
+    if failed is None or failed.exists():
+        return
+    with contextlib.suppress(OSError):  # the others are then killed by srun
+        failed.parent.mkdir(parents=True, exist_ok=True)
+        failed.write_text(f"{code}\n", encoding="ascii")
+
+
+def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
+    """Send SIGTERM once to each rank that has a handler for it. Processes that ranks have started get none.
+
+    A rank that has not yet installed Megatron's handler gets the signal at a later call. No rank gets it twice: a
+    process that is about to exit has removed its handlers and would die of the second signal.
+    """
+    for child in _children(torchrun_pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.pid not in told and ENTRY in child.cmdline() and _catches(child.pid, signal.SIGTERM):
+                child.send_signal(signal.SIGTERM)
+                told.add(child.pid)
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal, according to ``/proc``."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

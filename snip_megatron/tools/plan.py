@@ -1,0 +1,185 @@
+"""``snip plan``: predicts memory, time and speedup of a configuration, without a GPU and without weights."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from snip_megatron.planner.layout import RECOMPUTE, Layout
+from snip_megatron.precision.errors import SnipError, quoted
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.options import add_options, given_options
+from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.tools.launch_check import Training, check
+from snip_megatron.tools.numbers import positive
+
+_SHARED = (
+    "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
+    "update_interval", "probe_microbatches",
+)  # fmt: skip
+_FLAGS = {
+    "sequence-parallel": "tensor parallel ranks share the tokens of norms and additions",
+    "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
+}
+_SIZES = ("tp", "pp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute")
+_ELSEWHERE = {
+    "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--mock-data",
+    "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size", "--te-rng-tracker",
+    "--cuda-graph-impl", "--cuda-graph-modules", "--moe-permute-fusion", "--moe-router-fusion", "--tp-comm-overlap",
+    "--wandb-project",
+}  # fmt: skip
+"""What of a training needs its data, tokenizer, logger or Transformer Engine, and changes nothing that is planned."""
+_MOST = 10**11
+_BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
+    _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
+    text = "as in training, where the names begin with --snip-"
+    add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_SHARED)
+    _add_losses(parser.add_argument_group("losses and length of the run").add_argument)
+    _add_hardware(parser.add_argument_group("hardware").add_argument)
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
+
+
+def _add_model(add: Callable[..., Any]) -> None:
+    text = "1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama; for any other give --megatron"
+    add("--model", metavar="NAME|FILE", help=text)
+    for name, text in (
+        ("tp", "tensor parallel size; default: 1"),
+        ("pp", "pipeline parallel size; default: 1"),
+        ("dp", "data parallel size; default: 1"),
+        ("seq-length", "tokens of a sequence; default: the model's context length"),
+        ("micro-batch-size", "sequences of a microbatch; default: 1"),
+        ("global-batch-size", "sequences of a step; default: 8 microbatches per pipeline stage"),
+    ):
+        add(f"--{name}", type=_count, metavar="N", help=text)
+    add("--recompute", choices=RECOMPUTE, help="activations to recompute in the backward; default: none")
+    for flag, text in _FLAGS.items():
+        add(f"--{flag}", action="store_true", help=text)
+    add("--vocab-size", type=_count, metavar="N", help="tokens of the vocabulary; default: the model's")
+    add("--gpus", type=_count, default=8, metavar="N", help="GPUs of a job with --megatron; default: 8")
+    text = "in place of these: all arguments that follow are those of a training, with which Megatron builds the model"
+    add("--megatron", nargs=argparse.REMAINDER, metavar="...", help=text)
+
+
+def _add_losses(add: Callable[..., Any]) -> None:
+    text = "statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses"
+    add("--statistics", type=Path, metavar="FILE.npz", help=text)
+    add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
+    text = "training steps of the run, over which phases are planned; default: those of --megatron"
+    add("--train-iters", type=_count, metavar="N", help=text)
+
+
+def _add_hardware(add: Callable[..., Any]) -> None:
+    text = "times of GEMMs: h100, h200, a file that snip calibrate wrote, or flops (no times); default: h200"
+    add("--timings", default="h200", metavar="NAME|FILE", help=text)
+    add("--gpus-per-node", type=_count, default=8, metavar="N", help="GPUs of a node; default: 8")
+    for name, speed, others in (("node", 180.0, "the others of its node"), ("network", 40.0, "other nodes")):
+        text = f"GB that one GPU sends to {others} in a second; default: {speed:g}"
+        add(f"--{name}-bandwidth", type=_BANDWIDTH, default=speed, metavar="GB/s", help=text)
+    text = "memory of a GPU in GiB; default: that of the GPU of --timings, if its table has it"
+    add("--gpu-memory", type=positive("GiB above 0", 1e6), metavar="GIB", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print tables and write JSON. Returns 0. Raises SnipError (exit code 3 if the budget is out of reach)."""
+    from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.rates import Links
+    from snip_megatron.planner.render import render
+    from snip_megatron.planner.request import parse_request
+    from snip_megatron.planner.step_time import StepModel
+    from snip_megatron.runtime.config.command_line import given_arguments
+    from snip_megatron.timing.loading import load_cost_model
+
+    check_folder("--json", args.json)
+    model = load_cost_model(args.timings)
+    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
+    given = given_arguments(args.megatron or ()) | given
+    training = Training(_named(args)) if args.megatron is None else _built(args)
+    assert isinstance(training.layout, Layout)
+    ends = args.train_iters or training.train_iters
+    request = parse_request(
+        given, model, statistics=args.statistics, seed=args.seed, train_iters=ends, recipe=training.recipe
+    )
+    if args.train_iters is not None and request.config.phases is None:
+        raise SnipError(
+            f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
+            " phases, or leave it out"
+        )
+    links = Links(args.gpus_per_node, args.node_bandwidth * 1e9, args.network_bandwidth * 1e9)
+    gpu = None if args.gpu_memory is None else args.gpu_memory * 2**30
+    plan = make_plan(StepModel(training.layout, model, links), request, gpu_memory=gpu)
+    if args.json is not None:
+        deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
+    print(render(plan), end="")
+    return 0
+
+
+def _named(args: argparse.Namespace) -> Layout:
+    """Return the layout of a model that the planner knows."""
+    from snip_megatron.planner.models import load_llama
+
+    if args.model is None:
+        raise SnipError("the following arguments are required: --model, or --megatron with the arguments of a training")
+    pp, dp, micro = args.pp or 1, args.dp or 1, args.micro_batch_size or 1
+    model = load_llama(args.model).model(pp)
+    return Layout(
+        model=model if args.vocab_size is None else replace(model, vocabulary=args.vocab_size),
+        tp=args.tp or 1,
+        pp=pp,
+        vpp=1,
+        dp=dp,
+        seq_length=args.seq_length or model.context,
+        micro_batch_size=micro,
+        global_batch_size=args.global_batch_size or 8 * pp * micro * dp,
+        sequence_parallel=args.sequence_parallel,
+        recompute=args.recompute or "none",
+        distributed_optimizer=not args.no_distributed_optimizer,
+    ).checked()
+
+
+def _built(args: argparse.Namespace) -> Training:
+    """Return what the arguments of a training ask for, with the layout of the model that they build."""
+    from snip_megatron.tools.launch_job import last_value
+
+    for name in ("model", *_SIZES, *_FLAGS):
+        if getattr(args, name.replace("-", "_")):
+            raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
+    words = args.megatron
+    named = last_value(words, "--vocab-size") or ""
+    vocabulary = args.vocab_size or (int(named) if named.isdecimal() else 0)
+    if not vocabulary:
+        raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
+    local = last_value(words, "--transformer-impl") == "local"
+    left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
+    kept, keep = [], True
+    for word in words:
+        keep = word.partition("=")[0] not in left_out if word[:2] == "--" else keep
+        kept += [word] * keep
+    kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
+    # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
+    kept += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
+    training = check(kept, args.gpus, {})
+    if isinstance(training.layout, str):
+        raise SnipError(f"--megatron: {training.layout}")
+    layout = replace(
+        training.layout,
+        model=replace(training.layout.model, vocabulary=vocabulary),
+        grouped_experts="--moe-grouped-gemm" in words and not local,
+        gradient_accumulation_fusion="--no-gradient-accumulation-fusion" not in words,
+    )
+    return replace(training, layout=layout)
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {least} to {_MOST}")
+    return int(text)
+
+
+_count = partial(_whole, least=1)

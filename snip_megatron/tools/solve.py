@@ -1,0 +1,92 @@
+"""``snip solve``: solves a problem file, or the problem of an update that a run stored, and writes the map."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from snip_megatron.precision.errors import SnipError, plain_arguments
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config.options import add_options, given_options, parse_pins, parse_tolerance
+from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.tools.numbers import positive
+
+if TYPE_CHECKING:
+    from snip_megatron.runtime.records.stored import Stored
+    from snip_megatron.solver import Problem
+
+_REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
+"""Options of a training that a solve of its statistics may replace."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip solve``."""
+    add = parser.add_argument
+    text = "a problem file (snip.problem/1 or /2), a run directory (its latest update), or a file of its stats/"
+    add("problem", type=Path, metavar="PROBLEM.json", help=text)
+    add("--out", type=Path, metavar="MAP.json", help="file for the map, or for a plan; default: standard output")
+    add(
+        "--solver", choices=("cpsat", "greedy"), default="cpsat", help="greedy stops at a good solution; default: cpsat"
+    )
+    seconds = positive("a number of seconds above 0")
+    add("--time-limit", type=seconds, metavar="S", help="wall-clock seconds that a solve may take; default: 60")
+    add("--budget", metavar="KIND=X", help="as --snip-budget of a training; default: the budget of the problem")
+    stored = parser.add_argument_group("solve a run's statistics with other settings")
+    add_stored = stored.add_argument
+    add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
+    add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Solve and write the map, or the plan of a problem over phases. Returns 0. Raises SnipError (3 if infeasible)."""
+    from snip_megatron.solver import solve
+
+    check_folder("--out", args.out)
+    problem, stored = _problem(args)
+    solution = solve(problem, time_limit_s=args.time_limit, solver=args.solver).met(str(args.problem))
+    if problem.phases:  # a plan, whose steps are counted from 0
+        deliver("--out", args.out, solution.to_plan().to_json())
+        return 0
+    precision_map = solution.to_precision_map()
+    deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
+    return 0
+
+
+def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
+    """Return the problem to solve, and the update of a run that it came from or None."""
+    from snip_megatron.precision.budget import Budget
+    from snip_megatron.precision.strict import read_file
+    from snip_megatron.runtime.records.stored import find_stored, is_statistics, rebuild
+    from snip_megatron.solver import Problem
+
+    with plain_arguments():
+        change = _change(args)
+    stored = find_stored(args.problem, args.step)
+    asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
+    if stored is None:
+        if change or is_statistics(args.problem):
+            what = "--policy and the like" if change else "statistics"
+            raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
+        problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
+        if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
+            problem = replace(problem, stage_tolerance=None, fixed_cost=())
+    elif change or not stored.path("problems").exists() or is_statistics(args.problem):
+        return rebuild(stored, change, asked), stored
+    else:
+        problem = stored.problem()
+        # Another budget asks for one map, and costs are FLOPs for fp4= budgets and seconds for the others.
+        if asked is not None and (problem.phases or asked.timed != problem.budget.timed):
+            return rebuild(stored, change, asked), stored
+    return problem if asked is None else replace(problem, budget=asked), stored
+
+
+def _change(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the run's own request that the arguments replace."""
+    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
+    if "pin" in given:
+        given["pins"] = parse_pins(given.pop("pin"))
+    if "stage_tolerance" in given:
+        given["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
+    return given

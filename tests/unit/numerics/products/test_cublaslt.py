@@ -1,0 +1,83 @@
+"""The binding of cuBLASLt as far as a CPU can test it: the real library checks every attribute and its size."""
+
+import ctypes
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from snip_megatron.numerics.products import cublaslt
+from snip_megatron.numerics.products.cublaslt import CublasLt, CublasLtError
+
+
+@pytest.fixture(scope="module")
+def library() -> CublasLt:
+    found = cublaslt.cublaslt()
+    if found is None:
+        pytest.skip("torch came without cuBLASLt 12.9 or later")
+    return found
+
+
+def product(scaling: str | None, dtype: torch.dtype, *, scaled: bool = False) -> cublaslt._Problem:
+    x, out = torch.empty(256, 256), torch.empty(256, 256, dtype=dtype)
+    left = cublaslt._matrix(x, True, "tile" if scaling == "block" else scaling)
+    return cublaslt._Problem(left, cublaslt._matrix(x, False, scaling), cublaslt._matrix(out), False, 0, scaled)
+
+
+@pytest.mark.parametrize("scaling", ["tile", "block", "tensor", None])
+def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> None:
+    for dtype, scaled in ((torch.float32, False), (torch.bfloat16, scaling is None)):
+        problem = product(scaling, dtype, scaled=scaled)
+        assert library._operation(problem).value
+        assert library._preference(problem).value
+    assert library.layout(cublaslt._TYPES[torch.float8_e4m3fn], 256, 512, 256).value
+
+
+def test_a_wrong_attribute_is_an_error(library: CublasLt) -> None:
+    operation = library._operation(product("tile", torch.float32))
+    with pytest.raises(CublasLtError, match="cublasLtMatmulDescSetAttribute failed with status"):
+        library._set(operation, cublaslt._FAST_ACCUMULATION, ctypes.c_int32(0))  # it is one byte
+
+
+def test_heuristic_result_has_the_size_of_the_header() -> None:
+    assert ctypes.sizeof(cublaslt._Heuristic) == 64 + 8 + 4 + 4 + 16
+
+
+def test_numbers_are_those_of_the_header() -> None:
+    header = Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/include/cublasLt.h"
+    if not header.exists():
+        pytest.skip("cublasLt.h is not installed")
+    numbers = dict(re.findall(r"^\s*(CUBLASLT_\w+) = (\d+),", header.read_text(), re.MULTILINE))
+    expected = {
+        "MATMUL_DESC_POINTER_MODE": cublaslt._POINTER_MODE,
+        "MATMUL_PREF_REDUCTION_SCHEME_MASK": cublaslt._REDUCTION_SCHEMES,
+        "MATMUL_DESC_TRANSA": cublaslt._TRANSA,
+        "MATMUL_DESC_TRANSB": cublaslt._TRANSB,
+        "MATMUL_DESC_A_SCALE_POINTER": cublaslt._A_SCALE,
+        "MATMUL_DESC_B_SCALE_POINTER": cublaslt._B_SCALE,
+        "MATMUL_DESC_FAST_ACCUM": cublaslt._FAST_ACCUMULATION,
+        "MATMUL_DESC_A_SCALE_MODE": cublaslt._A_SCALE_MODE,
+        "MATMUL_DESC_B_SCALE_MODE": cublaslt._B_SCALE_MODE,
+        "MATMUL_MATRIX_SCALE_SCALAR_32F": cublaslt._SCALE_MODES["tensor"],
+        "MATMUL_MATRIX_SCALE_VEC128_32F": cublaslt._SCALE_MODES["tile"],
+        "MATMUL_MATRIX_SCALE_BLK128x128_32F": cublaslt._SCALE_MODES["block"],
+        "MATMUL_PREF_MAX_WORKSPACE_BYTES": cublaslt._MAX_WORKSPACE,
+        "MATMUL_PREF_MIN_ALIGNMENT_A_BYTES": cublaslt._ALIGN_A,
+        "MATMUL_PREF_MIN_ALIGNMENT_B_BYTES": cublaslt._ALIGN_B,
+        "MATMUL_PREF_MIN_ALIGNMENT_C_BYTES": cublaslt._ALIGN_C,
+        "MATMUL_PREF_MIN_ALIGNMENT_D_BYTES": cublaslt._ALIGN_D,
+    }
+    assert {name: int(numbers[f"CUBLASLT_{name}"]) for name in expected} == expected
+    types = dict(re.findall(r"^\s*CUDA_(R_\w+)\s*=\s*(\d+),", (header.parent / "library_types.h").read_text(), re.M))
+    names = {torch.float32: "R_32F", torch.float16: "R_16F", torch.bfloat16: "R_16BF", torch.float8_e4m3fn: "R_8F_E4M3"}
+    assert {dtype: int(types[name]) for dtype, name in names.items()} == cublaslt._TYPES
+
+
+def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_LIBRARY", "libno_such_library.so.{major}")
+    assert cublaslt.cublaslt.__wrapped__() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(cublaslt, "_FIRST_VERSION", 10**9)
+    assert cublaslt.cublaslt.__wrapped__() is None

@@ -1,0 +1,100 @@
+"""The backend that multiplies quantised numbers on bf16 tensor cores, on a CPU: numbers, layouts, what is kept."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.products.check import wrong_numbers
+from snip_megatron.numerics.products.emulated import EmulatedBackend
+from snip_megatron.numerics.products.exact_products import ExactProducts
+from snip_megatron.numerics.quantize.exact import ExactOperand, quantize_exact
+from snip_megatron.numerics.quantize.kernels.listing import listed
+from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision.errors import SnipError
+
+from .products import BACKENDS, EVEN, QUANTISED, assert_reference, hopper, operands, sides
+
+BF16, FP8, NVFP4, MXFP8 = Format.BF16, Format.FP8, Format.NVFP4, Format.MXFP8
+backend = BACKENDS["emulated"]
+MIXED = [(NVFP4, MXFP8, BF16), (BF16, Format.MXFP4, NVFP4), (FP8, NVFP4, Format.FP8_TENSOR)]
+TAILS = (130, 144, 200)  # T, N, K
+
+
+@pytest.mark.parametrize("formats", [*((fmt,) * 3 for fmt in QUANTISED), *MIXED])
+@pytest.mark.parametrize("shape", [EVEN, TAILS, (0, 144, 208)])
+def test_numbers_are_the_reference_s(shape: tuple[int, int, int], formats: Any) -> None:
+    assert_reference(backend(), shape, formats)
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_error_of_the_gemm_alone(fmt: Format) -> None:
+    """At most 1e-6 beside quantisation, against float64 products of the operands."""
+    b = backend()
+    made = sides(b, *operands(*EVEN), (fmt, fmt, fmt))
+    x, xc, w, wc, g, gc = (side.dequantize().double() for side in made)
+    products = (
+        (b.multiply(Gemm.FPROP, made[0], made[2], torch.float32), x @ w.t()),
+        (b.multiply(Gemm.DGRAD, made[4], made[3], torch.float32), g @ wc),
+        (b.multiply(Gemm.WGRAD, made[5], made[1], torch.float32), gc.t() @ xc),
+    )
+    for found, expected in products:
+        assert float((found.double() - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("formats", [*itertools.product((BF16, FP8, NVFP4, MXFP8), repeat=3)])
+def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
+    """Any map of three formats, native or not."""
+    assert_reference(hopper(others=backend()), (136, 144, 208), formats)
+
+
+# -- the check before the first map -----------------------------------------------------------------------------------
+def test_right_numbers_pass_the_check() -> None:
+    assert wrong_numbers(backend(), "cpu", list(Format)) is None
+
+
+class _Faulty(EmulatedBackend):
+    """Products of ``gemm`` are 1.5 times too large, or raise an ``error``."""
+
+    def __init__(self, gemm: Gemm = Gemm.DGRAD, error: Exception | None = None) -> None:
+        super().__init__(quantize_exact, ExactProducts())
+        self._gemm, self._error = gemm, error
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        if gemm is self._gemm and self._error is not None:
+            raise self._error
+        return super().multiply(gemm, a, b, dtype, out) * (1.5 if gemm is self._gemm else 1.0)
+
+
+def test_wrong_numbers_and_failures_do_not() -> None:
+    failing = _Faulty(Gemm.WGRAD, RuntimeError("no kernel image\nand more"))
+    found = wrong_numbers(failing, "cpu", [BF16, MXFP8])
+    assert found == "mxfp8 fails (RuntimeError: no kernel image) on this device"
+    found = wrong_numbers(_Faulty(), "cpu", [NVFP4])
+    assert found.startswith("nvfp4 gives a signal to noise ratio of ")
+    assert "in dgrad (at least 12)" in found
+
+
+def test_torch_multiplies_where_the_check_fails() -> None:
+    found = _Faulty()
+    with listed():
+        assert found.check("cpu", [MXFP8]) is None
+    fault = found.check("cpu", [NVFP4])
+    assert fault is not None
+    assert fault.endswith("torch emulates, slower than bf16")
+    b = hopper(others=_Faulty())
+    assert b.check("cpu", [FP8]) is None
+    assert b.check("cpu", [FP8, NVFP4]) == fault
+    for each in (found, b):
+        made = sides(each, *operands(*EVEN), (NVFP4,) * 3)
+        assert not any(isinstance(side, ExactOperand) for side in made)
+
+
+@pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered\nand more", ""])
+def test_a_device_that_fails_ends_the_run(says: str) -> None:
+    backend = _Faulty(Gemm.FPROP, torch.AcceleratorError(says))
+    reason = "AcceleratorError: CUDA error: an illegal memory access was encountered" if says else "AcceleratorError"
+    with pytest.raises(SnipError, match=rf"the device fails \({reason}\); .*--snip-gemm reference$"):
+        wrong_numbers(backend, "cpu", [MXFP8])

@@ -1,0 +1,96 @@
+"""Grouped products on Hopper, with DeepGEMM emulated, against the loop over experts of the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped_hopper import HopperGroups, stacked
+from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.precision import Format, Gemm
+
+from . import emulated_grouped
+from .products import hopper
+
+BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
+N, K = 256, 384
+SPLITS = [(256, 0, 128), (128,), (0, 0), (128, *[0, 128] * 16)]
+
+
+def run(products: GroupLoop, splits: tuple[int, ...], formats: Any, out: list[Tensor] | None) -> list[Tensor]:
+    """Y, ∂L/∂X and the stacked ∇W."""
+    draws, rows = torch.Generator().manual_seed(len(splits)), sum(splits)
+    x, g = (torch.randn(rows, width, generator=draws).bfloat16() for width in (K, N))
+    weights = [torch.randn(N, K, generator=draws).bfloat16() for _ in splits]
+    fprop, dgrad, wgrad = formats
+    keys = GradientKeys(17, 18, torch.arange(N) * 2)
+    x_row, x_col = products.quantize_rows(x, splits, OperandSpec(fprop, wgrad))
+    w_row, w_col = products.quantize_weights(weights, OperandSpec(fprop, dgrad, weight=True))
+    g_row, g_col = products.quantize_rows(g, splits, OperandSpec(dgrad, wgrad, keys=keys))
+    found = products.accumulate(g_col, assemble(flatten(x_col)), out)
+    y, d = products.multiply(Gemm.FPROP, x_row, w_row, x.dtype), products.multiply(Gemm.DGRAD, g_row, w_col, g.dtype)
+    return [y, d, torch.stack(list(found))]
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP8, BF16), (BF16, BF16, FP8), (TENSOR, FP8, BF16)])
+@pytest.mark.parametrize("library", [emulated_grouped, None], ids=["deepgemm", "torch"])
+def test_every_expert_gets_the_products_of_the_reference(splits: tuple[int, ...], formats: Any, library: Any) -> None:
+    gradients = torch.randn(len(splits), N, K).bfloat16().float()
+    for out in (None, list(gradients.clone().unbind(0)), [each.bfloat16() for each in gradients]):
+        products = hopper(groups=library).grouped(N, K, torch.bfloat16)
+        assert isinstance(products, HopperGroups)
+        found = run(products, splits, formats, out)
+        expected = run(REFERENCE.grouped(N, K, torch.bfloat16), splits, formats, list(gradients.clone().unbind(0)))
+        if out is None:
+            expected[2] -= gradients
+        for actual, exact in zip(found, expected, strict=True):
+            scale = exact.float().abs().amax().clamp_min(1e-20) if exact.numel() else 1.0
+            torch.testing.assert_close(actual.float() / scale, exact.float() / scale, rtol=8e-3, atol=1e-6)
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    """The draws are others than those of the loop: their mean over keys is the gradient."""
+    products = hopper(groups=emulated_grouped).grouped(N, K, torch.bfloat16)
+    g = torch.randn(256, N).bfloat16()
+    means = []
+    for seed in range(64):
+        keys = GradientKeys(2 * seed, 2 * seed + 1, torch.arange(N))
+        row, _ = products.quantize_rows(g, (128, 128), OperandSpec(FP4, BF16, keys=keys))
+        means.append(row.matrix.dequantize())
+    error = torch.stack(means).mean(0) - g.float()
+    assert error.norm() / g.float().norm() < 0.03
+
+
+def test_experts_run_what_the_backend_runs_by_then() -> None:
+    """C++ takes over the methods of a backend, and may lose them again, after its kernels were listed."""
+    backend = hopper(groups=emulated_grouped)
+    backend.grouped(N, K, torch.bfloat16)
+    ran: list[Format | None] = []
+    own = backend.quantize
+
+    def noting(x: Tensor, spec: OperandSpec, *rest: Any) -> Any:
+        ran.append(spec.rowwise)
+        return own(x, spec, *rest)
+
+    backend.quantize = noting  # type: ignore[method-assign]  # as selection.replay does
+    backend.grouped(N, K, torch.bfloat16).quantize_rows(torch.randn(128, K).bfloat16(), (128,), OperandSpec(FP8, None))
+    assert ran == [FP8]
+
+
+def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
+    for n, k, dtype in ((N, 200, torch.bfloat16), (200, K, torch.bfloat16), (N, K, torch.float32)):
+        assert type(hopper().grouped(n, k, dtype)) is GroupLoop
+
+
+def test_only_matrices_that_follow_each_other_are_one_tensor() -> None:
+    whole = torch.randn(3, 4, 8)
+    found = stacked(list(whole.unbind(0)))
+    assert found.data_ptr() == whole.data_ptr()
+    assert torch.equal(found, whole)
+    for others in ([whole[1], whole[0]], [whole[0], whole[2]], [whole[0], whole[1].clone()]):
+        assert stacked(others) is None

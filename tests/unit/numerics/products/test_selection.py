@@ -1,0 +1,85 @@
+"""Which backend is picked, and what is refused."""
+
+import pytest
+import torch
+
+from snip_megatron.numerics.products import BACKENDS, selection
+from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    """A machine whose GPU has ``capability``, or none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(selection, "_fault_of", lambda formats: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [(None, "reference"), ((7, 5), "reference"), ((8, 0), "emulated"), ((8, 9), "emulated")]
+)
+def test_elsewhere_auto_emulates_and_hopper_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name: str
+) -> None:
+    pretend(monkeypatch, capability)
+    found = select_backend("auto")
+    assert found.backend.name == name
+    assert "sm_90" in found.reason
+    if name == "reference":
+        with pytest.raises(
+            SnipError, match=r"--snip-gemm emulated: needs a GPU with bf16 tensor cores \(sm_80 or later\)"
+        ):
+            select_backend("emulated")
+    else:
+        assert select_backend("emulated").backend is found.backend
+    with pytest.raises(
+        SnipError, match=r"--snip-gemm hopper: needs a Hopper GPU \(sm_90\).*use --snip-gemm auto"
+    ) as error:
+        select_backend("hopper")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "hopper"])
+def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pretend(monkeypatch, (9, 0))
+    found = select_backend(name)
+    assert found.backend.name == "hopper"
+    assert found.reason.startswith("Some GPU, sm_90; cuBLASLt")
+    assert select_backend(name).backend is found.backend
+    assert select_backend("reference").backend is REFERENCE
+
+
+def test_an_unknown_library_is_an_error() -> None:
+    with pytest.raises(SnipError, match="gemm_library=fast: unknown; choose one of auto, cublas"):
+        select_backend("auto", library="fast")
+
+
+def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    assert select_backend("auto").backend.name == "emulated"
+    with pytest.raises(SnipError, match=r"needs torch.nn.functional.scaled_mm, which torch .* does not have"):
+        select_backend("hopper")
+
+
+@pytest.mark.parametrize("formats", [None, {Format.NVFP4}])
+def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, formats: set[Format] | None) -> None:
+    pretend(monkeypatch, (8, 0))
+    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    found = select_backend("auto", formats)
+    assert found.backend is REFERENCE
+    assert "fails on this device: emulation, slower than bf16" in found.reason
+    with pytest.raises(SnipError, match=r"--snip-gemm emulated: \w+ fails on this device; use --snip-gemm auto"):
+        select_backend("emulated", formats)
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    assert ("so that such formats are emulated in torch" in select_backend("auto", formats).reason) == bool(formats)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, emulated, hopper"):
+        select_backend("fast")
+    assert BACKENDS[0] == "auto"

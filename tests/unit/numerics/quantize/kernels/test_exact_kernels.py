@@ -1,0 +1,242 @@
+"""The kernels of bf16 emulation against the torch reference, bit for bit: interpreted, or on a GPU if there is one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped_hopper import add_wgrad
+from snip_megatron.numerics.quantize import derive_seeds, exact, packed
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
+from snip_megatron.numerics.quantize.exact import ExactOperand
+from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair
+from snip_megatron.precision.errors import SnipError
+
+from ..specs import spec
+from .interpreter import Quantizers, matrix
+from .test_quantize import assert_operands
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp4", "fp8", "fp8_tensor", "nvfp4_46")
+
+
+def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = False) -> None:
+    """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert one.tile == other.tile
+        torch.testing.assert_close(one.scale, other.scale, rtol=0, atol=0, equal_nan=True)
+        known = ~other.dequantize().isnan()
+        assert torch.equal(~one.dequantize().isnan(), known)
+        differing = (one.values.view(torch.int16) != other.values.view(torch.int16)) & known
+        assert int(differing.sum()) <= (2 if drawn else 0)
+
+
+def check(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
+    how = spec(row, col, **options)
+    assert_same(quantizers.call("quantize_exact", x, how), exact.quantize_exact(x, how), drawn=how.keys is not None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("square", [False, True])
+def test_tails_and_what_is_not_finite(quantizers: Quantizers, fmt: str, square: bool) -> None:
+    x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
+    check(quantizers, x, fmt, fmt, weight=square)
+    x[3, 200], x[-4, 5] = float("nan"), float("-inf")
+    check(quantizers, x, fmt, fmt, weight=square)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "nvfp4_46"])
+def test_other_dtypes(quantizers: Quantizers, fmt: str, dtype: torch.dtype) -> None:
+    check(quantizers, matrix(40, 70, dtype), fmt, "mxfp4")
+
+
+def test_numbers_of_mxfp8_below_those_of_bf16(quantizers: Quantizers) -> None:
+    """FP32 matrices alone have them. Every multiple of 2^-136 that is no number of bf16 is rounded."""
+    x = torch.arange(-240, 240).mul(2.0**-136).view(4, 120)
+    check(quantizers, x, "mxfp8", "mxfp8")
+
+
+def close_errors(rows: int, cols: int) -> torch.Tensor:
+    """Tiles whose two squared errors are equal or nearly so, zero tiles, and tiles with the smallest scales."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    x = torch.randint(-24, 25, (rows, cols), generator=generator).float()
+    x[16:32] *= torch.rand(16, 1, generator=generator) * 2.0**-9
+    x[32:, ::2] = 0.0
+    x[0, :16] = 0.0
+    x[1, 0] = 6 * 256.0
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_four_over_six_of_close_errors(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    """Where sums of FP32 numbers do not decide, integers do. Scales saturate if the amax is that of other numbers."""
+    x = close_errors(48, 96).to(dtype)
+    check(quantizers, x, "nvfp4_46", "nvfp4_46")
+    for amax in (1e-30, 1e4):
+        check(quantizers, x, "nvfp4_46", "nvfp4_46", amax=torch.tensor(amax).to(dtype))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
+def test_stochastic_rounding(quantizers: Quantizers, fmt: str) -> None:
+    x, cols = matrix(70, 300), torch.arange(300) * 3 + 1
+    check(quantizers, x, fmt, fmt, row_seed=2**64 - 1, col_seed=5, cols=cols)
+    check(quantizers, x, "fp8", fmt, row_seed=3, col_seed=5)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
+@pytest.mark.parametrize("size", [1e-38, 1e-41])
+def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None:
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * size
+    check(quantizers, x, fmt, fmt, row_seed=3, col_seed=5)
+    check(quantizers, x.bfloat16(), fmt, fmt, row_seed=3, col_seed=5)
+    check(quantizers, x, fmt, fmt)
+
+
+def test_keys_from_memory(quantizers: Quantizers) -> None:
+    x = matrix(40, 96)
+    keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
+    keys.start_step(1, 2)
+    row, col = keys.next(0)
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
+    seeds = derive_seeds((1, 2, 3, 4), (1, 2))
+    assert_same(found, exact.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
+
+
+@pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
+def test_each_side_has_a_format_of_its_own(quantizers: Quantizers, row: str | None, col: str | None) -> None:
+    x = matrix(50, 150)
+    x[3, 20] = float("nan")
+    check(quantizers, x, row, col)
+    check(quantizers, x.t(), row, col)
+    check(quantizers, x[:, 16:112], row, col, weight=True)
+
+
+def test_the_amax_of_a_shard(quantizers: Quantizers) -> None:
+    x, amax = matrix(30, 70), torch.tensor(7e4)
+    check(quantizers, x, "nvfp4", "fp8_tensor", amax=amax)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp4"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
+    how = spec(fmt, fmt, weight=True)
+    old = exact.quantize_exact(matrix(40, 70), how)
+    flag = torch.tensor([current], dtype=torch.int32)
+    held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
+                          for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
+    new = matrix(40, 70) * 3
+    found = quantizers.call("quantize_exact", new, how, held)
+    assert_same(found, old if current else exact.quantize_exact(new, how))
+
+
+HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard")
+
+
+@pytest.mark.parametrize("fmt", HADAMARD)
+@pytest.mark.parametrize("rows", [37, 64])
+def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
+    """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
+    x = matrix(rows, 530)
+    rotation = Rotation(0b1011_0000_1111_0101)
+    check(quantizers, x, None, fmt, col_seed=5, rotation=rotation)
+    check(quantizers, x, "nvfp4", fmt, row_seed=3, col_seed=5, rotation=rotation)
+    check(quantizers, x, "mxfp8", fmt)
+    on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
+    found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
+    assert_same(found, exact.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
+    assert found[1].values.shape == (-(-rows // 16) * 16, 530)
+
+
+@pytest.mark.parametrize("fmt", HADAMARD)
+def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers, fmt: str) -> None:
+    x = matrix(40, 70, torch.float32)
+    x[3, 20], x[-4, 5] = float("nan"), float("-inf")
+    check(quantizers, x, "nvfp4", fmt, rotation=Rotation(77))
+    amax = torch.tensor(7e4)
+    check(quantizers, matrix(40, 70), "nvfp4", fmt, amax=amax, rotation=Rotation(77, amax * 3))
+
+
+def test_bad_input(quantizers: Quantizers) -> None:
+    with pytest.raises(SnipError, match="2-D tensor"):
+        quantizers.call("quantize_exact", torch.zeros(3), spec("nvfp4"))
+    with pytest.raises(SnipError, match="not torch"):
+        quantizers.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), spec("nvfp4"))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("tiles", "dtype"), [((1, 128), torch.float32), ((1, 1), torch.bfloat16)])
+def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
+    """Against float64, with strides of either orientation, tails everywhere and an output that is added to."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(300, 140, generator=generator).bfloat16().t()  # [140, 300]: a transposed gradient
+    b = torch.randn(150, 300, generator=generator).bfloat16()
+    scales = [
+        torch.rand(-(-size // tile), 3, generator=generator) for size, tile in zip((140, 150), tiles, strict=True)
+    ]
+    out = torch.ones(140, 150, dtype=dtype)
+    wide = [s.repeat_interleave(tile, 0)[:n].repeat_interleave(128, 1)[:, :300].double()
+            for s, tile, n in zip(scales, tiles, (140, 150), strict=True)]  # fmt: skip
+    expected = (a.double() * wide[0]) @ (b.double() * wide[1]).t() + (1.0 if add else 0.0)
+    found = quantizers.call("tiled_product", a, scales[0], tiles[0], b, scales[1], tiles[1], out, add=add)
+    error = float((found.double() - expected).norm() / expected.norm())
+    assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
+
+
+# -- experts --------------------------------------------------------------------------------------------------------
+def rows_of(splits: tuple[int, ...], *, backwards: bool = False) -> GroupRows:
+    return group_rows(splits, torch.device("cpu"), backwards=backwards)
+
+
+@pytest.mark.parametrize(("splits", "k"), [((128, 0, 256), 128), ((3, 0, 65, 130), 128), ((1100, 0, 1020), 256)])
+def test_wgrads_of_experts_are_added(quantizers: Quantizers, splits: tuple[int, ...], k: int) -> None:
+    """With few rows an expert, and with many; an expert without rows keeps its gradient."""
+    rows, out = rows_of(splits), torch.randn(len(splits), 128, k)
+    g, x = (torch.randn(sum(splits), width).bfloat16() for width in (128, k))
+    expected = out.clone()
+    add_wgrad(g, x, rows.map.table, (True, True), expected)
+    assert torch.equal(expected[1], out[1])
+    for unpadded in ((True, False), (False, True), (False, False)):
+        given = [t if apart else rows.pad(t) for t, apart in zip((g, x), unpadded, strict=True)]
+        found = quantizers.call("add_wgrad", *given, rows.map.table, unpadded, out.clone())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+        assert torch.equal(found[1], out[1])
+
+
+def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(quantizers: Quantizers) -> None:
+    rows = rows_of((3, 70))
+    g, x = (torch.randn(73, 128).bfloat16() for _ in range(2))
+    x[3:] = torch.inf
+    found = quantizers.call("add_wgrad", rows.pad(g), x, rows.map.table, (False, True), torch.zeros(2, 128, 128))
+    torch.testing.assert_close(found[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("cols", [(640,), (24,), ()])
+def test_rows_of_experts_are_padded_and_unpadded(
+    quantizers: Quantizers, cols: tuple[int, ...], backwards: bool
+) -> None:
+    splits = (3, 0, 128, 130, 32)
+    rows = rows_of(splits, backwards=backwards)
+    x = torch.randn(sum(splits), *cols).bfloat16()
+    padded = rows.pad(x)
+    assert torch.equal(quantizers.call("pad", rows.map, x), padded)
+    assert torch.equal(quantizers.call("unpad", rows.map, padded, len(x)), x)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("fmt", "seed"), [("fp8", None), ("fp4", None), ("fp4", 2**63 + 5)])
+def test_padded_rows_are_quantised_without_a_copy(
+    quantizers: Quantizers, fmt: str, seed: int | None, backwards: bool
+) -> None:
+    """Bit for bit what the quantiser makes of a padded copy, zero rows included."""
+    rows, how = rows_of((3, 0, 128, 130, 1), backwards=backwards), spec(fmt, row_seed=seed)
+    x = matrix(262, 256)
+    found = quantizers.call("quantize_operands", x, how, None, rows.map)
+    assert_operands(found, quantizers.call("quantize_operands", rows.pad(x), how))
+    if seed is None:
+        assert_operands(found, packed.quantize_operands(x, how, None, rows.map))

@@ -1,0 +1,165 @@
+"""The Triton kernels against the torch reference, bit for bit: interpreted on a CPU, compiled where a GPU is found."""
+
+import pytest
+import torch
+
+from snip_megatron.numerics.quantize import packed
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.precision.errors import SnipError
+
+from ..specs import spec
+from .interpreter import Quantizers, matrix
+
+
+def assert_same(found: Operand | None, expected: Operand | None, *, drawn: bool = False) -> None:
+    """``drawn``: a draw may decide otherwise where a quotient is rounded otherwise."""
+    if expected is None:
+        assert found is None
+        return
+    assert (found.scaling, found.depth) == (expected.scaling, expected.depth)
+    assert found.scale.stride() == expected.scale.stride()
+    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    assert found.values.shape == expected.values.shape
+    known = ~expected.values.float().isnan()
+    assert torch.equal(found.values.float().isnan()[..., : found.depth], ~known[..., : found.depth])
+    differing = (found.values.view(torch.uint8) != expected.values.view(torch.uint8)) & known
+    assert int(differing.sum()) <= (max(1, differing.numel() // 1000) if drawn else 0)
+
+
+def assert_operands(found: OperandPair, expected: OperandPair, drawn: tuple[bool, bool] = (False, False)) -> None:
+    for one, other, random in zip(found, expected, drawn, strict=True):
+        assert_same(one, other, drawn=random)
+
+
+def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
+    assert_operands(quantizers.call("quantize_operands", x, how), packed.quantize_operands(x, how), drawn)
+
+
+def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
+    check(quantizers, x, spec(row, col, **options), drawn=("row_seed" in options, "col_seed" in options))
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp8", None), (None, "fp8")])
+def test_tiles_with_tails(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    check_tiles(quantizers, matrix(200, 300), *formats)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tiles_of_every_dtype(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    x = matrix(128, 256, dtype)
+    check_tiles(quantizers, x, "fp8", "fp4")
+    check_tiles(quantizers, x, "fp4", "fp4", row_seed=1, col_seed=2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 128), (128, 1), (5, 257)])
+def test_small_shapes(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    check_tiles(quantizers, matrix(*shape), "fp4", "fp8")
+
+
+def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
+    x = matrix(130, 400)
+    check_tiles(quantizers, x[:, 100:300], "fp8", "fp4")
+    check_tiles(quantizers, x.t(), "fp8", "fp4")
+
+
+def test_stochastic_rounding_draws_the_reference_bits(quantizers: Quantizers) -> None:
+    x = matrix(130, 140)
+    check_tiles(quantizers, x, "fp4", "fp4", row_seed=2**64 - 1, col_seed=5, first_row=2**31 - 200)
+    ids = torch.randint(0, 2**31, (140,), generator=torch.Generator().manual_seed(0))
+    check_tiles(quantizers, x, "fp4", "fp8", row_seed=2**63, cols=ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -> None:
+    """Rounded scales of few bits: the largest number may exceed the format; from amax 1e-37 down to FP32's smallest."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-37, -39.5 if dtype is torch.bfloat16 else -44.5, 128, dtype=torch.float64)
+    signs = 1 - 2 * torch.randint(0, 2, (128, 128), generator=generator).double()
+    x = (sizes[:, None] * torch.rand(128, 128, generator=generator).double().clamp(min=0.9) * signs).to(dtype)
+    for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
+        check_tiles(quantizers, x, "fp4", "fp8", **seeds)
+        check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
+    found, _ = packed.quantize_operands(x, spec("fp4", row_seed=3))
+    assert found.values.float().abs().max() == 6
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
+@pytest.mark.parametrize("shape", [(256, 128), (140, 300)])
+def test_weight_blocks(quantizers: Quantizers, shape: tuple[int, int], formats: tuple[str | None, str | None]) -> None:
+    w = matrix(*shape)
+    w[128:, :128] = 0
+    check(quantizers, w, spec(*formats, weight=True))
+
+
+@pytest.mark.parametrize("shape", [(256, 700), (3, 5)])
+@pytest.mark.parametrize("amax", [None, torch.tensor(3.0)])
+def test_tensor_scaling(quantizers: Quantizers, shape: tuple[int, int], amax: torch.Tensor | None) -> None:
+    x = matrix(*shape)
+    x[-1, -1] = -1e6  # more than the maxima of all other parts
+    check(quantizers, x, spec("fp8_tensor", "fp8_tensor", amax=amax))
+    check(quantizers, x, spec("fp8_tensor", "fp8", amax=amax))
+
+
+def test_maxima_of_more_parts_than_programs(quantizers: Quantizers) -> None:
+    x = torch.randn(1, 128 * 600, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    expected = x.float().abs().view(600, 128).amax(1)
+    expected[:88] = torch.maximum(expected[:88], expected[512:])
+    found = quantizers.call("largest_magnitudes", x)
+    assert torch.equal(found.view(torch.float32), expected[:512])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
+def test_nan_and_inf_stay_in_their_tile(quantizers: Quantizers, poison: float) -> None:
+    x = matrix(140, 260)
+    x[3, 130] = poison
+    check_tiles(quantizers, x, "fp8", "fp4", row_seed=1, col_seed=2)
+    check_tiles(quantizers, x, "fp4", "fp8")
+    check(quantizers, x, spec("fp8", "fp4", weight=True))
+    assert quantizers.call("quantize_operands", x, spec("fp8_tensor"))[0].scale.isnan().all()
+
+
+def test_every_quotient_of_bf16_numbers_rounds_as_ieee_division(quantizers: Quantizers) -> None:
+    """All pairs of an amax mantissa and a number's mantissa, 1 to 2^-21 of its size: the quotient by reciprocal and
+    residual is periodic in powers of two, so that these are all cases of 1×128 tiles that are not tiny."""
+    mantissas = 128.0 + torch.arange(128)
+    smaller = torch.cat([mantissas * 2.0**-shift for shift in range(21)])
+    smaller = torch.cat([smaller, smaller[: -len(smaller) % 127]]).view(1, -1, 127)
+    # 2·mantissa leads each tile of 127 numbers up to it in size
+    amax = (2 * mantissas).view(128, 1, 1).expand(-1, smaller.shape[1], -1)
+    x = torch.cat([amax, smaller.expand(128, -1, -1)], dim=2).flatten(1).to(torch.bfloat16)
+    for fmt in ("fp8", "fp4"):
+        check_tiles(quantizers, x, fmt, None)
+        check_tiles(quantizers, x.t().contiguous(), None, fmt)
+
+
+def test_scales_of_16_bit_numbers_are_ieee_quotients(quantizers: Quantizers) -> None:
+    """One number a tile: every mantissa, and every exponent whose quotient may be a subnormal FP32 number."""
+    tiny = torch.arange(1, 28 << 7, dtype=torch.int16).view(torch.bfloat16)  # up to 2^-100
+    mantissas = (1 + torch.arange(1024) / 1024).to(torch.float16)
+    for fmt in ("fp8", "fp4"):
+        for numbers in (tiny, mantissas, (1 + torch.arange(128) / 128).to(torch.bfloat16)):
+            x = numbers.view(-1, 1)
+            found, expected = quantizers.call("quantize_operands", x, spec(fmt)), packed.quantize_operands(x, spec(fmt))
+            assert torch.equal(found[0].scale, expected[0].scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
+def test_empty_matrices(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    check_tiles(quantizers, x, "fp8", "fp4")
+    check(quantizers, x, spec("fp8_tensor"))
+
+
+def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    for given, message in ((x[0], "2-D"), (x.double(), "float64")):
+        with pytest.raises(SnipError, match=message):
+            quantizers.call("quantize_operands", given, spec("fp8"))
+
+
+def test_weights_of_experts(quantizers: Quantizers) -> None:
+    w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
+    for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
+        how = spec(*formats, weight=True)
+        assert_operands(quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how))

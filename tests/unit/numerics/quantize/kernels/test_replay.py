@@ -1,0 +1,212 @@
+"""Replay in C++, really compiled: what is repeated on other memory, what needs a recording of its own, what is refused.
+
+CUDA's driver is a library of C functions, so that launches compute on the host.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_megatron.numerics.quantize.kernels.replay import Replayed, recording, run_opaque
+from snip_megatron.numerics.quantize.rounding import key_words
+from snip_megatron.precision import Format
+
+from .replay_library import Library, Side, flat, same_key, scaled
+
+
+# -- what is repeated ----------------------------------------------------------------------------------------------
+def test_a_replay_gives_what_the_function_gives_on_other_memory(extension: Any, library: Library) -> None:
+    function = scaled(library, 5)
+    replayed = Replayed(extension, function)
+    for seed in range(5):
+        x, side = same_key(3, 4, seed=seed), Side(same_key(2, 6, seed=seed + 9), None, "tile")
+        result = replayed.call(x, side, 7)
+        assert isinstance(result[0], Side)
+        found, expected = flat(result), flat(function(x, side, 7))
+        assert len(found) == len(expected) == 6
+        for ours, truth in zip(found, expected, strict=True):
+            if isinstance(truth, Tensor):
+                assert torch.equal(ours, truth)
+                assert (ours.dtype, ours.stride()) == (truth.dtype, truth.stride())
+            else:
+                assert ours == truth
+        assert found[0].untyped_storage().data_ptr() == found[3].untyped_storage().data_ptr()
+        assert found[5].data_ptr() == x.data_ptr()
+    assert (replayed.replays, replayed.kept) == (3, 1)
+
+
+def test_results_can_be_used_by_autograd(extension: Any) -> None:
+    replayed = Replayed(extension, lambda x: (torch.empty(x.shape).copy_(x), x.detach()[1:]))
+    for seed in range(4):
+        made, view = replayed.call(same_key(4, seed=seed))
+        made.requires_grad_().mul(view.sum()).sum().backward()
+        torch.testing.assert_close(made.grad, view.sum().expand(4))
+    assert replayed.replays == 2
+
+
+@pytest.mark.parametrize("seeds", [(2**31, 2**31 + 6), (2**63 + 17, 2**64 - 1)])
+def test_seeds_of_a_call_reach_the_kernel_as_key_words(
+    extension: Any, library: Library, seeds: tuple[int, int]
+) -> None:
+    kernel = library.kernel("words", ("*i64", "i64", "i32", "i32", "i32"))
+
+    def function(x: Tensor, first: Any, other: Any) -> Tensor:
+        out = torch.zeros(5, dtype=torch.int64)
+        noted = recording()
+        if noted is not None:
+            noted.launch(kernel, (1, 1), (out,), (-(2**40), *other[0].words, first.words[1]))
+        return out
+
+    replayed = Replayed(extension, function)
+    for _ in range(2):
+        replayed.call(same_key(4, seed=0), 2**40, (2**41,))
+    (_, high), second = key_words(seeds[0]), key_words(seeds[1])
+    words = [word - (word >> 31 << 32) for word in (*second, high)]
+    assert replayed.call(same_key(4, seed=1), seeds[0], (seeds[1],)).tolist() == [128, -(2**40), *words]
+    assert replayed.replays == 1
+
+
+def test_an_opaque_function_is_called_with_the_memory_of_the_call(extension: Any) -> None:
+    def double(pair: tuple[Tensor, str], out: Tensor) -> None:
+        out.copy_(2 * pair[0])
+
+    def function(x: Tensor) -> Tensor:
+        out = torch.empty(2, 2)
+        run_opaque(double, (x[:2], "unused"), out)
+        return out
+
+    replayed = Replayed(extension, function)
+    for seed in range(4):
+        x = same_key(4, 2, seed=seed)
+        assert torch.equal(replayed.call(x), 2 * x[:2])
+    assert replayed.replays == 2
+
+
+def test_an_error_of_a_called_function_and_of_a_launch_reach_the_caller(extension: Any, library: Library) -> None:
+    def fails(x: Tensor) -> None:
+        if x[0] < 0:
+            raise ValueError("a negative number")
+
+    replayed = Replayed(extension, lambda x: run_opaque(fails, x) or x)
+    for _ in range(3):
+        replayed.call(same_key(4, seed=0).abs_())
+    with pytest.raises(ValueError, match="a negative number"):
+        replayed.call(same_key(4, seed=0).abs_().neg_())
+
+    def launches(x: Tensor) -> Tensor:
+        noted = recording()
+        if noted is not None:
+            noted.launch(library.kernel("scale", ("*fp32",), shared=47), (1, 1), (x,), ())
+        return x
+
+    refused = Replayed(extension, launches)
+    for _ in range(2):
+        refused.call(same_key(4, seed=0))
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with status 1"):
+        refused.call(same_key(4, seed=0))
+
+
+def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any) -> None:
+    for function, repeated in ((lambda a, b: a.detach() - b.view(-1), 2), (lambda a, b: a[1:] - b[1:], 0)):
+        replayed = Replayed(extension, function)
+        for seed in range(4):
+            x = same_key(256, seed=seed)
+            pair = x[64 * (seed % 2) : 64 * (seed % 2) + 4], x[128:132]
+            pair = pair[::-1] if seed > 1 else (x[192:196], x[128:132])
+            assert torch.equal(replayed.call(*pair), function(*pair))
+        assert replayed.replays == repeated
+
+
+# -- what needs a recording of its own -----------------------------------------------------------------------------
+BASE = {"shape": (4, 4), "dtype": torch.float32, "stride": (4, 1), "offset": 0, "scale": None, "scaling": "tile",
+        "number": 3, "format": Format.FP8}  # fmt: skip
+
+
+def arguments(**changes: Any) -> tuple[Any, ...]:
+    given = BASE | changes
+    memory = same_key(256, seed=0).view(given["dtype"])
+    x = memory.as_strided(given["shape"], given["stride"], memory.storage_offset() + given["offset"])
+    scale = None if given["scale"] is None else same_key(*given["scale"], seed=1)
+    return x, Side(same_key(2, seed=2), scale, given["scaling"]), given["number"], given["format"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (4, 3)}, {"dtype": torch.int32}, {"stride": (1, 4)}, {"offset": 4}, {"scale": (1,)},
+        {"scaling": "block"}, {"number": 4}, {"number": -3}, {"format": Format.FP4}, {"format": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_arguments_are_recorded_anew(extension: Any, changes: dict[str, Any]) -> None:
+    calls = []
+    replayed = Replayed(extension, lambda *given: (calls.append(given), given[0])[1])
+    for given in (BASE, BASE, BASE, changes, changes, changes, BASE):
+        replayed.call(*arguments(**given))
+    assert len(calls) == 4
+    assert (replayed.replays, replayed.kept) == (3, 2)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+OUTSIDE = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x + OUTSIDE,
+        lambda x: x.as_strided((2,), (1,), x.storage_offset() - 2) + x[:2],
+        lambda x: (x, OUTSIDE)[0] if recording() is None else (recording().c_call("f", 0), x)[1],  # type: ignore[union-attr,func-returns-value]
+        lambda x: (x, None)[0] if recording() is None else (recording().launch(None, (1, 1), (x,), ()), x)[1],  # type: ignore[union-attr,func-returns-value]
+    ],
+    ids=["numbers", "other memory", "memory before an argument", "library without address", "interpreted kernel"],
+)
+def test_what_cannot_be_repeated_runs_in_python_in_every_call(
+    extension: Any, function: Callable[[Tensor], Tensor]
+) -> None:
+    replayed = Replayed(extension, function)
+    for seed in range(6):
+        x = same_key(68, seed=seed)[64:]
+        assert torch.equal(replayed.call(x), function(x))
+    assert (replayed.replays, replayed.kept) == (0, 0)
+
+
+def test_results_that_autograd_differentiates_come_from_python(extension: Any) -> None:
+    replayed = Replayed(extension, lambda x: 2 * x)
+    for seed in range(4):
+        x = same_key(4, seed=seed).requires_grad_()
+        replayed.call(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4,), 2.0))
+    assert replayed.replays == 0
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def keep(x: Tensor) -> None:
+        seen.append(weakref.ref(x.untyped_storage()))
+        seen.append(weakref.ref(x))
+
+    def function(x: Tensor) -> Tensor:
+        first = torch.empty(8)
+        run_opaque(keep, first)
+        second = torch.empty(8)
+        run_opaque(keep, second)
+        return second
+
+    replayed = Replayed(extension, function)
+    for _ in range(4):
+        x = same_key(4, seed=0)
+        result = replayed.call(x)
+        seen.append(weakref.ref(x))
+        del x, result
+    gc.collect()
+    assert replayed.replays == 2
+    assert not [each for each in seen if each() is not None]

@@ -1,0 +1,57 @@
+"""What goes over the wire, by Triton against torch, byte by byte: packed E2M1 numbers, partial sums."""
+
+import pytest
+import torch
+
+from snip_megatron.numerics.quantize import packed, wire
+
+from ..specs import spec
+from .interpreter import Quantizers
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 130), (5, 2 * 2048 + 2), (0, 128)])
+def test_packing(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    """All numbers that operands hold, NaN too: which number a NaN becomes must not depend on the device."""
+    generator = torch.Generator().manual_seed(shape[1])
+    x = torch.randn(shape, generator=generator).bfloat16()
+    x[:1, 0] = torch.nan
+    operand, _ = packed.quantize_operands(x, spec("fp4"))
+    values = operand.values.view(torch.uint8)
+    assert torch.equal(quantizers.call("pack_fp4", values), wire.pack_fp4(values))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 65), (3, 2, 2048 + 64), (2, 0, 64)])
+def test_unpacking(quantizers: Quantizers, shape: tuple[int, int, int]) -> None:
+    parts = torch.randint(256, shape, generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    assert torch.equal(quantizers.call("unpack_fp4", parts), wire.unpack_fp4(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 6, 128), (3, 2, 200), (2, 2, 2048 + 130)])
+def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Sizes from subnormal tiles to large ones, zero tiles, and every rank as the one that adds."""
+    ranks, rows, cols = shape
+    generator = torch.Generator().manual_seed(cols)
+    sizes = torch.tensor([1.0, 1e-39, 3e-5, 1e30])[torch.randint(4, (ranks, rows, 1), generator=generator)]
+    x = (torch.randn(shape, generator=generator) * sizes).to(dtype)
+    x[0, 0], x[-1, -1, -1] = 0.0, torch.nan
+    packed = [wire.pack_partial(each) for each in x]
+    for each, expected in zip(x, packed, strict=True):
+        found = quantizers.call("pack_partial", each)
+        torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
+        known = expected[1].isfinite().repeat_interleave(128, 1)[:, :cols]
+        assert torch.equal(found[0][known], expected[0][known])
+    elements, scales = (torch.stack(same) for same in zip(*packed, strict=True))
+    for rank in range(ranks):
+        arguments = (elements, scales, x[rank], rank)
+        found, expected = quantizers.call("add_partials", *arguments), wire.add_partials(*arguments)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
+    """What a rank keeps may be a part of a matrix."""
+    x = torch.randn(4, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in wire.pack_partial(x[2:, :128]))
+    own = x[:2, 128:256]
+    found = quantizers.call("add_partials", elements, scales, own, 1)
+    assert torch.equal(found, wire.add_partials(elements, scales, own, 1))

@@ -1,0 +1,82 @@
+"""Packed operands: layouts of the GEMM library, and the same numbers as ``fake_quantize``."""
+
+import pytest
+import torch
+
+from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.numerics.quantize.packed import quantize_operands
+
+from .specs import matrix, spec
+
+SHAPES = [(256, 384), (200, 300), (1, 1), (129, 128)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("row", "col"), [("fp8", "fp4"), ("fp4", "fp8")])
+def test_tiles_hold_the_reference_numbers_in_both_orientations(shape: tuple[int, int], row: str, col: str) -> None:
+    x = matrix(*shape)
+    operands = quantize_operands(x, spec(row, col))
+    assert torch.equal(operands[0].dequantize(), fake_quantize(x, row))
+    assert torch.equal(operands[1].dequantize(), fake_quantize(x, col, axis=0).t())
+    for operand, rows, depth in ((operands[0], *shape), (operands[1], *shape[::-1])):
+        tiles = -(-depth // 128)
+        assert operand.values.dtype == torch.float8_e4m3fn
+        assert operand.values.shape == (rows, tiles * 128)
+        assert operand.values.is_contiguous()
+        assert operand.scale.shape == (rows, tiles)
+        assert operand.scale.stride() == (1, rows)
+        assert (operand.values[:, depth:].float() == 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("row", "col"), [("fp8", "fp4"), ("fp4", "fp4")])
+def test_blocks_hold_the_reference_numbers_in_both_orientations(shape: tuple[int, int], row: str, col: str) -> None:
+    w = matrix(*shape)
+    operands = quantize_operands(w, spec(row, col, weight=True))
+    assert torch.equal(operands[0].dequantize(), fake_quantize(w, row, block=True))
+    assert torch.equal(operands[1].dequantize(), fake_quantize(w, col, block=True).t())
+    for operand, rows, depth in ((operands[0], *shape), (operands[1], *shape[::-1])):
+        depth_blocks, row_blocks = -(-depth // 128), -(-rows // 128)
+        padded = -(-depth_blocks // 4) * 4
+        assert operand.scale.shape == (padded, row_blocks)
+        assert operand.scale.stride() == (1, padded)
+        assert (operand.scale[depth_blocks:] == 1).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_scaling_in_both_orientations(shape: tuple[int, int]) -> None:
+    x = matrix(*shape)
+    row, col = quantize_operands(x, spec("fp8_tensor", "fp8_tensor"))
+    assert torch.equal(row.dequantize(), fake_quantize(x, "fp8_tensor"))
+    assert torch.equal(col.dequantize(), fake_quantize(x, "fp8_tensor").t())
+    assert row.scale.numel() == 1
+    amax = torch.tensor(1000.0)
+    row, col = quantize_operands(x, spec(None, "fp8_tensor", amax=amax))
+    assert row is None
+    assert torch.equal(col.dequantize(), fake_quantize(x, "fp8_tensor", tensor_amax=amax).t())
+
+
+def test_seeds_round_fp4_stochastically_and_leave_fp8_alone() -> None:
+    x = matrix(200, 300)
+    cols = torch.arange(300) * 7
+    row, col = quantize_operands(x, spec("fp4", "fp4", row_seed=3, col_seed=4, first_row=11, cols=cols))
+    options = {"rounding": "stochastic", "offset": (11, 0), "cols": cols}
+    assert torch.equal(row.dequantize(), fake_quantize(x, "fp4", seed=3, **options))
+    assert torch.equal(col.dequantize(), fake_quantize(x, "fp4", axis=0, seed=4, **options).t())
+    assert torch.equal(quantize_operands(x, spec("fp8", row_seed=3))[0].dequantize(), fake_quantize(x, "fp8"))
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
+def test_empty_matrices(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    assert quantize_operands(x, spec("fp8", "fp4"))[1].values.shape[0] == shape[1]
+    assert quantize_operands(x, spec("fp8", "fp4", weight=True))[0].values.shape[0] == shape[0]
+    assert quantize_operands(x, spec("fp8_tensor"))[0].scale.tolist() == [1.0]
+
+
+def test_formats_that_do_not_fit_the_storage_are_left_out() -> None:
+    for weight in (False, True):
+        for fmt in ("nvfp4", "mxfp8", "bf16"):
+            row, col = quantize_operands(matrix(4, 128), spec(fmt, "fp8", weight=weight))
+            assert row is None
+            assert col is not None

@@ -1,0 +1,213 @@
+"""Tiles and scales against an independent numpy oracle, and what training relies on: tails, zeros, NaN, shards."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from snip_megatron.numerics.quantize import fake_quantize, quantize, quantize_dequantize
+from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError
+
+from . import oracle
+
+GRANULARITIES = ("tile", "block")
+every_format = pytest.mark.parametrize("fmt", oracle.FORMATS)
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+def matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers whose rows and columns differ in size by orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, cols)) * np.exp(rng.normal(0, 3, (rows, 1))) * np.exp(rng.normal(0, 1, cols))
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def assert_same(ours: torch.Tensor, theirs: np.ndarray) -> None:
+    assert ours.dtype == torch.float32
+    np.testing.assert_array_equal(ours.numpy(), theirs)
+
+
+@every_format
+@every_granularity
+@pytest.mark.parametrize("shape", [(128, 256), (1, 1), (3, 130), (129, 127), (257, 300), (16, 33)])
+def test_agrees_with_the_oracle_tails_included(fmt: str, granularity: str, shape: tuple[int, int]) -> None:
+    x = matrix(*shape)
+    assert_same(quantize_dequantize(x, fmt, granularity), oracle.quantize_dequantize(x.numpy(), fmt, granularity))
+
+
+@every_format
+@every_granularity
+@given(
+    patterns=arrays(
+        np.uint32,
+        st.tuples(st.integers(1, 5), st.integers(1, 140)),
+        elements=st.integers(0, 2**32 - 1),
+        fill=st.just(0),
+    )
+)
+@settings(max_examples=25)
+def test_agrees_with_the_oracle_on_any_bit_pattern(fmt: str, granularity: str, patterns: np.ndarray) -> None:
+    x = patterns.view(np.float32)
+    with np.errstate(all="ignore"):
+        theirs = oracle.quantize_dequantize(x, fmt, granularity)
+    assert_same(quantize_dequantize(torch.from_numpy(x.copy()), fmt, granularity), theirs)
+
+
+@every_format
+@pytest.mark.parametrize("magnitude", [1e-45, 4e-45, 3e-43, 1e-41, 1e-38, 1e-30, 1e30, 3.3e38])
+def test_subnormal_and_extreme_tiles_stay_finite_and_agree(fmt: str, magnitude: float) -> None:
+    unit = torch.linspace(-1, 1, 3 * 200).view(3, 200).double()
+    x = (unit * magnitude).to(torch.float32)
+    ours = quantize_dequantize(x, fmt, "tile")
+    assert ours.isfinite().all()
+    assert_same(ours, oracle.quantize_dequantize(x.numpy(), fmt))
+    stochastic = quantize_dequantize(x, fmt, "tile", rounding="stochastic", seed=1)
+    assert stochastic.isfinite().all()
+
+
+@every_format
+def test_input_is_not_written_to(fmt: str) -> None:
+    for shape in ((128, 128), (1, 128), (128, 1), (1, 1)):
+        x = matrix(*shape)
+        kept = x.clone()
+        for rounding in ("nearest", "stochastic"):
+            quantize_dequantize(x, fmt, "tile", rounding=rounding, seed=1)
+        assert torch.equal(x, kept)
+
+
+@every_format
+@every_granularity
+def test_a_zero_tile_is_zero_and_its_scale_is_one(fmt: str, granularity: str) -> None:
+    x = matrix(256, 256)
+    x[:128, :128] = 0
+    assert (quantize_dequantize(x, fmt, granularity)[:128, :128] == 0).all()
+    zeros = quantize(torch.zeros(130, 140), fmt, block=granularity == "block")
+    assert (zeros.values == 0).all()
+    if fmt != "nvfp4":  # there the scale is stored in two parts; the E4M3 one is zero
+        assert (zeros.scale == 1).all()
+    assert (zeros.dequantize() == 0).all()
+
+
+@every_format
+@every_granularity
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_nan_and_inf_fill_their_tile_and_no_other(fmt: str, granularity: str, poison: float, rounding: str) -> None:
+    x = matrix(256, 384)
+    clean = quantize_dequantize(x, fmt, granularity, rounding=rounding, seed=4)
+    # the largest tile stays clean, so that nvfp4's tensor scale does too
+    row, col = next((r, c) for r, c in ((5, 200), (200, 300)) if abs(x[r, c]) < x.abs().max() / 10)
+    x[row, col] = poison
+    out = quantize_dequantize(x, fmt, granularity, rounding=rounding, seed=4)
+    height, width = oracle.tile_shape(fmt, granularity, (256, 384))
+    inside = torch.zeros_like(out, dtype=torch.bool)
+    top, left = row // height * height, col // width * width
+    inside[top : top + height, left : left + width] = True
+    assert out[inside].isnan().all()
+    assert torch.equal(out[~inside], clean[~inside])
+
+
+@every_format
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("shape", [(256, 384), (130, 70)])
+def test_axis_zero_is_the_transpose_of_the_last_axis(fmt: str, block: bool, shape: tuple[int, int]) -> None:
+    x = matrix(*shape)
+    expected = fake_quantize(x.t().contiguous(), fmt, axis=-1, block=block).t()
+    assert torch.equal(fake_quantize(x, fmt, axis=0, block=block), expected)
+    assert torch.equal(fake_quantize(x.t(), fmt, axis=-1, block=block).t(), expected)
+
+
+@every_format
+def test_a_shard_with_its_offset_is_the_slice_of_the_whole(fmt: str) -> None:
+    x = matrix(256, 512)
+    amax = x.abs().max()
+    options = {"rounding": "stochastic", "seed": 2**63 + 17, "tensor_amax": amax}
+    whole = fake_quantize(x, fmt, **options)
+    shard = fake_quantize(x[128:, 256:], fmt, offset=(128, 256), **options)
+    assert torch.equal(shard, whole[128:, 256:])
+    # a SwiGLU shard: columns of both halves
+    cols = torch.cat([torch.arange(128, 256), torch.arange(384, 512)])
+    swiglu = fake_quantize(x[:, cols], fmt, cols=cols, **options)
+    assert torch.equal(swiglu, whole[:, cols])
+    moved = fake_quantize(x[128:, 256:], fmt, **options)
+    assert not torch.equal(moved, whole[128:, 256:])
+
+
+@every_format
+def test_stochastic_rounding_is_reproducible_and_unbiased(fmt: str) -> None:
+    x = matrix(32, 256)
+    draws = torch.stack(
+        [quantize_dequantize(x, fmt, "tile", rounding="stochastic", seed=seed) for seed in range(100)]
+    ).double()
+    assert torch.equal(draws[3].float(), quantize_dequantize(x, fmt, "tile", rounding="stochastic", seed=3))
+    error = draws.mean(0) - x.double()
+    standard = draws.std(0) / len(draws) ** 0.5
+    varied = standard > 0
+    if fmt in ("fp4", "fp8", "fp8_tensor"):  # the other scales round, so the top of a tile may saturate
+        z = error[varied] / standard[varied]
+        bias = (error[varied].sum() / standard[varied].square().sum().sqrt()).item()
+        assert abs(bias) < 4
+        assert z.square().mean().item() < 1.5
+        assert varied.double().mean() > 0.5
+    else:
+        saturated = (x.abs() > 0.95 * draws.abs().amax(0).float()) & ~varied
+        assert (error[~saturated].sum() / standard.square().sum().sqrt()).abs().item() < 4
+
+
+@every_format
+@pytest.mark.parametrize("block", [False, True])
+def test_quantize_holds_element_values_and_scales(fmt: str, block: bool) -> None:
+    x = matrix(200, 300)
+    q = quantize(x, fmt, block=block)
+    dtype, maximum = oracle.ELEMENTS[fmt]
+    np.testing.assert_array_equal(q.values.numpy().astype(dtype).astype(np.float32), q.values.numpy())
+    assert q.values.abs().max() <= maximum
+    assert q.tile == oracle.tile_shape(fmt, "block" if block else "tile", (200, 300))
+    assert q.scale.shape == (-(-200 // q.tile[0]), -(-300 // q.tile[1]))
+    assert torch.equal(q.dequantize(), fake_quantize(x, fmt, block=block))
+    assert (q.factors is not None) == (fmt == "nvfp4")
+    if q.factors is not None:
+        tiles, whole = q.factors
+        assert torch.equal(tiles * whole, q.scale)
+        np.testing.assert_array_equal(tiles.numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32), tiles.numpy())
+
+
+def test_the_scale_of_a_tile_of_negative_zeros_is_a_positive_zero() -> None:
+    x = torch.full((2, 16), -0.0)
+    x[1] = 3.0
+    factors = quantize(x, "nvfp4").factors
+    assert factors[0].flatten().tolist() == [0.0, 448.0]
+    assert not factors[0].signbit().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0)])
+@every_format
+def test_empty_tensors_go_through(fmt: str, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    assert quantize_dequantize(x, fmt, "tile", rounding="stochastic", seed=1).shape == shape
+    assert quantize(x, fmt).dequantize().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "fp5"}, "'fp5' cannot be quantised to"),
+        ({"format": Format.BF16}, "'bf16' cannot be quantised to"),
+        ({"granularity": "row"}, "granularity 'row'"),
+        ({"rounding": "up"}, "rounding 'up'"),
+        ({"rounding": "stochastic"}, "needs a seed"),
+        ({"x": torch.zeros(2, 3, 4)}, r"2-D tensor .* \(2, 3, 4\)"),
+        ({"x": torch.zeros(3)}, "2-D tensor"),
+        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, "not torch.float64"),
+        ({"x": torch.zeros(2, 2, dtype=torch.int32)}, "not torch.int32"),
+    ],
+)
+def test_bad_input_is_one_clear_line(change: dict, message: str) -> None:
+    arguments = {"x": torch.zeros(2, 2), "format": "fp4", "granularity": "tile"} | change
+    with pytest.raises(SnipError, match=message) as error:
+        quantize_dequantize(**arguments)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,145 @@
+"""The joins behind the report: adoptions with their maps and scores, updates with their times."""
+
+import json
+from pathlib import Path
+
+import pytest
+import synthetic_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.records.run_directory import RunDirectory
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+
+
+def open_run(path: Path) -> RunDirectory:
+    return RunDirectory(path, {"policy": "snip"}, overwrite=False, resume_step=None)
+
+
+def test_adoptions_carry_their_map_and_scores(whole_run):
+    run = load_run(whole_run)
+    assert [(a.step, a.version) for a in run.adoptions] == [(15, 1), (35, 2), (55, 3), (75, 4), (95, 5)]
+    for adoption in run.adoptions:
+        assert adoption.precision_map.version == adoption.version
+        assert adoption.scores.keys() == adoption.precision_map.choices.keys()
+        assert adoption.achieved == 0.75
+    scores = json.loads((whole_run / "scores" / "step_30.json").read_text())
+    assert run.adoptions[1].scores == scores["scores"]
+    assert run.unreadable == []
+
+
+def test_updates_carry_their_times(whole_run):
+    updates = load_run(whole_run).updates
+    assert [(u.version, u.step, u.adopted_step) for u in updates] == [
+        (i + 1, 10 + 20 * i, 15 + 20 * i) for i in range(5)
+    ]
+    for update in updates:
+        assert update.collect_s == 0.12
+        assert list(update.probes_s) == ["statistics", "forward_noise"]
+        assert update.latency_s == 0.8
+        assert 0.3 <= update.solve_s <= 0.4
+        assert update.wait_s == pytest.approx(0.9 + 0.7 + 0.12 + 0.002 + 0.0 + 0.004)
+        assert update.status == "optimal"
+        assert update.lag_s >= 0.0
+    assert updates[0].changed == len(synthetic_run.LINEARS) * 3
+
+
+def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
+    with open_run(tmp_path) as run:
+        for step, version in ((5, 1), (9, 2), (12, 1)):
+            made = PrecisionMap.uniform([FC1], Format.FP4 if version == 1 else Format.FP8, version=version)
+            run.write("maps", step, made.to_json())
+            run.event(step, "adopt", version=version)
+    adoptions = load_run(tmp_path).adoptions
+    assert [a.precision_map.choices[f"{FC1}:fprop"] for a in adoptions] == [Format.FP4, Format.FP8, Format.FP4]
+
+
+def test_an_adoption_without_its_map_stays_in_the_list(tmp_path):
+    with open_run(tmp_path) as run:
+        run.event(7, "adopt", version=3, status="feasible", achieved=0.5)
+    (adoption,) = load_run(tmp_path).adoptions
+    assert (adoption.precision_map, adoption.scores, adoption.achieved) == (None, None, 0.5)
+
+
+def test_scores_are_found_by_version(tmp_path):
+    first, second = {"a": {}}, {"b": {}}
+    with open_run(tmp_path) as run:
+        for step, version, scores in ((2, 1, first), (6, 2, second)):
+            run.event(step, "submit", version=version)
+            run.write_scores(step, scores, version=version)
+        run.event(7, "adopt", version=1)  # after the second update was submitted
+    assert load_run(tmp_path).adoptions[0].scores == first
+
+
+def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
+    """The phases of a plan share its version, and are adopted one after another."""
+    with open_run(tmp_path) as run:
+        run.event(2, "submit", version=1)
+        run.event(4, "adopt", version=1, changed=12)
+        run.event(40, "adopt", version=1, changed=0)
+        run.event(60, "adopt", version=1, changed=3)
+    (update,) = load_run(tmp_path).updates
+    assert (update.adopted_step, update.changed) == (4, 12)
+    assert [adoption.step for adoption in load_run(tmp_path).maps] == [4, 60]
+
+
+def test_validations_of_a_second_set_have_a_key_of_their_own(tmp_path):
+    with open_run(tmp_path) as run:
+        for formats, name, loss in (("map", "a", 2.0), ("bf16", "a", 2.5), ("map", "b", 3.0)):
+            run.event(4, "validation", formats=formats, set=name, loss=loss)
+    assert load_run(tmp_path).validations() == {"map": {4: 2.0}, "bf16": {4: 2.5}, "map, b": {4: 3.0}}
+
+
+def test_outcomes_that_are_no_adoption(tmp_path):
+    with open_run(tmp_path) as run:
+        run.event(2, "collect", seconds=0.1)
+        run.event(2, "submit", version=1)
+        run.event(4, "postpone", version=1, until=6)
+        run.event(6, "postpone", version=1, until=8)
+        run.event(7, "solve_failed", version=1, reason="infeasible", message="stage 0")
+        run.event(9, "probe", kind="statistics", seconds=0.2)
+        run.event(9, "dropped", reason="not finite")
+    failed, dropped = load_run(tmp_path).updates
+    assert (failed.status, failed.postponed, failed.adopted_step) == ("failed: infeasible", 2, None)
+    assert (dropped.status, dropped.version, dropped.probes_s) == ("dropped: not finite", None, {"statistics": 0.2})
+    assert [e["event"] for e in load_run(tmp_path).faults] == ["solve_failed", "dropped"]  # a late answer is none
+
+
+def test_broken_files_are_listed_not_fatal(tmp_path):
+    synthetic_run.write_run(tmp_path / "run", steps=40)
+    (tmp_path / "run" / "maps" / "step_15.json").write_text("{")
+    (tmp_path / "run" / "scores" / "step_30.json").write_text("[]")
+    run = load_run(tmp_path / "run")
+    assert len(run.unreadable) == 2
+    assert run.adoptions[0].precision_map is None
+    assert run.adoptions[1].scores is None
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = ("version", "seconds", "kind", "solve_seconds", "latency_s", "achieved", "achieved_per_stage", "status",
+          "changed", "time", "wait_s", "reason", "loss")  # fmt: skip
+KINDS = ("collect", "probe", "submit", "solved", "adopt", "postpone", "solve_failed", "guard", "validation", "other")
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES)),
+    max_size=8,
+)
+
+
+@settings(max_examples=40)
+@given(EVENTS)
+def test_any_events_can_be_loaded_and_drawn(tmp_path_factory, events):
+    from snip_megatron.reporting.report import render
+
+    path = tmp_path_factory.mktemp("any")
+    with open_run(path) as run:
+        run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        for step, kind, fields in events:
+            run.event(step, kind, **{k: v for k, v in fields.items() if k != "wait_s"})
+    assert "</html>" in render(load_run(path))

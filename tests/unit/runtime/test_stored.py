@@ -1,0 +1,160 @@
+"""A run's statistics solved again: other budgets, policies, formats and times; what is not stored is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sensitivity.synthetic import SHAPES, make_table
+
+from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
+from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.reporting.front import latest_front
+from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.records.stored import Stored, find_stored, is_statistics, rebuild
+from snip_megatron.sensitivity import SolveRequest, build_problem
+from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.times import OptionTimes
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import LinearShape
+
+STEPS = (10, 30)
+MEASURED = ("fp8", "fp8_tensor", "fp4")
+LINEAR_SHAPES = {kind: LinearShape(256, *SHAPES[kind], microbatches=2) for kind in DENSE_LAYER}
+TIMED = ("bf16", "fp8", "fp8_tensor")
+TIMES = OptionTimes.predict(load_cost_model("flops"), LINEAR_SHAPES, [Format(f) for f in TIMED])
+
+
+def write_run(path: Path, request: SolveRequest, *, facts: dict[str, Any] | None = None) -> Path:
+    """Two updates as a run under ``request`` stores them."""
+    own = {"request": request.as_dict(), "predicted_times": None}
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts=own if facts is None else facts) as run:
+        for step in STEPS:
+            table = make_table(layers=4, stages=2, formats=MEASURED, seed=step)
+            run.write("stats", step, table.to_bytes())
+            run.write("problems", step, build_problem(table, request)[0].to_json())
+    return path
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "share", SolveRequest(budget=Budget("fp4", 0.5), pins=(("decoder.layers.0.*", "fp8"),)))
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "timed", SolveRequest(formats=TIMED, budget=Budget("speedup", 1.5), times=TIMES))
+
+
+def stored(run: Path, step: int | None = None) -> Stored:
+    found = find_stored(run, step)
+    assert found is not None
+    return found
+
+
+# -- finding ---------------------------------------------------------------------------------------------------
+def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
+    assert stored(share) == Stored(share, 30)
+    assert stored(share, 10) == Stored(share, 10)
+    assert find_stored(share / "stats" / "step_10.npz", None) == Stored(share, 10)
+    assert find_stored(share / "problems" / "step_30.json", None) == Stored(share, 30)
+    assert is_statistics(share / "stats" / "step_10.npz")
+    assert not is_statistics(share / "problems" / "step_10.json")
+
+
+def test_files_outside_of_runs_are_on_their_own(share: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "problems" / "step_30.json"
+    alone.parent.mkdir()
+    alone.write_text((share / "problems" / "step_30.json").read_text())
+    assert find_stored(alone, None) is None
+    assert find_stored(share / "problems" / "mine.json", None) is None
+    assert find_stored(tmp_path / "nothing.json", None) is None
+
+
+# -- making a Problem again ------------------------------------------------------------------------------------
+def test_nothing_changed_is_the_stored_problem(share: Path, timed: Path) -> None:
+    for run in (share, timed):
+        for step in STEPS:
+            assert rebuild(stored(run, step), {}, None) == stored(run, step).problem()
+
+
+def test_from_a_speedup_to_a_share_leaves_bf16_to_pins(timed: Path) -> None:
+    with pytest.raises(SnipError, match="bf16 is no candidate"):
+        rebuild(stored(timed), {"formats": ("bf16", "fp4")}, Budget("fp4", 0.5))
+    problem = rebuild(stored(timed), {"formats": ("fp8", "fp4")}, Budget("fp4", 0.5))
+    assert problem.budget == Budget("fp4", 0.5)
+    row = stored(timed).table().linears[0]
+    assert problem.items[0].cost == 2.0 * 4096 * row.n * row.k
+    kept = rebuild(stored(timed), {}, Budget("fp4", 0.0))
+    assert [c.format.value for c in kept.items[0].choices] == ["fp8", "fp8_tensor"]
+
+
+def test_a_share_of_a_run_without_a_four_bit_format_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", SolveRequest(formats=TIMED, budget=Budget("loss", 0.002), times=TIMES))
+    with pytest.raises(SnipError, match=r"run: fp8,fp8_tensor: none has four bits, so --budget fp4=0.5 cannot be"):
+        rebuild(stored(run), {}, Budget("fp4", 0.5))
+
+
+def test_times_of_experts_outside_of_the_map_are_not_predicted(tmp_path: Path) -> None:
+    request = SolveRequest(budget=Budget("fp4", 0.3), unquantised_stage_flops={0: 1e12, 1: 1e12})
+    run = write_run(tmp_path / "experts", request)
+    change = {"formats": TIMED}
+    with pytest.raises(SnipError, match="times of its linears that stay bf16 are not predicted"):
+        rebuild(stored(run), change, Budget("speedup", 1.4))
+    assert rebuild(stored(run), {}, Budget("fp4", 0.2)).budget.value == 0.2
+
+
+def test_maps_by_time_say_their_share_of_flops(timed: Path) -> None:
+    names = [row.name for row in stored(timed).table().linears]
+    half = PrecisionMap({name: Format.FP4 if ".mlp." in name else Format.FP8 for name in names}, budget="speedup")
+    n_k = {kind: n * k for kind, (n, k) in SHAPES.items()}
+    expected = (n_k["mlp.linear_fc1"] + n_k["mlp.linear_fc2"]) / sum(n_k.values())
+    assert stored(timed).with_fp4_share(half).fp4_share == pytest.approx(expected)
+    assert stored(timed).with_fp4_share(PrecisionMap(half.choices)).fp4_share is None
+
+
+def test_damaged_records(tmp_path: Path) -> None:
+    old = write_run(tmp_path / "old", SolveRequest(), facts={})
+    with pytest.raises(SnipError, match=r"facts.request: missing"):
+        rebuild(stored(old), {"q": "paper"}, None)
+    assert stored(old).problem().budget.value == 0.75
+    damaged = write_run(tmp_path / "damaged", SolveRequest(), facts={"request": 3})
+    with pytest.raises(SnipError, match=r"facts.request: must be an object"):
+        stored(damaged).request()
+    (damaged / "problems" / "step_30.json").write_text("{")
+    with pytest.raises(SnipError, match=r"step_30.json: not JSON"):
+        stored(damaged).problem()
+    body = json.loads((old / "config.json").read_text())
+    assert body["facts"] == {}
+
+
+# -- runs with phases ------------------------------------------------------------------------------------------
+PHASES = PhasedRequest(
+    begins=(32, 60),
+    steps=(28, 40),
+    budgets=(None, None),
+    change=(None, ("*:fprop",)),
+    standing=(0.0, 1.0),
+    carried=(0.4, 0.3),
+    spent_steps=32,
+    spent=0.9,
+)
+
+
+def test_an_update_of_phases_is_solved_again_for_one_map(tmp_path: Path) -> None:
+    request = SolveRequest(budget=Budget("fp4", 0.5))
+    path = tmp_path / "planned"
+    with RunDirectory(path, {}, overwrite=False, resume_step=None, facts={"request": request.as_dict()}) as run:
+        table = make_table(layers=4, stages=2, formats=("fp8", "fp4"), seed=30)
+        problem, _ = build_problem(table, dataclasses.replace(request, phases=PHASES))
+        run.write("stats", 30, table.to_bytes())
+        run.write("problems", 30, problem.to_json())
+    update = stored(path)
+    assert update.problem() == problem
+    assert rebuild(update, {}, None) == build_problem(table, request)[0]
+    other = rebuild(update, {"policy": "fisher"}, Budget("fp4", 0.7))
+    assert (other.phases, other.budget) == ((), Budget("fp4", 0.7))
+    front = latest_front(path, [], [], points=3)
+    assert [point.x for point in front.points] == pytest.approx([0, 0.5, 1], abs=0.03)

@@ -1,0 +1,133 @@
+"""The statistics' kernels against torch, in Triton's interpreter: in a process of its own, because the interpreter must
+be chosen before the first import of triton, and Megatron imports it. Compiled kernels: tests/gpu/test_statistics.py."""
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from drift_oracle import drift_differs
+
+from snip_megatron.sensitivity import errors
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def interpreted(interpreter: ProcessPoolExecutor) -> Run:
+    """Calls a function of this module where kernels are interpreted."""
+    return lambda *call, **options: interpreter.submit(*call, **options).result(timeout=300)
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows and columns of very different size, a zero row and a zero column."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    spread = torch.randn(rows, 1, generator=generator).mul(3).exp() * torch.randn(cols, generator=generator).exp()
+    x = torch.randn(rows, cols, generator=generator) * spread
+    x[:1], x[:, -1:] = 0.0, 0.0
+    return x.to(dtype)
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest relative difference; both zero: none."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype == torch.float64
+    return float(((found - expected).abs() / expected.abs().clamp(min=1e-300)).max()) if found.numel() else 0.0
+
+
+def implementations() -> tuple[ModuleType, ModuleType]:
+    """The kernels, imported where they are interpreted, and the reference."""
+    from snip_megatron.sensitivity.kernels import sums
+
+    return sums, errors
+
+
+def worst_of_sums(shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **options: Any) -> float:
+    """Largest relative difference of the sums over an operand, and over it as a weight."""
+    x = matrix(*shape, dtype)
+    found, expected = (module.tensor_sums(x, *arguments, **options) for module in implementations())
+    names = ("rows", "cols", "row_errors", "col_errors")
+    amax = options.get("amax")
+    weights = worst(*(module.weight_sums(x, *arguments, amax=amax) for module in implementations()))
+    return max(weights, *(worst(getattr(found, name), getattr(expected, name)) for name in names))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [("fp8", "fp4"), ("fp4",), ("mxfp4", "fp8_tensor", "fp4"), ("nvfp4",), ("fp8", "nvfp4_hadamard")],
+)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_sums_with_tails(interpreted: Run, formats: tuple[str, ...], stochastic: bool) -> None:
+    assert interpreted(worst_of_sums, (200, 300), torch.bfloat16, formats, stochastic=stochastic) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 200), (129, 1), (0, 8)])
+def test_sums_of_small_shapes(interpreted: Run, shape: tuple[int, int]) -> None:
+    assert interpreted(worst_of_sums, shape, torch.bfloat16, ("fp8", "fp4")) < 1e-4
+
+
+def test_the_amax_of_all_shards(interpreted: Run) -> None:
+    amax = torch.tensor(1e5)
+    assert interpreted(worst_of_sums, (140, 150), torch.bfloat16, ("fp8_tensor",), amax=amax) < 1e-4
+
+
+def worst_of_dots(formats: tuple[str, ...]) -> float:
+    """FP32, whose quotients are no ties: there the sign of an error is anyone's."""
+    x, d = matrix(200, 300, torch.float32), matrix(300, 200, torch.bfloat16).t()
+    found, expected = (module.tensor_sums(x, formats, d=d).dots for module in implementations())
+    size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
+    return float(((found - expected) / size).abs().max())
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("mxfp4", "fp8_tensor", "fp4")])
+def test_inner_products_with_errors(interpreted: Run, formats: tuple[str, ...]) -> None:
+    assert interpreted(worst_of_dots, formats) < 1e-4
+
+
+def broken_columns(number: float) -> list[list[int]]:
+    """Columns whose error sums are no numbers, by the kernel and by the reference."""
+    x = matrix(200, 300, torch.float32)
+    x[150, 7] = number
+    found = [m.tensor_sums(x, ("fp8", "fp4"), stochastic=True).col_errors[1] for m in implementations()]
+    return [torch.nonzero(~sums.isfinite())[:, 0].tolist() for sums in found]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(interpreted: Run, number: float) -> None:
+    assert interpreted(broken_columns, number) == [[7], [7]]
+
+
+def worst_of_outputs(rows: int, cols: int) -> float:
+    generator = torch.Generator().manual_seed(3)
+    exact, noise, g = (torch.randn(rows, cols, generator=generator) for _ in range(3))
+    found, expected = (m.output_sums(exact + 0.1 * noise, exact, g.bfloat16()) for m in implementations())
+    size = float(expected[0].square().mean().sqrt())  # single dots may be close to zero
+    return max(float((found[0] - expected[0]).abs().max()) / size, worst(found[1], expected[1]))
+
+
+def test_output_sums(interpreted: Run) -> None:
+    assert interpreted(worst_of_outputs, 3, 5000) < 1e-5
+
+
+def worst_of_squares(count: int) -> float:
+    x = matrix(1, count, torch.bfloat16)[:, :-1] if count else torch.zeros(0)
+    return float((implementations()[0].sum_squares(x) - x.double().square().sum()).abs())
+
+
+@pytest.mark.parametrize(("count", "bound"), [(0, 1e-12), (10_000, 1e-2)])
+def test_sum_squares(interpreted: Run, count: int, bound: float) -> None:
+    assert interpreted(worst_of_squares, count) < bound
+
+
+# -- drift -----------------------------------------------------------------------------------------------------
+RHOS = (1e-4, 1e-2, 0.3, 10.0)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 6500), (77, 4001)])
+@pytest.mark.parametrize(("step", "noise"), [(7, 0.5), (7, 1.0), (0, 0.5)])
+def test_drift_is_the_difference_of_two_updates(
+    interpreted: Run, start: int, end: int, step: int, noise: float
+) -> None:
+    assert interpreted(drift_differs, (50, 130), start, end, step, noise, RHOS) < 1e-4

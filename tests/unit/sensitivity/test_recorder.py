@@ -1,0 +1,318 @@
+"""What a linear records in a probe, against the definitions of the table's columns in float64; whole and sharded."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from handles import handle_of
+
+from snip_megatron.layers.context import LinearHandle, StepContext
+from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.precision import LinearId, LinearRow
+from snip_megatron.sensitivity.errors import squared_errors
+from snip_megatron.sensitivity.recorder import Dots, LinearRecorder, Pass
+from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
+from snip_megatron.sensitivity.squares import sample_rows
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+FORMATS = ("fp8", "fp4")
+T, N, K = 256, 256, 384
+CONTEXT = StepContext(step=3, seed=21, dp_size=2, dp_rank=1)
+COLUMN, ROW = LinearId("decoder", 1, "mlp.linear_fc1"), LinearId("decoder", 1, "mlp.linear_fc2")
+
+
+@dataclass
+class Microbatch:
+    """X [T, K], W [N, K], G [T, N], whole, bf16."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    g: torch.Tensor
+
+    @property
+    def d(self) -> torch.Tensor:
+        return self.g @ self.w
+
+
+def microbatches(count: int = 2, tokens: int = T) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(8)
+    w = (torch.randn(N, K, generator=generator) / 16).bfloat16()
+    scale = torch.rand(K, generator=generator).mul(4).exp()
+    return [
+        Microbatch(
+            (torch.randn(tokens, K, generator=generator) * scale).bfloat16(),
+            w,
+            (
+                torch.randn(tokens, N, generator=generator) * torch.rand(tokens, 1, generator=generator) * 1e-3
+            ).bfloat16(),
+        )
+        for _ in range(count)
+    ]
+
+
+def place(linear: LinearId, rank: int = 0, size: int = 1, **features: torch.Tensor) -> LinearHandle:
+    fields: dict[str, Any] = {"parallel": "column" if linear is COLUMN else "row", "tp_rank": rank, "tp_size": size}
+    return handle_of(linear, N, K, CONTEXT, **fields, **features)
+
+
+def record(recorder: LinearRecorder, index: int, *tensors: torch.Tensor) -> None:
+    """Microbatch ``index``, the way a backward does it: it counts itself first."""
+    recorder.handle.state.backwards = index + 1
+    recorder.on_backward(*tensors)
+
+
+def recorded(linear: LinearId, batches: list[Microbatch], samples: int) -> LinearRecorder:
+    """What a rank alone records of a linear."""
+    recorder = LinearRecorder(place(linear), FORMATS, samples)
+    for i, b in enumerate(batches):
+        d = b.g.float() @ b.w.float()
+        record(recorder, i, b.x, b.w, b.g, d, d)
+    return recorder
+
+
+def square(t: torch.Tensor) -> float:
+    return float(t.double().square().sum())
+
+
+def errors_of_g(g: torch.Tensor, fmt: str, axis: int) -> torch.Tensor:
+    """Expected (Q(G) − G)², as training rounds it."""
+    return squared_errors(g, fmt, axis=axis, stochastic=True).double()
+
+
+def definitions(batches: list[Microbatch], samples: int) -> dict[str, Any]:
+    """The columns as docs/how-it-works.md defines them."""
+    rows = [sample_rows(len(b.x), samples) for b in batches]
+    weight = len(batches[0].x) / len(rows[0])
+    w = batches[0].w.double()
+    columns: dict[str, Any] = {
+        "x2": sum(square(b.x) for b in batches),
+        "w2": square(w),
+        "g2": sum(square(b.g) for b in batches),
+        "d2": sum(square(b.d) for b in batches),
+        "s2": sum(float((b.g.double().square().sum(1) * b.x.double().square().sum(1)).sum()) for b in batches),
+        "xs2": sum(square(b.x[r]) for b, r in zip(batches, rows, strict=True)) * weight,
+        "gs2": sum(square(b.g[r]) for b, r in zip(batches, rows, strict=True)) * weight,
+        "y2": sum(square(b.x.double() @ w.t()) for b in batches),
+    }
+    for column in ("dx_row2", "dx_col2", "dw2", "dg_row2", "dg_col2", "e2", "c2"):
+        columns[column] = np.zeros(len(FORMATS))
+    for f, fmt in enumerate(FORMATS):
+        qw = fake_quantize(batches[0].w, fmt, block=True).double()
+        columns["dw2"][f] = square(qw - w)
+        for b in batches:
+            qx = fake_quantize(b.x, fmt).double()
+            error = qx @ qw.t() - b.x.double() @ w.t()
+            columns["dx_row2"][f] += square(qx - b.x.double())
+            columns["dx_col2"][f] += square(fake_quantize(b.x, fmt, axis=0).double() - b.x.double())
+            columns["dg_row2"][f] += float(errors_of_g(b.g, fmt, -1).sum())
+            columns["dg_col2"][f] += float(errors_of_g(b.g, fmt, 0).sum())
+            columns["e2"][f] += square(error)
+            columns["c2"][f] += float((b.g.double() * error).sum(1).square().sum())
+    return columns
+
+
+def alone() -> ProbeGroups:
+    return ProbeGroups(tp=None, dp=None)
+
+
+# -- one rank --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+@pytest.mark.parametrize("samples", [64, 10_000])
+def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
+    batches = microbatches()
+    recorder = recorded(linear, batches, samples)
+    finish_dots([recorder], alone())
+    assert recorder.dots == []
+    expected = definitions(batches, samples)
+    if linear is ROW:  # partial over ranks there: completed from other columns in the table
+        expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}
+    found = recorder.sums | recorder.by_format
+    assert found.keys() == expected.keys()
+    expected["d2"] = sum(square(b.g.double() @ b.w.double()) for b in batches)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name].numpy(), value, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Y, E and G·E of 64 tokens of 256 stand for all of them."""
+    monkeypatch.setattr("snip_megatron.sensitivity.recorder.OUTPUT_TOKENS", 64)
+    batches = microbatches()
+    recorder = recorded(linear, batches, 32)
+    finish_dots([recorder], alone())
+    found = recorder.sums | recorder.by_format
+    whole = definitions(batches, 64)
+    np.testing.assert_allclose(found["c2"].numpy(), whole["c2"], rtol=0.1)
+    if linear is COLUMN:
+        for name in ("y2", "e2"):
+            np.testing.assert_allclose(found[name].numpy(), whole[name], rtol=0.1, err_msg=name)
+
+
+def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest element is in a token that is not sampled: E is still that of the whole tensor's scale."""
+    recorders = []
+    (b,) = microbatches(1)
+    b.x[1, 5] = 4096.0
+    for tokens in (64, T):
+        monkeypatch.setattr("snip_megatron.sensitivity.recorder.OUTPUT_TOKENS", tokens)
+        recorder = LinearRecorder(place(COLUMN), ("fp8_tensor",), 32)
+        record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
+        recorders.append(recorder)
+    sampled, whole = (recorder.dots[0].values for recorder in recorders)
+    torch.testing.assert_close(sampled, whole[:, ::4], rtol=1e-4, atol=1e-4 * float(whole.abs().median()))
+
+
+def test_column_norms() -> None:
+    batches = microbatches()
+    recorder = recorded(COLUMN, batches, 64)
+    close = {"rtol": 1e-6, "atol": 0.0}
+    torch.testing.assert_close(recorder.x_cols, sum(b.x.double().square().sum(0) for b in batches), **close)
+    torch.testing.assert_close(recorder.g_cols, sum(b.g.double().square().sum(0) for b in batches), **close)
+    for f, fmt in enumerate(FORMATS):
+        dx = [fake_quantize(b.x, fmt, axis=0).double() - b.x.double() for b in batches]
+        torch.testing.assert_close(recorder.dx_cols[f], sum(e.square().sum(0) for e in dx), **close)
+        torch.testing.assert_close(recorder.dg_cols[f], sum(errors_of_g(b.g, fmt, 0).sum(0) for b in batches), **close)
+
+
+def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch() -> None:
+    batches = microbatches()
+    recorder = recorded(COLUMN, batches, 32)
+    changed = [Microbatch(b.x + i + 1, b.w, b.g * (1 + 0.1 * (i + 1))) for i, b in enumerate(batches)]
+    before = {name: value.clone() for name, value in recorder.sums.items()}
+    rows = sample_rows(T, 32)
+    fx2 = sum(square((c.x.float() - b.x.float())[rows]) for b, c in zip(batches, changed, strict=True)) * T / 32
+    g2 = sum(square((c.g.float() - b.g.float())[rows]) for b, c in zip(batches, changed, strict=True)) * T / 32
+    recorder.start(Pass.FORWARD_NOISE)
+    for i, c in enumerate(changed):
+        record(recorder, i, c.x, c.w, c.g, c.d, c.d)
+    assert float(recorder.sums["fx2"]) == pytest.approx(fx2, rel=1e-6)
+    assert float(recorder.sums["fg2"]) == pytest.approx(g2, rel=1e-6)
+    assert {name: recorder.sums[name] for name in before} == before
+
+
+def test_no_tokens_leave_no_nan() -> None:
+    recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
+    (b,) = microbatches(1, tokens=0)
+    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
+    finish_dots([recorder], alone())
+    assert all(torch.isfinite(value).all() for value in (recorder.sums | recorder.by_format).values())
+    assert set(recorder.sums) == {"w2"}
+    recorder.start(Pass.FORWARD_NOISE)
+    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
+    assert float(recorder.sums["fx2"]) == float(recorder.sums["fg2"]) == 0.0
+
+
+# -- experts ---------------------------------------------------------------------------------------------------
+def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
+    handle = place(LinearId("decoder", 1, "mlp.experts.linear_fc1"))
+    handle = replace(handle, parallel="column", expert=number, module=torch.nn.Linear(K, N, bias=False))
+    with torch.no_grad():
+        handle.module.weight.copy_(weight)
+    return LinearRecorder(handle, FORMATS, 64)
+
+
+def test_a_microbatch_without_tokens_changes_nothing() -> None:
+    (b,) = microbatches(1, tokens=200)
+    none = torch.empty(0, K).bfloat16(), b.w, torch.empty(0, N).bfloat16()
+    plain, mixed = expert(0, b.w), expert(0, b.w)
+    record(plain, 0, b.x, b.w, b.g, b.d, b.d)
+    record(mixed, 0, *none, none[0], none[0])
+    record(mixed, 1, b.x, b.w, b.g, b.d, b.d)
+    for recorder in (plain, mixed):
+        finish_dots([recorder], alone())
+    for name, value in (plain.sums | plain.by_format).items():
+        assert torch.equal((mixed.sums | mixed.by_format)[name], value), name
+    assert torch.equal(mixed.own_sums(), plain.own_sums())
+    assert plain.own_sums()[3] == 200
+
+
+def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
+    """One busy expert, one that no token was sent to: sums over both, column norms of each."""
+    (b,) = microbatches(1, tokens=T)
+    busy, idle = expert(0, b.w), expert(3, 2 * b.w)
+    record(busy, 0, b.x, b.w, b.g, b.d, b.d)
+    groups = ProbeGroups(tp=None, dp=None, experts=ProbeGroups(tp=None, dp=None))
+    assert groups.of(busy.handle) is groups.experts
+    assert groups.of(place(COLUMN)) is groups
+    finish_dots([busy, idle], groups)
+    reduce_columns([busy, idle], groups)
+    assert not idle.whole.any()
+    assert busy.whole.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
+    assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))
+    record(idle, 0, torch.empty(0, K), 2 * b.w, torch.empty(0, N), torch.empty(0, K), torch.empty(0, K))
+    row = LinearRow("decoder.layers.1.mlp.experts.linear_fc1", 0, N, K, experts=4, active=2)
+    shape = TableShape(linears=(row,), formats=FORMATS, sinks=())
+    table = PartialTable(shape, 1.0)
+    for recorder in (busy, idle):
+        table.add_recorder(recorder, dp_rank=0)
+    expected = definitions([b], 64)
+    name = row.name
+    assert table.linear(name, "w2") == pytest.approx(5 * expected["w2"])
+    assert table.linear(name, "x2") == pytest.approx(expected["x2"], rel=1e-6)
+    assert table.to_table(step=0, tokens=T, tokens_per_step=T, meta={}).linears == (row,)
+    assert (row.elements, row.flops) == (4.0 * N * K, 2.0 * 2 * N * K)
+
+
+# -- two tensor parallel ranks, simulated ----------------------------------------------------------------------
+def shards(linear: LinearId, sequence_parallel: bool) -> list[tuple[LinearHandle, Any]]:
+    """Per rank: its handle and the function Microbatch -> what its backward sees (x, w, g, d_local, d_reduced)."""
+    found = []
+    for rank in range(2):
+        # Gated halves for the column-parallel linear: rows 0–63 and 128–191 on rank 0. All multiples of no tile.
+        out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
+        inner = torch.arange(K).chunk(2)[rank]
+        tokens = torch.arange(T).chunk(2)[rank] if sequence_parallel else torch.arange(T)
+
+        def column(b: Microbatch, out: torch.Tensor = out, tokens: torch.Tensor = tokens) -> tuple[torch.Tensor, ...]:
+            w, g = b.w[out], b.g[:, out]
+            whole = b.g.float() @ b.w.float()
+            return b.x, w, g, g.float() @ w.float(), whole[tokens]
+
+        def row(b: Microbatch, inner: torch.Tensor = inner) -> tuple[torch.Tensor, ...]:
+            w = b.w[:, inner]
+            d = b.g.float() @ w.float()
+            return b.x[:, inner], w, b.g, d, d
+
+        if linear is COLUMN:
+            found.append((place(linear, rank=rank, size=2, out_features=out), column))
+        else:
+            found.append((place(linear, rank=rank, size=2, in_features=inner), row))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [T, 64], ids=["all", "sample"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
+def test_the_sum_over_shards_is_the_whole(
+    linear: LinearId, sequence_parallel: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every column, with nothing counted twice. N/4 = 64: W's blocks and G's tiles along N fall differently on two
+    ranks, so the errors of those are compared loosely; the rest to FP32 summation."""
+    monkeypatch.setattr("snip_megatron.sensitivity.recorder.OUTPUT_TOKENS", tokens)
+    batches = microbatches()
+    whole = recorded(linear, batches, 64)
+    parts = [(LinearRecorder(handle, FORMATS, 64), local) for handle, local in shards(linear, sequence_parallel)]
+    for recorder, local in parts:
+        for i, b in enumerate(batches):
+            record(recorder, i, *local(b))
+    first, second = (recorder for recorder, _ in parts)
+    for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
+        own = first.dots[i]
+        known = None if own.known is None or other.known is None else own.known + other.known
+        assert (known is None) == (tokens == T)
+        first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, known)
+    shape = TableShape(linears=(LinearRow(str(linear), 0, N, K),), formats=FORMATS, sinks=())
+    one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
+    finish_dots([whole], alone())
+    one.add_recorder(whole, dp_rank=0)
+    for recorder in (first, second):
+        finish_dots([recorder], alone())
+        two.add_recorder(recorder, dp_rank=0)
+    tiled = {"dw2", "dg_row2", "c2", "e2"} if linear is COLUMN else {"dw2", "dx_row2", "c2"}
+    for name, expected in one.arrays.items():
+        rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
+        np.testing.assert_allclose(two.arrays[name].numpy(), expected.numpy(), rtol=rtol, err_msg=name)
+    assert float(one.arrays["linear.x2"][0]) > 0

@@ -1,0 +1,154 @@
+"""Errors of an update have the size that column norms predict; shards of weight and optimizer add up."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from handles import handle_of
+
+from snip_megatron.sensitivity.recorder import LinearRecorder
+from snip_megatron.sensitivity.signs import error_signs
+from snip_megatron.sensitivity.table import RHO_GRID
+from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
+
+LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+N, K = 24, 40
+
+
+def trained(steps: int, dtype: torch.dtype = torch.float64) -> AdamWState:
+    """State of torch's AdamW of a weight [N, K] after ``steps`` steps on noisy gradients."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.nn.Parameter(torch.randn(N, K, generator=generator, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+    sizes = torch.rand(N, K, generator=generator, dtype=dtype).mul(9).exp() * 1e-7
+    for _ in range(steps):
+        weight.grad = (torch.randn(N, K, generator=generator, dtype=dtype) + 0.5) * sizes
+        optimizer.step()
+    zeros = torch.zeros(N * K, dtype=dtype)
+    held = optimizer.state.get(weight, {"exp_avg": zeros, "exp_avg_sq": zeros})
+    moments = (held[name].clone().view(-1) for name in ("exp_avg", "exp_avg_sq"))
+    return AdamWState(0, N * K, steps, *moments, *BETAS, EPS)
+
+
+def gradient(shape: tuple[int, ...], seed: int = 9) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).view(-1) * 1e-5
+
+
+def moved(g: torch.Tensor, error: torch.Tensor, state: AdamWState) -> float:
+    """‖u(g + error) − u(g)‖² in float64, by the direction that test_compat_updates.py holds to torch's AdamW."""
+    exact = replace(state, exp_avg=state.exp_avg.double(), exp_avg_sq=state.exp_avg_sq.double())
+    change = exact.direction(g.double() + error) - exact.direction(g.double())
+    return float(change.square().sum())
+
+
+# -- a linear --------------------------------------------------------------------------------------------------
+SCALE = StepScale(gradient=0.5, clip=0.8, tokens=64, tokens_per_step=256)
+
+
+def recorder_of(out: torch.Tensor, inner: torch.Tensor, rank: int = 0) -> LinearRecorder:
+    """A recorder that holds the column norms of these rows and columns of W."""
+    handle = handle_of("decoder.layers.0.mlp.linear_fc1", N, K, tp_rank=rank, out_features=out, in_features=inner)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(K, generator=generator, dtype=torch.float64)
+    g = torch.rand(N, generator=generator, dtype=torch.float64) * 1e-8
+    dx = torch.rand(2, K, generator=generator, dtype=torch.float64) * torch.tensor([[1e-3], [1e-2]])
+    dg = torch.rand(2, N, generator=generator, dtype=torch.float64) * torch.tensor([[1e-11], [1e-10]])
+    recorder = LinearRecorder(handle, ("fp8", "fp4"), 8)
+    recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols = x[inner], g[out], dx[:, inner], dg[:, out]
+    return recorder
+
+
+def whole_recorder() -> LinearRecorder:
+    return recorder_of(torch.arange(N), torch.arange(K))
+
+
+def totals() -> dict[str, float]:
+    """x2, g2 and s2 as the table has them: G in units of ∂L/∂Y."""
+    recorder = whole_recorder()
+    g2 = float(recorder.g_cols.sum()) * SCALE.gradient**2
+    return {"x2": float(recorder.x_cols.sum()), "g2": g2, "s2": 1.7e-7}
+
+
+def test_linear_drift_is_adamw_s_answer_to_errors_of_the_predicted_size() -> None:
+    state = trained(6, torch.float32)
+    recorder, g = whole_recorder(), gradient((N, K)).float()
+    drift2, wdrift2 = linear_update_error(recorder, g.view(N, K), state, SCALE, seed=33, **totals())
+
+    of_a_step = gradient_of_a_step(g * 0.5 * 0.8, state, (64 / 256) ** 0.5)
+    signs = error_signs(33, torch.arange(N), torch.arange(K)).view(-1).double()
+    # ‖s‖² = s2 in all, brought from 64 tokens to 256: a mean over four times the tokens has a quarter of the variance.
+    shape = torch.outer(recorder.g_cols, recorder.x_cols).view(-1)
+    unit = (shape / shape.sum() * 1.7e-7 * 64 / 256).sqrt() * signs * 0.8
+
+    for index in (0, 10, 16, 23):
+        assert float(drift2[index]) == pytest.approx(moved(of_a_step, unit * RHO_GRID[index], state), rel=1e-2), index
+    for f in range(2):
+        variance = torch.outer(recorder.dg_cols[f], recorder.x_cols) + torch.outer(recorder.g_cols, recorder.dx_cols[f])
+        variance = variance.view(-1) / 64 * 0.5**2 * 64 / 256
+        expected = moved(of_a_step, variance.sqrt() * signs * 0.8, state)
+        assert float(wdrift2[f]) == pytest.approx(expected, rel=1e-2)
+
+
+def test_shards_of_weight_and_optimizer_add_up_to_the_whole() -> None:
+    """Rows over tensor parallel ranks (gated halves), each rank's flat range over data parallel ranks."""
+    state = trained(6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    total = torch.zeros_like(whole)
+    for rank in range(2):
+        out = torch.arange(N).view(2, 2, -1)[:, rank].reshape(-1)
+        local = [t.view(N, K)[out].reshape(-1) for t in (state.exp_avg, state.exp_avg_sq)]
+        for start, end in ((0, 301), (301, local[0].numel())):
+            part = replace(state, start=start, end=end, exp_avg=local[0][start:end], exp_avg_sq=local[1][start:end])
+            recorder = recorder_of(out, torch.arange(K), rank)
+            total += torch.cat(linear_update_error(recorder, g[out], part, SCALE, seed=33, **totals()))
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
+
+
+def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
+    """An expert: the probe's token noise over a step's is the same, the number of tokens is its own."""
+    state = trained(6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = torch.cat(linear_update_error(whole_recorder(), g, state, SCALE, seed=33, **totals()))
+    more = replace(SCALE, tokens=4 * SCALE.tokens, tokens_per_step=4 * SCALE.tokens_per_step)
+    own = linear_update_error(whole_recorder(), g, state, more, seed=33, **totals(), tokens=float(SCALE.tokens))
+    torch.testing.assert_close(torch.cat(own), whole, rtol=1e-12, atol=0.0)
+    none, _ = linear_update_error(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
+    assert not none.any()
+
+
+def test_a_linear_without_gradient_has_no_drift() -> None:
+    state = trained(6, torch.float32)
+    recorder = whole_recorder()
+    recorder.g_cols, recorder.dg_cols = torch.zeros(N).double(), torch.zeros(2, N).double()
+    drift2, wdrift2 = linear_update_error(recorder, torch.zeros(N, K), state, SCALE, seed=33, s2=0.0, x2=1.0, g2=0.0)
+    assert torch.equal(drift2, torch.zeros(len(RHO_GRID), dtype=torch.float64))
+    assert torch.equal(wdrift2, torch.zeros(2, dtype=torch.float64))
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------
+def test_sink_errors_belong_to_rows_that_got_a_gradient() -> None:
+    state = trained(6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    g[::2] = 0.0  # tokens that the probe's batch does not hold
+    drift = sink_update_error(g, state, SCALE, seed=5, first_row=0)
+    of_a_step = gradient_of_a_step(g.view(-1) * 0.5 * 0.8, state, 0.5)
+    rms = g.double().square().mean(1, keepdim=True).sqrt()
+    signs = error_signs(5, torch.arange(N), torch.arange(K)).double()
+    error = (rms * signs * 0.5 * 0.8 * (64 / 256) ** 0.5).view(-1) * RHO_GRID[16]
+    assert float(drift[16]) == pytest.approx(moved(of_a_step, error, state), rel=1e-2)
+
+
+def test_shards_of_an_embedding_add_up() -> None:
+    state = trained(6, torch.float32)
+    g = gradient((N, K)).float().view(N, K)
+    whole = sink_update_error(g, state, SCALE, seed=5, first_row=0)
+    total = torch.zeros_like(whole)
+    for first in (0, 10):
+        rows = slice(first, 10 if first == 0 else N)
+        moments = [t.view(N, K)[rows].reshape(-1) for t in (state.exp_avg, state.exp_avg_sq)]
+        part = replace(state, start=0, end=moments[0].numel(), exp_avg=moments[0], exp_avg_sq=moments[1])
+        total += sink_update_error(g[rows], part, SCALE, seed=5, first_row=first)
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)

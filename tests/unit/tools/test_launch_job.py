@@ -1,0 +1,155 @@
+"""What is asked, checked: sizes that fit together, data that is there, checkpoints to go on from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from refusal import refusal
+
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.tools.launch_job import last_value, make_job, megatron_arguments, progress
+
+
+def job(**changes: Any) -> Any:
+    return make_job(**({"configuration": "1b", "data": "mock", "save": Path("/nowhere/c")} | changes))
+
+
+def value(words: list[str], name: str) -> str | None:
+    return words[words.index(name) + 1] if name in words else None
+
+
+def prepared(folder: Path, *without: str) -> Path:
+    for name in ("train.idx", "train.bin", "valid.idx", "valid.bin"):
+        if name not in without:
+            (folder / name).write_bytes(b"")
+    if "tokenizer" not in without:
+        (folder / "tokenizer").mkdir()
+    return folder
+
+
+@given(st.integers(1, 16), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]))
+def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) -> None:
+    changes = {"configuration": "70b", "nodes": nodes, "gpus_per_node": gpus_per_node, "tp": tp, "pp": pp}
+    if nodes * gpus_per_node % (tp * pp):
+        with pytest.raises(
+            SnipError, match=rf"^{nodes * gpus_per_node} GPUs \(--nodes {nodes} .*one copy of the model$"
+        ):
+            job(**changes, smoke=True)
+    else:
+        found = job(**changes, smoke=True)
+        assert found.layout.ranks == nodes * gpus_per_node
+        assert found.layout.sequence_parallel == (tp > 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"configuration": "13b"}, "13b: no such configuration; choose one of 1b, 3b, 7b, "),
+        ({"model": "9b"}, "model 9b: unknown; choose one of 1b"),
+        ({"tp": 3}, "8 GPUs (--nodes 1 × --gpus-per-node 8) are no multiple of --tp 3 × --pp 1 = 3"),
+        (
+            {"configuration": "70b", "nodes": 3},
+            "24 GPUs (--nodes 3 × --gpus-per-node 8) are no multiple of --tp 8 × --pp 4",
+        ),
+        ({"nodes": -1}, "--nodes -1: must be 1 or more"),
+        ({"configuration": "70b", "pp": 3, "nodes": 3}, "--pp 3: llama-70b has 80 blocks, not divisible by 3"),
+        ({"global_batch_size": 100}, "--global-batch-size 100: must be a multiple of --micro-batch-size × --dp, 64"),
+        ({"data": None}, "--data: missing; give a folder of snip prepare-data, mock for random tokens"),
+        ({"data": "/nowhere"}, "--data /nowhere: there is no train.idx in it; make it with snip prepare-data"),
+        ({"extra": ("--data-path", "x")}, "--data mock cannot be combined with --data-path"),
+        ({"save": None}, "--save: missing; give the folder for checkpoints"),
+        ({"save": Path(__file__)}, "is no folder"),
+    ],
+)
+def test_refusals_are_one_line(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(job, **changes)
+
+
+@pytest.mark.parametrize("missing", ["train.idx", "train.bin", "valid.idx", "valid.bin", "tokenizer"])
+def test_data_that_is_not_whole(missing: str, tmp_path: Path) -> None:
+    with pytest.raises(SnipError, match=f"there is no {missing} in it"):
+        job(data=str(prepared(tmp_path, missing)))
+
+
+def test_data_of_ones_own(tmp_path: Path) -> None:
+    words = megatron_arguments(job(data=f"{prepared(tmp_path)}/"))
+    assert value(words, "--train-data-path") == f"{tmp_path}/train"
+    assert value(words, "--tokenizer-model") == f"{tmp_path}/tokenizer"
+    assert "--mock-data" not in words
+    words = megatron_arguments(job(data=None, extra=("--data-path", "mine", "--tokenizer-type", "NullTokenizer")))
+    assert words.count("--tokenizer-type") == 1
+    assert value(words, "--data-path") == "mine"
+
+
+def test_goes_on_from_where_it_saves(tmp_path: Path) -> None:
+    """Also before the first checkpoint: a job that was killed until then goes on in its own run directory."""
+    words = megatron_arguments(job(save=tmp_path))
+    assert value(words, "--load") == value(words, "--save") == str(tmp_path)
+    assert value(megatron_arguments(job(save=tmp_path, resume=False)), "--load") is None
+
+
+@pytest.mark.parametrize("load", [("--load", "/base"), ("--load=/base",)])
+def test_another_checkpoint_is_where_the_first_start_begins(load: tuple[str, ...], tmp_path: Path) -> None:
+    """A job that is queued again must not begin there once more."""
+
+    def last(**changes: Any) -> str | None:
+        words = megatron_arguments(job(save=tmp_path, extra=load, **changes))
+        return last_value(words, "--load")
+
+    assert last() == "/base"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    assert last() == str(tmp_path)
+    assert last(resume=False) == "/base"
+
+
+def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -> None:
+    found = job(save=tmp_path / "a", extra=("--save", "b", f"--save={tmp_path / 'c'}"))
+    assert found.save == found.load == tmp_path / "c"
+    assert last_value(megatron_arguments(found), "--save") == str(tmp_path / "c")
+
+
+def llama(**changes: Any) -> str:
+    body = {
+        "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return json.dumps(body | changes)
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(llama(rope_theta=250_000.0, rms_norm_eps=1e-4))
+    words = megatron_arguments(job(configuration="7b", model=str(path), tp=2))
+    shapes = ("--num-layers", "--hidden-size", "--num-query-groups", "--rotary-base", "--norm-epsilon", "--seq-length")
+    assert [value(words, name) for name in shapes] == ["6", "512", "2", "250000", "0.0001", "1024"]
+    assert "--untie-embeddings-and-output-weights" not in words
+    path.write_text(llama(rope_parameters={"rope_theta": 20_000, "rope_type": "default"}))
+    assert value(megatron_arguments(job(model=str(tmp_path))), "--rotary-base") == "20000"
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ((), (0, 20)),
+        (("--train-iters", "7"), (0, 7)),
+        (("--train-iters", "7", "--save={}/b", "--train-iters=3"), (3, 3)),
+    ],
+)
+def test_how_far_a_job_is(extra: tuple[str, ...], expected: tuple[int, int], tmp_path: Path) -> None:
+    """Megatron's own arguments win, as in Megatron."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "latest_checkpointed_iteration.txt").write_text("3")
+    words = tuple(word.format(tmp_path) for word in extra)
+    assert progress(job(smoke=True, save=tmp_path / "a", extra=words)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["tp", "pp", "nodes", "gpus_per_node", "seq_length", "micro_batch_size", "global_batch_size"]
+)
+def test_a_size_of_zero_is_refused_and_not_taken_for_the_default(name: str) -> None:
+    with pytest.raises(SnipError, match=f"^--{name.replace('_', '-')} 0: must be"):
+        job(**{name: 0})
