@@ -1,4 +1,4 @@
-"""The end of a run, and training again: after an in-process restart, and in ranks that torchrun starts again.
+"""The end of a run, and training again in the same process.
 
 Process groups are destroyed at the end, except those whose collectives may be in CUDA graphs.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import read_checkpoint
-from launch import run_ranks, tiny_llama_args
+from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.records.readers import read_events, read_metrics
@@ -81,14 +81,3 @@ def test_process_groups_of_cuda_graphs_are_left(warm: WarmRanks, tmp_path: Path,
     )
     assert "skipping training (--skip-train is on)" in done.stdout
     assert f"process groups left: {left}" in done.stdout
-
-
-def test_ranks_started_again_find_nothing_of_those_before(tmp_path: Path) -> None:
-    launcher = ("--standalone", "--max-restarts", "2")
-    done = run_ranks(2, [], module="restarted_ranks", tmp=tmp_path, launcher=launcher)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("attempt 0 needed False old False of 2") == 2
-    for attempt in (1, 2):  # the second would find what the first left
-        said = f"restart {attempt} by torchrun, ranks meet under keys of their own"
-        assert done.stdout.count(said) == 4  # said twice, done once
-        assert done.stdout.count(f"attempt {attempt} needed True old False of 2") == 2

@@ -4,8 +4,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from faults.injection import Rank
@@ -68,45 +66,6 @@ class KilledInSave(Kind):
         training.save_checkpoint = save
 
 
-class CheckpointDamaged(RankKilled):
-    """The host dies and takes part of the latest checkpoint with it."""
-
-    name, weight = "latest checkpoint half-written", 8
-    MODES = ("no metadata.json", "no .metadata", ".metadata cut", "part cut", "part missing")
-
-    def draw(self, rng: random.Random, world: int) -> dict[str, Any]:
-        return super().draw(rng, world) | {"mode": rng.choice(self.MODES)}
-
-    def damage(self, folder: Path, params: Mapping[str, Any]) -> int:
-        """Damage the latest checkpoint in ``folder``; the iteration that has to be loaded instead."""
-        iterations = sorted(int(path.name[5:]) for path in folder.glob("iter_*") if (path / "metadata.json").exists())
-        latest = folder / f"iter_{int((folder / TRACKER).read_text()):07d}"
-        part = sorted(latest.glob("*.distcp"))[0]
-        match params["mode"]:
-            case "no metadata.json":
-                (latest / "metadata.json").unlink()
-            case "no .metadata":
-                (latest / ".metadata").unlink()
-            case ".metadata cut":
-                os.truncate(latest / ".metadata", (latest / ".metadata").stat().st_size // 2)
-            case "part cut":
-                os.truncate(part, part.stat().st_size // 2)
-            case "part missing":
-                part.unlink()
-        return max(i for i in iterations if i < int(latest.name[5:]))
-
-
-class LatestDamaged(CheckpointDamaged):
-    name, weight = "`latest` half-written", 8
-    MODES = ("empty", "garbage", "names none")
-
-    def damage(self, folder: Path, params: Mapping[str, Any]) -> int:
-        tracker = folder / TRACKER
-        latest = int(tracker.read_text())
-        tracker.write_text({"empty": "", "garbage": "\0\0", "names none": str(latest + 1)}[params["mode"]])
-        return latest
-
-
 class RankKilledUnderTorchrun(RankKilled):
     name, group, weight = "rank killed, torchrun restarts", "launcher", 3
 
@@ -125,5 +84,5 @@ class AgentKilled(Kind):
 
 
 ENDINGS: tuple[type[Kind], ...] = (
-    RankKilled, Preempted, KilledInSave, CheckpointDamaged, LatestDamaged, RankKilledUnderTorchrun, AgentKilled,
+    RankKilled, Preempted, KilledInSave, RankKilledUnderTorchrun, AgentKilled,
 )  # fmt: skip

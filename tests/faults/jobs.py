@@ -13,7 +13,7 @@ from launch import finish, start_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from faults import judge
-from faults.endings import TRACKER, AgentKilled, CheckpointDamaged, Preempted
+from faults.endings import TRACKER, AgentKilled, Preempted
 from faults.injection import Record, read_record, write_json
 from faults.kind import Lost
 from faults.kinds import KINDS
@@ -175,9 +175,7 @@ def run_restarts(job: Job) -> dict[int, str]:
             outcomes[before.number] = _resumed(before, redone)
         done |= new
         if fault is not None:
-            kind = KINDS[fault.kind]
-            damaged = isinstance(kind, CheckpointDamaged)
-            expected = kind.damage(checkpoints, fault.params) if damaged else int((checkpoints / TRACKER).read_text())
+            expected = int((checkpoints / TRACKER).read_text())
         before = fault
     judge.complete(done, batch.steps)
     judge.nothing_unrecorded(job.run, batch.steps)
@@ -191,8 +189,6 @@ def _resumed(fault: Fault, redone: int) -> str:
         if redone:
             raise Lost(f"{redone} steps were done again: no checkpoint was written at the signal")
         return "checkpoint written, clean end, resumed where it stopped"
-    if isinstance(kind, CheckpointDamaged):
-        return "newest complete checkpoint used, redone steps bitwise the same"
     return "latest checkpoint used, redone steps bitwise the same"
 
 
@@ -212,6 +208,8 @@ def run_launcher(job: Job) -> dict[int, str]:
     else:
         # To files: what a killed rank leaves behind would hold a pipe open.
         launcher = ("--standalone", "--max-restarts", "2", "--redirects", "3", "--log-dir", str(folder / "log"))
+        # By default torch's store keeps the addresses of the dead ranks for those that are started again.
+        env = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         process = start_ranks(2, arguments, module=MODULE, env=env, tmp=folder, launcher=launcher)
         codes = [finish(process, TIMEOUT_S).returncode]
     no_orphans(folder)

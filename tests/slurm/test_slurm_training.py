@@ -12,10 +12,9 @@ def test_a_training_goes_on_after_a_lost_node_and_a_preemption(cluster: Cluster,
     """Three starts of one job. Far more steps than the test waits for: each start is ended.
 
     The first start loses a node before its first checkpoint: the second begins anew, and finds its events in the
-    run directory. The nodes' names do not resolve. A data loader has workers, and the preemption comes after a periodic
-    checkpoint, whose writer has left a process behind: SLURM sends SIGTERM to all of them.
+    run directory. The nodes' names do not resolve. A data loader has workers, to which SLURM sends SIGTERM too.
     """
-    given = ("--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1, "--save-interval", 80)
+    given = ("--train-iters", 100000, "--eval-iters", 0, "--num-workers", 1, "--save-interval", 100000)
     job = Training(cluster, tmp_path, *given)
     job.wait_for("an adoption", lambda: '"adopt"' in events_text(job))
     cluster.lose(NODES[1])

@@ -7,7 +7,6 @@ from pathlib import Path
 from megatron.training import checkpointing
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from snip_megatron.megatron.compat.checkpoint_fallback import RELEASE, complete_iteration
 from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 check_signature(checkpointing.get_checkpoint_name, "checkpoints_path", "iteration", "release")
@@ -48,7 +47,12 @@ def _checkpoint_directory(args: argparse.Namespace) -> Path | None:
 
 
 def _tracked(folder: str) -> tuple[int | None, bool]:
-    """Return (iteration that is loaded by the tracker file, or None, whether it is a release)."""
+    """Return the iteration that the tracker file of ``folder`` names, and whether it is a release.
+
+    The iteration is None if there is no tracker file, or if it holds no number. Megatron then loads nothing.
+    """
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(folder))
-    iteration = complete_iteration(tracker)[0] if tracker.is_file() else None
-    return (0, True) if iteration == RELEASE else (iteration, False)
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    if text == "release":
+        return 0, True
+    return int(text) if text.isdecimal() else None, False

@@ -12,23 +12,15 @@ import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.training import get_args
 
-from snip_megatron.megatron.compat import (
-    checkpoint_fallback,
-    distributed_optimizer,
-    restart_store,
-    writer_processes,
-)
+from snip_megatron.megatron.compat import distributed_optimizer
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.precision.errors import SnipError
 
-check_signature(training.load_checkpoint, "ddp_model", "optimizer", "opt_param_scheduler", "load_arg")
 check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
-_load_checkpoint, _make_norm = training.load_checkpoint, WrappedTorchNorm.__new__
-_LEFT_OUT = ("no_save_optim", "no_save_rng")
+_make_norm = WrappedTorchNorm.__new__
 
 
 def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
@@ -46,10 +38,6 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
         "distributed-optimizer-resume": (torch_adamw or by_torch, steps),
-        "checkpoint-fallback": (bool(args.load), checkpoint_fallback.install),
-        "partial-save": (bool(args.load) and any(getattr(args, name) for name in _LEFT_OUT), _load_everything),
-        "restart-store": (restart_store.is_needed(), restart_store.install),
-        "writer-processes": (writer_processes.is_needed(args), functools.partial(writer_processes.install, args)),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
         raise SnipError(
@@ -91,22 +79,6 @@ def _skip_dataset_build() -> str:
     """Skip the ``make`` that Megatron runs at start. It would exit, as the wheel has no Makefile."""
     dataset_utils.compile_helpers = nothing
     return "the compiled dataset index builder is used as shipped"
-
-
-def _load_everything() -> str:
-    """Take ``--no-save-optim`` and ``--no-save-rng`` back while a checkpoint is loaded.
-
-    Megatron plans a load by the same function as a save, which leaves out the optimizer and the random state under
-    these arguments. A run that resumes with them would end with a KeyError (seen in 0.19).
-    """
-
-    @functools.wraps(_load_checkpoint)
-    def load(*positional: Any, **named: Any) -> Any:
-        with changed(get_args(), **dict.fromkeys(_LEFT_OUT)):
-            return _load_checkpoint(*positional, **named)
-
-    training.load_checkpoint = load
-    return "optimizer and random state are loaded, although they are not saved"
 
 
 def _allow_torch_norms() -> str:
