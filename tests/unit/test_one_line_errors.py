@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from refusal import refusal
 
-from snip_megatron.tools import cli
 from snip_megatron.precision.errors import QUOTED, cut, is_finite, quoted
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.tools import cli
 
 LONG = "a" * 5000
 
