@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from snip_megatron.evaluation.models import model
-from snip_megatron.precision import Format, strict
+from snip_megatron.precision import Format, strict_json
 from snip_megatron.precision.errors import SnipError, located, quoted
-from snip_megatron.precision.fields import JsonFields
+from snip_megatron.precision.strict_json import JsonFields
 from snip_megatron.sensitivity.fixed import FIXED
 from snip_megatron.sensitivity.policies import POLICIES
 
@@ -83,7 +83,7 @@ class Candidate(JsonFields):
     @classmethod
     def from_dict(cls, body: Any, where: str) -> Self:
         """Read an object, or the name of a policy, which is also the default of its label."""
-        given = {"policy": body} if isinstance(body, str) else strict.mapping(body, where)
+        given = {"policy": body} if isinstance(body, str) else strict_json.mapping(body, where)
         return super().from_dict({"label": given.get("policy"), **given}, where)
 
 
@@ -147,9 +147,9 @@ class Experiment(JsonFields):
 
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file. Raises SnipError naming the file, the field and the fault."""
-    content = strict.read_file(path)
+    content = strict_json.read_file(path)
     with located(str(path)):
-        body = strict.read_object(content)
+        body = strict_json.read_object(content)
     return parse_experiment(body, str(path), path.stem)
 
 
@@ -171,8 +171,8 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
 
 
 def _phase(body: Any, where: str, kind: str) -> Phase:
-    rest = dict(strict.mapping(body, where))
-    given = strict.array(rest.pop("policies", []), f"{where}.policies")
+    rest = dict(strict_json.mapping(body, where))
+    given = strict_json.array(rest.pop("policies", []), f"{where}.policies")
     candidates = tuple(Candidate.from_dict(each, f"{where}.policies[{i}]") for i, each in enumerate(given))
     return dataclasses.replace(Phase.from_dict({**rest, "kind": kind}, where), candidates=candidates)
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict_json
 from snip_megatron.precision.errors import SnipError, cut, located, quoted
 
 _MAX_EDGE = 2**24
 _MAX_BLOCKS = 10_000
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -129,13 +128,13 @@ def load_llama(name: str) -> Llama:
         raise SnipError(
             f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
         )
-    return from_hugging_face(strict.read_file(path, most=_MAX_BYTES), where=str(path))
+    return from_hugging_face(strict_json.read_file(path), where=str(path))
 
 
 def from_hugging_face(text: str | bytes, *, where: str) -> Llama:
     """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
     with located(where):
-        body = strict.read_object(text)
+        body = strict_json.read_object(text)
     if body.get("model_type") != "llama":
         raise SnipError(
             f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'

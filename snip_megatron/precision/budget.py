@@ -9,8 +9,9 @@ from snip_megatron.precision.errors import SnipError, cut, located, quoted
 
 MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100
-_WRITTEN = {"fp4": "fp4=SHARE", "speedup": "speedup=FACTOR", "loss": "loss=NATS"}
-BUDGETS = tuple(_WRITTEN)
+BUDGETS = ("fp4", "speedup", "loss")
+"""The kinds of budget."""
+_SYNTAX = "expected fp4=SHARE, speedup=FACTOR or loss=NATS, for example fp4=0.75"
 _RANGES = {
     "fp4": (0.0, 1.0, "the share must be a number between 0 and 1"),
     "speedup": (1.0, MAX_SPEEDUP, f"must be a factor from 1 to {MAX_SPEEDUP:g}"),
@@ -33,26 +34,24 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.kind not in _RANGES:
-            raise SnipError(f"expected {_expected(BUDGETS)}")
+            raise SnipError(_SYNTAX)
         least, most, fault = _RANGES[self.kind]
         if not least <= self.value <= most:
             raise SnipError(fault)
 
     @classmethod
-    def parse(cls, text: object, where: str, kinds: tuple[str, ...] = BUDGETS) -> Budget:
-        """Parse ``KIND=VALUE`` of one of ``kinds``.
+    def parse(cls, text: object, where: str) -> Budget:
+        """Parse ``KIND=VALUE``, the one place where this is done.
 
-        Raises SnipError for anything else, naming ``where``, the argument or the JSON path that gave it.
+        Raises SnipError for anything else, naming ``where``, the argument or the JSON path of the text.
         """
         if not isinstance(text, str):
-            raise SnipError(f"{where} {quoted(text)}: expected {_expected(kinds)}")
+            raise SnipError(f"{where} {quoted(text)}: {_SYNTAX}")
         kind, _, figure = text.partition("=")
-        if kind not in kinds:
-            raise SnipError(f"{where} {cut(text)}: expected {_expected(kinds)}")
         try:
             value = float(figure)
         except ValueError:
-            value = math.nan
+            value = math.nan  # of no range
         with located(f"{where} {cut(text)}"):
             return cls(kind, value)
 
@@ -63,8 +62,3 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{self.kind}={repr(float(self.value)).removesuffix('.0')}"
-
-
-def _expected(kinds: tuple[str, ...]) -> str:
-    *others, last = [_WRITTEN[kind] for kind in kinds]
-    return f"{', '.join(others)} or {last}, for example fp4=0.75"

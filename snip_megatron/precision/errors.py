@@ -2,9 +2,7 @@
 
 import contextlib
 import importlib.metadata
-import math
 from collections.abc import Iterator
-from typing import TypeGuard
 
 QUOTED = 80
 """Largest number of characters that an error line repeats of the user's input."""
@@ -86,10 +84,7 @@ def first_line(error: Exception) -> str:
 
 def quoted(value: object) -> str:
     """Return ``repr(value)``, shortened as :func:`cut` does. For values in error lines."""
-    try:
-        return cut(repr(value))
-    except ValueError:  # Python refuses to write out integers of more than 4,300 digits
-        return f"a {type(value).__name__} too long to show"
+    return cut(repr(value))
 
 
 def is_number(text: str) -> bool:
@@ -99,16 +94,3 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Whether a value of a JSON file is a finite number within float64.
-
-    JSON has integers of any length; ``math.isfinite`` raises OverflowError for one beyond float64.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

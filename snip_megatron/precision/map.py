@@ -15,7 +15,7 @@ import numpy as np
 from snip_megatron.precision.errors import SnipError, located, quoted
 from snip_megatron.precision.formats import FOUR_BIT, Format, Formats, Gemm, misplaced
 from snip_megatron.precision.linears import LinearId, option_id, split_option_id
-from snip_megatron.precision.strict import check_schema, finite, mapping, one_of, read_file, read_object, whole
+from snip_megatron.precision.strict_json import check_schema, finite, mapping, one_of, read_file, read_object, whole
 
 MAP_SCHEMA = "snip.map/1"
 GRANULARITIES = ("gemm", "layer")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.errors import SnipError, is_finite, located
+from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.map import STATUSES, PrecisionMap
-from snip_megatron.precision.strict import check_keys, check_schema, finite, one_of, read_object, whole
+from snip_megatron.precision.strict_json import check_keys, check_schema, finite, is_finite, one_of, read_object, whole
 
 SCHEDULE_SCHEMA = "snip.schedule/1"
 PLAN_SCHEMA = "snip.phases/1"
@@ -49,7 +49,7 @@ class SchedulePhase:
         if not (is_finite(self.begin) and 0.0 <= self.begin < 1.0):
             raise SnipError("from: must be a fraction of the run, 0 or more and below 1")
         if self.budget is not None and self.budget.kind not in FLOORS:
-            raise SnipError(f"budget: {self.budget} must be fp4=SHARE or speedup=FACTOR")
+            raise SnipError(f"budget: {self.budget}: expected fp4=SHARE or speedup=FACTOR")
         globs = () if self.change is None else self.change
         if not (isinstance(globs, tuple) and all(isinstance(glob, str) and glob for glob in globs)):
             raise SnipError("change: must be a list of globs such as *:fprop")
@@ -232,7 +232,7 @@ def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
     try:
         return SchedulePhase(
             float(begin) if is_finite(begin) else math.nan,
-            None if asked is None else Budget.parse(asked, "budget:", FLOORS),
+            None if asked is None else Budget.parse(asked, "budget:"),
             tuple(change) if isinstance(change, list) else change,
         )
     except SnipError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.strict import read_file
+from snip_megatron.precision.strict_json import read_file
 from snip_megatron.runtime.records.readers import step_files
 from snip_megatron.runtime.records.run_data import Update
 from snip_megatron.runtime.records.stored import Stored, rebuild
@@ -17,8 +17,6 @@ from snip_megatron.solver.pareto import cost_shares
 POINTS = 17
 SECONDS = 10.0
 """Approximate limit of the solving time. Points that are not proven optimal by then are marked or left out."""
-MAX_BYTES = 32 << 20
-"""Size limit of a Problem file whose front is drawn."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def latest_front(run: Path, updates: Sequence[Update], unreadable: list[str], *,
         if not files:
             return None
         step = max(files)
-        problem = Problem.from_json(read_file(files[step], most=MAX_BYTES), where=str(files[step]))
+        problem = Problem.from_json(read_file(files[step]), where=str(files[step]))
         if problem.phases:
             problem, updates = rebuild(Stored(run, step), {}, None), ()
         return _front(step, problem, updates, points)

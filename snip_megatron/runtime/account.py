@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.precision.errors import is_finite
+from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.records.run_data import COSTS
 
 SETTLING = 3

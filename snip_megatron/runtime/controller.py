@@ -12,8 +12,8 @@ import torch
 
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, PrecisionMap, format_shares, fp4_fraction
-from snip_megatron.precision.errors import is_finite
 from snip_megatron.precision.phases import PrecisionPlan
+from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator

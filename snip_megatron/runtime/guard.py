@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.precision.fields import JsonFields
+from snip_megatron.precision.strict_json import JsonFields
 from snip_megatron.runtime.config import SnipConfig
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import cut, located
-from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.precision.strict import check_schema, read_object
+from snip_megatron.precision.strict_json import JsonFields, check_schema, read_object
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures

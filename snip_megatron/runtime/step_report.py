@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from snip_megatron.precision.fields import JsonFields
+from snip_megatron.precision.strict_json import JsonFields
 
 # Places in the summed tensor, and their number.
 _LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM = range(9)

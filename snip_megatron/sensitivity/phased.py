@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import Schedule
+from snip_megatron.precision.strict_json import JsonFields
 
 STANDING_SHARE = 0.8
 """Share of an fprop's loss that disappears once the fprop is precise.

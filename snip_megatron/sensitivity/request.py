@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut, quoted
-from snip_megatron.precision.fields import JsonFields
+from snip_megatron.precision.strict_json import JsonFields
 from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.precision import LinearRow, Role, Side, strict
+from snip_megatron.precision import LinearRow, Role, Side, strict_json
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.sensitivity.truth import SIGNED, TRUTH_COLUMNS, Truth
 
@@ -166,7 +166,7 @@ class StatisticsTable:
     @classmethod
     def load(cls, path: Path) -> StatisticsTable:
         """Read a file of :meth:`to_bytes`. Raises SnipError on anything else; never unpickles."""
-        return cls.from_bytes(strict.read_file(path), where=str(path))
+        return cls.from_bytes(strict_json.read_file(path), where=str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, where: str) -> StatisticsTable:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
-from snip_megatron.precision.errors import SnipError, is_finite, quoted
-from snip_megatron.precision.fields import JsonFields
+from snip_megatron.precision.errors import SnipError, quoted
+from snip_megatron.precision.strict_json import JsonFields, is_finite
 from snip_megatron.timing.cost_model import CostModel
 from snip_megatron.timing.shapes import LinearShape
 

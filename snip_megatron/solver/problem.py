@@ -15,9 +15,17 @@ from typing import Any
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import MAX_LOSS, MAX_SPEEDUP, Budget
 from snip_megatron.precision.errors import SnipError, cut, located, quoted
-from snip_megatron.precision.fields import JsonFields
 from snip_megatron.precision.phases import MOST_PHASES
-from snip_megatron.precision.strict import array, check_schema, field, finite, mapping, number, read_object
+from snip_megatron.precision.strict_json import (
+    JsonFields,
+    array,
+    check_schema,
+    field,
+    finite,
+    mapping,
+    number,
+    read_object,
+)
 
 PROBLEM_SCHEMA, PHASED_SCHEMA = "snip.problem/1", "snip.problem/2"
 _KINDS = {"target": "fp4", "speedup": "speedup", "loss": "loss"}  # field of a file → kind of the Budget

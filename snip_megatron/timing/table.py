@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.precision import Format, strict
+from snip_megatron.precision import Format, strict_json
 from snip_megatron.precision.errors import SnipError, located, quoted
 
 TIMINGS_SCHEMA = "snip.timings/1"
 MIN_SECONDS, MAX_SECONDS = 1e-12, 1e4
 MAX_EDGE = 2**40
-MAX_BYTES = 64 << 20
 OPERANDS = ("input", "gradient")
 _ONE_TIME = ("fused_input", "fused_gradient", "weights")
 GROUPED, STOCK = ("gemms", *OPERANDS, *_ONE_TIME), "stock"
@@ -76,13 +75,13 @@ class TimingTable:
     @classmethod
     def load(cls, path: Path) -> TimingTable:
         """Read a file. Raises SnipError with the file, the JSON path and what is wrong."""
-        return cls.from_json(strict.read_file(path, most=MAX_BYTES), where=str(path))
+        return cls.from_json(strict_json.read_file(path), where=str(path))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "timings") -> TimingTable:
         """Parse and validate a text. Raises SnipError("<where>: <JSON path>: <what is wrong>")."""
         with located(where):
-            return _table(strict.read_object(text))
+            return _table(strict_json.read_object(text))
 
     def to_json(self) -> str:
         """Return the text of a file, with rows sorted by size."""
@@ -125,9 +124,9 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 # -- parsing -------------------------------------------------------------------------------------------------------
 def _table(body: dict[str, Any]) -> TimingTable:
-    strict.check_schema(body, TIMINGS_SCHEMA)
-    names = strict.array(body.get("formats"), "formats")
-    formats = tuple(Format(strict.one_of(name, f"formats[{i}]", Format)) for i, name in enumerate(names))
+    strict_json.check_schema(body, TIMINGS_SCHEMA)
+    names = strict_json.array(body.get("formats"), "formats")
+    formats = tuple(Format(strict_json.one_of(name, f"formats[{i}]", Format)) for i, name in enumerate(names))
     if len(set(formats)) != len(formats) or Format.BF16 not in formats:
         raise SnipError("formats: must name bf16, and each format once")
     quantised = tuple(fmt for fmt in formats if fmt is not Format.BF16)
@@ -169,10 +168,10 @@ def _rows[Value](
 ) -> dict[tuple[int, ...], Value]:
     """Return the rows of a list by their sizes. ``read`` takes a row and the path of it, with a dot."""
     rows: dict[tuple[int, ...], Value] = {}
-    for i, raw in enumerate(strict.array(body.get(name, []), name)):
+    for i, raw in enumerate(strict_json.array(body.get(name, []), name)):
         path = f"{name}[{i}]"
-        row = strict.mapping(raw, path)
-        found = tuple(strict.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
+        row = strict_json.mapping(raw, path)
+        found = tuple(strict_json.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
         if found in rows:
             raise SnipError(f"{path}: {' × '.join(map(str, found))} stands twice")
         rows[found] = read(row, f"{path}.")
@@ -185,8 +184,8 @@ def _by_format[Value](
     formats: tuple[Format, ...], read: Callable[[Any, str], Value], name: str, row: dict[str, Any], prefix: str
 ) -> dict[Format, Value]:
     path = prefix + name
-    fields = strict.mapping(row.get(name), path)
-    return {fmt: read(strict.field(fields, fmt.value, f"{path}."), f"{path}.{fmt.value}") for fmt in formats}
+    fields = strict_json.mapping(row.get(name), path)
+    return {fmt: read(strict_json.field(fields, fmt.value, f"{path}."), f"{path}.{fmt.value}") for fmt in formats}
 
 
 def _text(body: dict[str, Any], name: str) -> str:
@@ -207,7 +206,7 @@ def _seconds(raw: Any, path: str) -> float:
 
 
 def _triple(raw: Any, path: str) -> Triple:
-    if len(strict.array(raw, path)) != 3:
+    if len(strict_json.array(raw, path)) != 3:
         raise SnipError(f"{path}: must be an array of three times in seconds")
     first, second, third = (_seconds(value, f"{path}[{i}]") for i, value in enumerate(raw))
     return first, second, third

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
     from snip_megatron.precision.budget import Budget
-    from snip_megatron.precision.strict import read_file
+    from snip_megatron.precision.strict_json import read_file
     from snip_megatron.runtime.records.stored import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 

@@ -8,12 +8,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.phases import AUTO, Schedule
-from snip_megatron.precision.strict import read_bytes
 
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
 
@@ -162,7 +162,7 @@ def load_schedule(schedule: str, budget: str) -> Schedule | None:
     here = f"--snip-schedule {cut(schedule) if is_text else schedule}"
     if not is_text:
         try:
-            text = read_bytes(schedule).decode("utf-8")
+            text = Path(schedule).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text"
             raise SnipError(f"{here}: cannot be read ({reason}); give static, auto or a snip.schedule/1 file") from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.precision import PrecisionMap, strict
+from snip_megatron.precision import PrecisionMap, strict_json
 from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.records.storage import read_lines
@@ -116,9 +116,9 @@ def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
 def _object(text: str | bytes, where: str, schema: str, name: str) -> dict[str, Any]:
     """Parse an object of ``schema`` that holds an object ``name``. Raises SnipError."""
     with located(where):
-        body = strict.read_object(text)
-        strict.check_schema(body, schema)
-        strict.mapping(body.get(name), name)
+        body = strict_json.read_object(text)
+        strict_json.check_schema(body, schema)
+        strict_json.mapping(body.get(name), name)
     return body
 
 
@@ -129,7 +129,7 @@ def _parsed[T](
     files = list(step_files(run, folder).items())
     for step, file in files if last is None else files[-last:]:
         try:
-            found[step] = parse(strict.read_file(file), where=str(file))
+            found[step] = parse(strict_json.read_file(file), where=str(file))
         except SnipError as error:
             if skipped is None:
                 raise

@@ -9,8 +9,9 @@ from typing import Any
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.errors import SnipError, is_finite
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
+from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.records.readers import (
     read_config,
     read_events,

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.strict import opened_now
 
 MAX_KEPT_BYTES = 64 * 2**20
 """Size limit of the failed writes that are kept. Beyond it, the oldest ones are dropped and counted."""
@@ -281,12 +280,7 @@ def write_output(path: Path, data: bytes) -> None:
     if not is_special(path):
         write_atomically(path, data)
         return
-    try:
-        with open(path, "wb", opener=opened_now) as file:
-            file.write(data)
-    except OSError as error:
-        reason = "a pipe from which no process reads" if error.errno == errno.ENXIO else error.strerror
-        raise OSError(error.errno, reason) from None
+    path.write_bytes(data)
 
 
 def deliver(argument: str, path: Path | None, text: str) -> None:
