@@ -9,8 +9,7 @@ def drift_differs(
     shape: tuple[int, int], start: int, end: int, step: int, noise: float, rhos: Sequence[float], device: str = "cpu"
 ) -> float:
     """Largest relative difference over ρ, and over two candidates, for elements ``start`` to ``end`` of a weight."""
-    from snip_megatron.sensitivity.kernels.update_error import ErrorSizes, error_sums  # imports Triton
-    from snip_megatron.sensitivity.signs import error_signs
+    from snip_megatron.sensitivity.update_error import ErrorSizes, error_signs, error_sums  # imports Triton
     from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
     generator = torch.Generator().manual_seed(2)

@@ -50,7 +50,7 @@ from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noq
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.runtime.config import SnipConfig  # noqa: E402
 from snip_megatron.runtime.probing.probe import ProbeRunner  # noqa: E402
-from snip_megatron.sensitivity import errors, recorder  # noqa: E402
+from snip_megatron.sensitivity import recorder  # noqa: E402
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass  # noqa: E402
 
 ON_CPU = STARTUP.on_cpu
@@ -217,10 +217,6 @@ def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
 @contextmanager
 def timed_parts(watch: Stopwatch) -> Iterator[None]:
     """Time the recorder's work in the backwards of the statistics pass inside this context."""
-    if ON_CPU:
-        module: Any = errors
-    else:
-        from snip_megatron.sensitivity.kernels import sums as module
     with (
         mock.patch.object(LinearRecorder, "_record", watch.wrapped("recorder", LinearRecorder._record)),
         mock.patch.object(
@@ -228,8 +224,8 @@ def timed_parts(watch: Stopwatch) -> Iterator[None]:
             "_record_outputs",
             watch.wrapped("recorder: Y and E of a sample", LinearRecorder._record_outputs),
         ),
-        mock.patch.object(module, "tensor_sums", watch.wrapped("recorder: sums of X and G", module.tensor_sums)),
-        mock.patch.object(module, "weight_sums", watch.wrapped("recorder: sums of W", module.weight_sums)),
+        mock.patch.object(recorder, "tensor_sums", watch.wrapped("recorder: sums of X and G", recorder.tensor_sums)),
+        mock.patch.object(recorder, "weight_sums", watch.wrapped("recorder: sums of W", recorder.weight_sums)),
     ):
         yield
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.precision.budget import Budget
-from snip_megatron.sensitivity.phased import carried_weights
+from snip_megatron.sensitivity.request import carried_weights
 from snip_megatron.solver import Choice, Item, Phase, Problem
 
 TOKENS = 4e6  # of a step

@@ -10,8 +10,7 @@ from snip_megatron.evaluation.models import model
 from snip_megatron.precision import Format, strict_json
 from snip_megatron.precision.errors import SnipError, located, quoted
 from snip_megatron.precision.strict_json import JsonFields
-from snip_megatron.sensitivity.fixed import FIXED
-from snip_megatron.sensitivity.policies import POLICIES
+from snip_megatron.sensitivity.policies import FIXED, POLICIES
 
 SCHEMA = "snip.experiment/1"
 PHASES = ("from_warm", "from_scratch")

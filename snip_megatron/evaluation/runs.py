@@ -14,7 +14,7 @@ from typing import Any
 
 from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Warm
 from snip_megatron.evaluation.models import Data, model
-from snip_megatron.sensitivity.fixed import fixed_formats
+from snip_megatron.sensitivity.policies import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"
 NEVER = "1000000000"

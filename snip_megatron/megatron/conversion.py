@@ -35,7 +35,7 @@ from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.records.readers import replayed_maps
-from snip_megatron.sensitivity.fixed import FIXED, formats_of
+from snip_megatron.sensitivity.policies import FIXED, formats_of
 
 _SNIP_CLASS: dict[type, tuple[type, str]] = {
     ColumnParallelLinear: (SnipColumnParallelLinear, "column"),

@@ -20,7 +20,7 @@ from snip_megatron.megatron.model_linears import BuiltLinear, built_linears, nor
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import LinearRow, Role
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Place, Strand
-from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow
 from snip_megatron.sensitivity.updates import Update

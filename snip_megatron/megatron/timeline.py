@@ -14,9 +14,8 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.schedule_state import Timeline
-from snip_megatron.sensitivity.fixed import late_plan
-from snip_megatron.sensitivity.phased import STANDING_WEIGHTS, carried_weights
-from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.policies import late_plan
+from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 
 _SAMPLES = 1000  # of the learning rate over a run
 

@@ -33,7 +33,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.records.readers import replayed_maps
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.sensitivity.warmup import warm_up_recording, warm_up_sinks, warm_up_update_error
+from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_sinks, warm_up_update_error
 
 if TYPE_CHECKING:
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation

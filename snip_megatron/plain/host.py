@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from snip_megatron.plain.structure import Places
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Strand
-from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
 from snip_megatron.sensitivity.updates import AdamWState, SgdState, Update
 

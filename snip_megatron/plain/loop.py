@@ -32,8 +32,7 @@ from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepReport
-from snip_megatron.sensitivity.fixed import fixed_map, formats_of
-from snip_megatron.sensitivity.policies import needs_forward_noise
+from snip_megatron.sensitivity.policies import fixed_map, formats_of, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.table import StatisticsTable
 

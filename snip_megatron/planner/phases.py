@@ -9,8 +9,8 @@ from snip_megatron.planner.request import PlanRequest, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import ALL_BF16, Format, Gemm, fp4_fraction
 from snip_megatron.precision.errors import cut
-from snip_megatron.sensitivity.phased import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.sensitivity.problem import phased_items
+from snip_megatron.sensitivity.request import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
 from snip_megatron.solver import Phase, Problem, Solution, solve
 
 ASSUMPTIONS = (

@@ -21,9 +21,8 @@ from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
 from snip_megatron.runtime.sidecar.solving import SolverInProcess
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.sensitivity.fixed import fixed_map
-from snip_megatron.sensitivity.phased import PhasedRequest
-from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.policies import fixed_map
+from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
 

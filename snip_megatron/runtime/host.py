@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.sensitivity.boundaries import TokenShard
+from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale

@@ -13,7 +13,7 @@ from typing import Any
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule
 from snip_megatron.runtime.state import BudgetSpent, ControllerState
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 
 
 def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, ...]:
@@ -32,7 +32,7 @@ class Timeline:
             the plan of a policy that needs no statistics; None for other policies.
         carried: (first step of the run, first steps of its remaining phases, ``last``) → weight of the carried loss of
             each.
-        standing: weight of the standing loss in the last phase (``sensitivity.phased``).
+        standing: weight of the standing loss in the last phase (``sensitivity.request``).
         timed: whether the average over the run is one of predicted time instead of the fp4 share.
     """
 

@@ -12,7 +12,7 @@ from snip_megatron.precision.strict_json import JsonFields, check_schema, read_o
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.step_report import StepFigures
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
 STATE_SCHEMA = "snip.state/2"

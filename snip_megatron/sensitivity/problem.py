@@ -12,9 +12,8 @@ from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id
 from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
-from snip_megatron.sensitivity.phased import PhasedRequest
 from snip_megatron.sensitivity.policies import divergences, policy_scores
-from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import SHARING
 from snip_megatron.solver.infeasible import infeasibility

@@ -7,6 +7,7 @@ them up over ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.hadamard import Rotation
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Gemm
-from snip_megatron.sensitivity.squares import implementation, sample_rows, sum_squares
+from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares, tensor_sums, weight_sums
+from snip_megatron.sensitivity.table import BOUNDARY_COLUMNS
 
 OUTPUT_TOKENS = 512
 """Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).
@@ -164,7 +166,7 @@ class LinearRecorder:
         if self._weighed:
             return
         self._weighed = True
-        w2, *dw2 = implementation(w).weight_sums(w, self.formats, amax=self._amax("w", w))
+        w2, *dw2 = weight_sums(w, self.formats, amax=self._amax("w", w))
         self._add("w2", _owned(w2, self._own("w")))
         self._add("dw2", _owned(torch.stack(dw2), self._own("w")))
 
@@ -175,10 +177,9 @@ class LinearRecorder:
         # D of a replicated input is replicated after an all-reduce, and a shard after a reduce-scatter.
         d_own = x_own if d_reduced.shape[0] == x.shape[0] else 1.0
         amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
-        summed = implementation(x)
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
-        of_x = summed.tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
-        of_g = summed.tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
+        of_x = tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
+        of_g = tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
         self.rows += x.shape[0]
         self._add("x2", _owned(of_x.cols.sum(), x_own))
         self._add("g2", _owned(of_g.cols.sum(), g_own))
@@ -232,7 +233,7 @@ class LinearRecorder:
             x_rowwise, _ = backend.quantize(xs, OperandSpec(fmt, None, amax=amax["x"]))
             w_rowwise, _ = backend.quantize(w, OperandSpec(fmt, None, weight=True, amax=amax["w"]))
             quantised = backend.multiply(Gemm.FPROP, x_rowwise, w_rowwise, torch.float32)
-            found.append(implementation(x).output_sums(quantised, y, gs))
+            found.append(output_sums(quantised, y, gs))
         dots, squares = zip(*found, strict=True)
         if not partial:
             self._add("e2", _owned(torch.stack(squares), weight * self._own("y")))
@@ -289,3 +290,105 @@ def attached(recorders: list[LinearRecorder]) -> Iterator[None]:
     finally:
         for recorder in recorders:
             recorder.handle.state.recorder = None
+
+
+# -- residual stream -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TokenShard:
+    """The tokens of a microbatch that this tensor parallel rank holds of the residual stream: share ``rank`` of
+    ``size`` equal contiguous ones. The size is 1 if the stream is replicated; exactly one rank then ``reports`` its
+    tokens.
+    """
+
+    rank: int
+    size: int
+    reports: bool
+
+    def first_row(self, local_rows: int) -> int:
+        return self.rank * local_rows
+
+
+@functools.lru_cache(maxsize=64)
+def held_rows(shard: TokenShard, local_rows: int, count: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return local indices of the sampled tokens that a rank holds. Do not write to the result.
+
+    It is cached on the device, because a copy to a GPU waits for its work.
+    """
+    sampled = sample_rows(local_rows * shard.size, count)
+    start = shard.first_row(local_rows)
+    return (sampled[(sampled >= start) & (sampled < start + local_rows)] - start).to(device)
+
+
+@dataclass
+class Boundary:
+    """Recorder of one boundary on one rank, in the current pass ``phase``. Tensors are [s(/tp), b, hidden] and are
+    flattened to tokens × hidden.
+
+    Attributes:
+        h, r: sampled h_b and r_b of each forward in the statistics pass. A layer of multi-token prediction may run
+            several times for a microbatch, with backward passes in the opposite order.
+        weight: factor from a sum over sampled tokens to all tokens of a microbatch.
+        sums: column name → float64 scalar, this rank's share of the global sum.
+    """
+
+    index: int
+    shard: TokenShard
+    sample_tokens: int
+    phase: Pass = Pass.STATISTICS
+    h: list[torch.Tensor] = field(default_factory=list)
+    r: dict[int, torch.Tensor] = field(default_factory=dict)
+    weight: float = 1.0
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    _forwards: int = 0
+
+    def start(self, phase: Pass) -> None:
+        self.phase = phase
+        self._forwards = 0
+
+    @property
+    def seen(self) -> bool:
+        """Whether this pass has recorded a forward."""
+        return self._forwards > 0
+
+    def sampled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a float32 copy of the sampled tokens of [s, b, hidden] that this rank holds."""
+        flat = tensor.detach().reshape(-1, tensor.shape[-1])
+        rows = held_rows(self.shard, flat.shape[0], self.sample_tokens, flat.device)
+        total = flat.shape[0] * self.shard.size
+        self.weight = total / max(min(total, self.sample_tokens), 1)
+        return flat[rows].float()
+
+    def on_forward(self, tensor: torch.Tensor) -> None:
+        """Record the stream in the forward, and register a hook that records its gradient."""
+        h, index = self.sampled(tensor), self._forwards
+        if self.phase is Pass.STATISTICS:
+            self.h.append(h)
+            self._add("h2", h)
+            if not tensor.requires_grad:  # all below it is frozen
+                self.r[index] = torch.zeros_like(h)
+        else:
+            self._add("cn2", (self.r[index] * (h - self.h[index])).sum(1))
+        self._forwards += 1
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.on_gradient(gradient, index))  # type: ignore[no-untyped-call]
+
+    def on_gradient(self, gradient: torch.Tensor, index: int) -> None:
+        """Record the gradient of the stream of one forward: the sum of those of the branch and of the residual."""
+        r = self.sampled(gradient)
+        if self.phase is Pass.STATISTICS:
+            self.r[index] = r
+            self._add("r2", r)
+        else:
+            self._add("fr2", r - self.r[index])
+
+    def finish_statistics(self, above: Boundary) -> None:
+        """After the statistics pass, record what the branch between this boundary and the one ``above`` added."""
+        for index, (low, high) in enumerate(zip(self.h, above.h, strict=True)):
+            self._add("branch_h2", high - low)
+            self._add("branch_r2", above.r[index] - self.r[index])
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        assert name in BOUNDARY_COLUMNS
+        if self.shard.reports:
+            value = sum_squares(tensor)
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value * self.weight

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import LinearRow, Role
-from snip_megatron.sensitivity.boundaries import Boundary
-from snip_megatron.sensitivity.recorder import Dots, LinearRecorder
+from snip_megatron.sensitivity.recorder import Boundary, Dots, LinearRecorder
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable, array_shapes
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean

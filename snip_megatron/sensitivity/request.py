@@ -1,16 +1,26 @@
-"""The request of one update to the solver: policy, candidate formats, budget, pins."""
+"""The request of one update to the solver: policy, candidate formats, budget, pins, and the phases that remain.
+
+With phases, an error raises the loss at the end of training in two ways. The *standing* part is the rounding error of
+the current forward. It disappears soon after the fprop runs in a precise format. It counts in full if the model is
+deployed in the formats of the last phase. If the model is deployed in bf16, a small part of it counts, because the
+weights have adapted to the rounded forward. The *carried* part is what imprecise steps leave in the weights. A step
+leaves more the higher its learning rate is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from snip_megatron.precision import GRANULARITIES, Format, Gemm, candidates_fault
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut, quoted
+from snip_megatron.precision.phases import Schedule
 from snip_megatron.precision.strict_json import JsonFields
-from snip_megatron.sensitivity.phased import STANDING_SHARE, PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
 BACKWARD_SHARE = 0.08
@@ -18,6 +28,115 @@ BACKWARD_SHARE = 0.08
 .0013), three seeds; backward-first at 67 %, uniform-fp8 and -fp4 of
 ``benchmarks/results/quality/compare_26m-gemm-145_h200_2026-11-21.md``.
 """
+
+STANDING_SHARE = 0.8
+"""Share of an fprop's loss that disappears once the fprop is precise.
+
+It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
+(``tests/unit/sensitivity/test_persistence.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
+(.01077 − .00293), divided by the loss of its fprops, .0097.
+"""
+
+STANDING_WEIGHTS: Mapping[str, float] = {"map": 1.0, "bf16": 0.15}
+"""Weight of the standing part in the last phase, by the formats in which the model is deployed.
+
+Weights that were trained with a rounded forward lose in bf16 too, and recover within some tens of precise steps. In
+runs of a 26 M model, .09 to .16 of an fprop's loss is of this kind, .12 to .2 of its standing part
+(``benchmarks/results/quality/compare_26m-time_2xh200_2026-11-22.md`` and the runs of ``STANDING_SHARE``).
+"""
+
+_GRID = 4096  # points of the integral over a run
+
+
+def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequence[float]) -> tuple[float, ...]:
+    """Return the weight κ of the carried loss of every phase: ∫ η(t) dt over its steps, divided by that over the run,
+    of the learning rate η. The phases of a whole run sum to 1. Raises SnipError if rates are not finite with one above
+    0.
+
+    Args:
+        origin, end: first step of the run, and the step before which it ends.
+        begins: first step of each phase, ascending, from ``origin`` on. A phase ends where the next begins.
+        rates: learning rates at evenly spaced times, the first at ``origin``, the last at ``end``; in any unit. One
+            stands for a constant rate.
+    """
+    sampled = np.array(rates, dtype=np.float64)
+    if not len(sampled) or not np.all(np.isfinite(sampled)) or (sampled < 0).any():
+        raise SnipError(f"learning rates {cut(tuple(rates))}: must be finite numbers, 0 or more")
+    if not (sampled > 0).any():
+        raise SnipError("learning rates: one of the run must be above 0")
+    edges = (np.array([*begins, end], dtype=np.float64) - origin) / (end - origin)
+    grid = np.union1d(np.linspace(0.0, 1.0, _GRID), edges)
+    rate = np.interp(grid, np.linspace(0.0, 1.0, max(len(sampled), 2)), np.resize(sampled, max(len(sampled), 2)))
+    carried = np.concatenate([[0.0], np.cumsum(np.diff(grid) * (rate[1:] + rate[:-1]) / 2)])
+    at = np.interp(edges, grid, carried / carried[-1])
+    return tuple(float(b - a) for a, b in pairwise(at))
+
+
+@dataclass(frozen=True)
+class PhasedRequest(JsonFields):
+    """The remaining phases of a run, as plain data: it is sent to the sidecar process with its SolveRequest.
+
+    All tuples have one entry per phase, in the order of time. Past phases are not included.
+
+    Attributes:
+        begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
+        budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach on its own,
+            in addition to the average over the run. None: no requirement.
+        change: as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used.
+        standing, carried: weights of the standing loss, 0 but in the last phase of a run (``STANDING_WEIGHTS``), and of
+            the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout the phase,
+            relative to one that is imprecise throughout the run.
+        spent_steps, spent: number of past steps of the run, which count towards the average, and their mean fp4 share;
+            for a budget of time their speedup, the harmonic mean.
+    """
+
+    begins: tuple[int, ...]
+    steps: tuple[int, ...]
+    budgets: tuple[float | None, ...]
+    change: tuple[tuple[str, ...] | None, ...]
+    standing: tuple[float, ...]
+    carried: tuple[float, ...]
+    spent_steps: int = 0
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(self.steps)
+        if not count:
+            raise SnipError("phases: at least one phase must remain")
+        for name in ("begins", "budgets", "change", "standing", "carried"):
+            if len(getattr(self, name)) != count:
+                raise SnipError(f"phases.{name}: must have one entry for each of the {count} phases")
+
+    @classmethod
+    def of_schedule(
+        cls,
+        schedule: Schedule,
+        run: tuple[int, int],
+        step: int,
+        *,
+        carried: Callable[[Sequence[int]], Sequence[float]],
+        standing: float,
+        spent_steps: int = 0,
+        spent: float = 0.0,
+    ) -> PhasedRequest:
+        """Return the phases of ``schedule`` that remain at ``step`` of the ``run``, a first step and an end.
+
+        ``carried`` returns the weights of the carried loss, given the first steps of the remaining phases. ``standing``
+        is the weight of the standing loss in the last phase. The others are as the attributes.
+        """
+        rest = schedule.remaining(*run, step)
+        phases = [schedule.phases[index] for index, _, _ in rest]
+        begins = tuple(begin for _, begin, _ in rest)
+        return cls(
+            begins=begins,
+            steps=tuple(steps for _, _, steps in rest),
+            budgets=tuple(None if phase.budget is None else phase.budget.value for phase in phases),
+            change=tuple(phase.change for phase in phases),
+            standing=(*[0.0] * (len(rest) - 1), standing),
+            carried=tuple(carried(begins)),
+            spent_steps=spent_steps,
+            spent=spent,
+        )
 
 
 _BUDGET = Budget("fp4", 0.75)

@@ -3,27 +3,166 @@
 Source: how-it-works.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
 row and its column. A single σ for the whole matrix would overstate the update error, because elements with v ≈ 0 would
 get too large an error. Signs are random and belong to the global element, so that every sharding draws the same.
+
+On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch evaluates everything else.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from snip_megatron.layers.warm_up import WarmUpLinear
 from snip_megatron.numerics.quantize.device_keys import has_kernels
-from snip_megatron.sensitivity.errors import sum_squares
-from snip_megatron.sensitivity.recorder import LinearRecorder
-from snip_megatron.sensitivity.signs import Words, error_signs
-from snip_megatron.sensitivity.signs import words as sign_words
+from snip_megatron.numerics.quantize.kernels.launch import launch
+from snip_megatron.numerics.quantize.rounding import MASK32, ROW_STEP, derive_seed, mix32
+from snip_megatron.sensitivity import quantization_error
+from snip_megatron.sensitivity.recorder import LinearRecorder, Pass
+from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.updates import AdamWState, Update, gradient_of_a_step
 
-if TYPE_CHECKING:
-    from snip_megatron.sensitivity.kernels.update_error import ErrorSizes
+# -- random signs ----------------------------------------------------------------------------------------------
+# A sign is a function of (seed, global row, global column). Each row and each column has a word, the finaliser of
+# MurmurHash3 applied to its id. For an element, two multiplications mix the exclusive or of its two words, and the
+# upper bit is the sign. update_error_programs.py computes the same bits.
+Words = Callable[[int, Tensor, Tensor, torch.device], tuple[Tensor, Tensor]]
+"""A function with the arguments and results of :func:`sign_words`."""
+
+# Repeated in update_error_programs.py, because device code cannot read the constants of a module.
+_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 
+def sign_words(seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return one int32 word on ``device`` for each row and one for each column, whose global ids in [0, 2^32), 1-D in
+    any order, are given.
+    """
+    return _mixed(derive_seed(seed, 0), rows.to(device)), _mixed(derive_seed(seed, 1), cols.to(device))
+
+
+class KeptWords:
+    """The words of the parameters of a run. A rank always holds the same rows and columns of each.
+
+    Ids are copied to the device once, because a copy waits for all work that runs there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return :func:`sign_words`, computed once for each ``seed``, which belongs to one parameter."""
+        found = self._kept.get(seed)
+        if found is None:
+            found = self._kept[seed] = sign_words(seed, rows, cols, device)
+        return found
+
+
+def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
+    """Return ±1 with equal probability, float32 [len(rows), len(cols)]."""
+    row_words, col_words = sign_words(seed, rows, cols, rows.device)
+    h = (row_words[:, None] ^ col_words) * _FIRST  # int32 arithmetic wraps, as the hash modulo 2^32 requires
+    h ^= (h >> 15) & 0x1FFFF  # the mask makes the shift a logical one
+    return (h.mul_(_SECOND) >> 31).mul_(2).add_(1).to(torch.float32)
+
+
+def _mixed(seed: int, ids: Tensor) -> Tensor:
+    return mix32((ids.long() * ROW_STEP + (seed & MASK32)) & MASK32).to(torch.int32)
+
+
+# -- the kernel of AdamW ---------------------------------------------------------------------------------------
+_BLOCK = 2048  # elements of a program
+LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 80}
+
+
+@dataclass(frozen=True)
+class ErrorSizes:
+    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns, which have global ids.
+
+    Attributes:
+        seed: seed of the signs, which belong to global elements.
+        unit_rows, unit_cols: the error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
+        var_rows, var_cols: [1 + F, N], [1 + F, K]. The error of candidate f has the variance var_rows[f]·var_cols[0] +
+            var_rows[0]·var_cols[f]. None if there are no candidates.
+    """
+
+    seed: int
+    rows: Tensor
+    cols: Tensor
+    unit_rows: Tensor
+    unit_cols: Tensor
+    var_rows: Tensor | None = None
+    var_cols: Tensor | None = None
+
+
+def error_sums(
+    gradient: Tensor,
+    state: AdamWState,
+    sizes: ErrorSizes,
+    scales: Sequence[float],
+    *,
+    factor: float,
+    noise: float,
+    words: Words = sign_words,
+) -> tuple[Tensor, Tensor]:
+    """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ and of each candidate, float64.
+
+    ``gradient`` are this rank's elements in recorded units, flat, any floating dtype, and ``factor`` brings them to the
+    units of the gradient that the optimizer of a step sees, in which ``sizes`` are. ``state`` has their position in the
+    flattened [N, K] parameter. ``scales`` are values of ρ; for ``noise`` see
+    :func:`snip_megatron.sensitivity.updates.gradient_of_a_step`; ``words`` returns the words of rows and columns.
+    """
+    size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
+    blocks = -(-size // _BLOCK)
+    device = gradient.device
+    sums = torch.empty(len(scales) + formats, blocks, dtype=torch.float32, device=device)
+    rho = _on_device(tuple(scales), device)
+    if size:
+        from snip_megatron.sensitivity.update_error_programs import update_error_kernel
+
+        settled = noise < 1.0 and state.step > 0
+        next_step = state.step + 1
+        launch(
+            update_error_kernel, (blocks, 1),
+            (
+                gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
+                rho, *_vectors(sizes, device), *words(sizes.seed, sizes.rows, sizes.cols, device),
+            ),
+            (state.start, size, sizes.rows.numel(), sizes.cols.numel()),
+            (
+                float(factor), float(noise) if settled else 1.0,
+                1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
+                state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
+                state.eps,
+            ),
+            {"RHOS": len(scales), "FORMATS": formats, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"}, LAUNCH,
+        )  # fmt: skip
+    totals = sums.sum(1, dtype=torch.float64)
+    return totals[: len(scales)] * rho.double().square(), totals[len(scales) :]
+
+
+@functools.cache
+def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``scales`` as an FP32 tensor. Cached, because a copy to the device waits for all work that runs there."""
+    return torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:
+    """Return FP32 factors, those of columns at most 1, so that no product leaves the range of FP32 early."""
+    found = []
+    for rows, cols in ((sizes.unit_rows, sizes.unit_cols), (sizes.var_rows, sizes.var_cols)):
+        if rows is None or cols is None:
+            found += [torch.empty(0, dtype=torch.float32, device=device)] * 2
+            continue
+        largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
+        found += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
+    return found
+
+
+# -- the update error of a parameter --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StepScale:
     """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.
@@ -44,7 +183,7 @@ class StepScale:
 
 def linear_update_error(
     recorder: LinearRecorder,
-    gradient: torch.Tensor,
+    gradient: Tensor,
     state: Update,
     scale: StepScale,
     *,
@@ -54,7 +193,7 @@ def linear_update_error(
     seed: int,
     tokens: float | None = None,
     words: Words = sign_words,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return this rank's share of a linear's ``drift2`` and ``wdrift2`` (``statistics/table.py``), float64: the squared
     update errors of the elements [start, end) of its local weight.
 
@@ -88,23 +227,21 @@ def linear_update_error(
     return drift2, torch.stack(wdrift2)
 
 
-def _has_kernel(gradient: torch.Tensor) -> bool:
+def _has_kernel(gradient: Tensor) -> bool:
     return has_kernels(gradient) and gradient.numel() < 2**31 - 2**16  # the kernel's indices have 32 bits
 
 
 def _linear_by_kernel(
     recorder: LinearRecorder,
-    gradient: torch.Tensor,
+    gradient: Tensor,
     state: AdamWState,
     scale: StepScale,
     power: float,
     rescale: float,
     seed: int,
     words: Words,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Evaluate :func:`linear_update_error` of AdamW on a GPU: one read of g, m and v serves all errors."""
-    from snip_megatron.sensitivity.kernels.update_error import ErrorSizes
-
     handle = recorder.handle
     x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
     seen = power * scale.clip**2
@@ -121,18 +258,16 @@ def _linear_by_kernel(
 
 
 def _kernel_sums(
-    gradient: torch.Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from snip_megatron.sensitivity.kernels.update_error import error_sums
-
+    gradient: Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
+) -> tuple[Tensor, Tensor]:
     own = gradient.reshape(-1)[state.start : state.end]
     factor, noise = scale.gradient * scale.clip, scale.variance**0.5
     return error_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
 
 
 def sink_update_error(
-    gradient: torch.Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
-) -> torch.Tensor:
+    gradient: Tensor, state: Update, scale: StepScale, *, seed: int, first_row: int, words: Words = sign_words
+) -> Tensor:
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
@@ -141,12 +276,11 @@ def sink_update_error(
     :func:`linear_update_error`.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
-    rms = (sum_squares(matrix, 1) / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
+    row_squares = quantization_error.sum_squares(matrix, 1)
+    rms = (row_squares / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
     if isinstance(state, AdamWState) and _has_kernel(gradient):
-        from snip_megatron.sensitivity.kernels.update_error import ErrorSizes
-
         sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
         return _kernel_sums(gradient, state, scale, sizes, words)[0]
     z = error_signs(seed, rows, cols)
@@ -155,7 +289,57 @@ def sink_update_error(
     return state.squared_error(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
 
 
-def _gradient(gradient: torch.Tensor, state: Update, scale: StepScale) -> torch.Tensor:
+def _gradient(gradient: Tensor, state: Update, scale: StepScale) -> Tensor:
     """Return this rank's elements of the gradient that a training step would give its optimizer, flat float32."""
     own = gradient.reshape(-1)[state.start : state.end].float() * (scale.gradient * scale.clip)
     return gradient_of_a_step(own, state, scale.variance**0.5)
+
+
+# -- warm-up ---------------------------------------------------------------------------------------------------
+_SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
+
+
+def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
+    """Run the passes of a probe of ``formats`` over two microbatches. Return the recorder with all of its sums."""
+    recorder = LinearRecorder(linear.handle, tuple(formats), sample_tokens)
+    d = torch.zeros_like(linear.x)
+    for phase in Pass:
+        recorder.start(phase)
+        for _ in range(2):
+            recorder.on_backward(linear.x, linear.handle.weight.detach(), linear.g, d, d)
+    for dtype in {linear.x.dtype, torch.float32}:
+        for size in (1024, 1025):  # Triton compiles different kernels for multiples of 16 and other lengths
+            sum_squares(torch.zeros(size, dtype=dtype, device=linear.x.device))
+    return recorder
+
+
+def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
+    """Evaluate the update error of a recorded linear; with ``sharded`` optimizer states, of parts of the weight too."""
+    weight = recorder.handle.weight
+    gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for start, end in _ranges(weight.numel(), sharded):
+        state = _state(gradient, start, end)
+        linear_update_error(recorder, gradient, state, _SCALE, s2=1.0, x2=1.0, g2=1.0, seed=0)
+
+
+def warm_up_sinks(weight: Tensor, *, sharded: bool) -> None:
+    """Evaluate the update error of a parameter that is no linear's weight, of a matrix in its first rows only."""
+    rows = min(len(weight), _ROWS) if weight.dim() > 1 else len(weight)
+    gradient = torch.zeros(rows, *weight.shape[1:], dtype=torch.float32, device=weight.device)
+    for start, end in _ranges(gradient.numel(), sharded):
+        sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
+
+
+_ROWS = 128
+
+
+def _ranges(size: int, sharded: bool) -> list[tuple[int, int]]:
+    """Return ranges whose ends are multiples of 16 and others, because Triton compiles different kernels for them."""
+    if not sharded or size < 64:
+        return [(0, size)]
+    return [(0, size), (0, size - 3), (3, size), (3, size - 13)]
+
+
+def _state(gradient: Tensor, start: int, end: int) -> AdamWState:
+    moment = torch.zeros(end - start, dtype=torch.float32, device=gradient.device)
+    return AdamWState(start, end, 1, moment, moment.clone(), beta1=0.9, beta2=0.95, eps=1e-8)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from snip_megatron.sensitivity.squares import sum_squares
+from snip_megatron.sensitivity.sums import sum_squares
 
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Positions in a sorted list of error sizes at which Muon's update error is evaluated; the others are interpolated.

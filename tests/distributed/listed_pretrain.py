@@ -65,8 +65,7 @@ def install() -> None:
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.runtime.probing import update_errors
-    from snip_megatron.sensitivity import boundaries, errors, recorder, squares, update_error, updates, warmup
-    from snip_megatron.sensitivity.kernels import sums as kernel_sums
+    from snip_megatron.sensitivity import recorder, sums, update_error, updates
 
     quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
@@ -79,14 +78,13 @@ def install() -> None:
     backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
-    names = ("tensor_sums", "weight_sums", "output_sums")
-    summed = SimpleNamespace(**{n: both(getattr(kernel_sums, n), getattr(errors, n)) for n in names})
-    recorder.implementation = lambda x: summed
-    squares.has_kernels = update_error.has_kernels = lambda x: kernels
-    listed_squares = both(squares.sum_squares, squares.sum_squares)
-    for module in (recorder, warmup, boundaries, updates, update_errors):
+    sums.has_kernels = update_error.has_kernels = lambda x: kernels
+    for name in ("tensor_sums", "weight_sums", "output_sums"):
+        setattr(recorder, name, both(getattr(sums, name), getattr(sums, name)))
+    listed_squares = both(sums.sum_squares, sums.sum_squares)
+    for module in (recorder, updates, update_error, update_errors):
         module.sum_squares = listed_squares
-    for module in (update_errors, warmup):
+    for module in (update_errors, update_error):
         for name in ("linear_update_error", "sink_update_error"):
             function = getattr(update_error, name)
             setattr(module, name, both(function, function))

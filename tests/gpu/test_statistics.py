@@ -1,4 +1,4 @@
-"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/sensitivity/kernels/test_sums.py."""
+"""Compiled kernels of the statistics at training sizes; small shapes: tests/unit/sensitivity/test_sums.py."""
 
 from types import ModuleType
 
@@ -10,7 +10,7 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import LinearId
-from snip_megatron.sensitivity import errors
+from snip_megatron.sensitivity import quantization_error as reference
 from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.table import RHO_GRID
 
@@ -19,9 +19,9 @@ FORMATS = ("fp8", "fp4", "fp8_tensor")
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    from snip_megatron.sensitivity.kernels import sums as triton_sums
+    from snip_megatron.sensitivity import sums
 
-    return triton_sums
+    return sums
 
 
 def activations(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -40,7 +40,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_tensor_sums(kernels: ModuleType, shape: tuple[int, int], stochastic: bool) -> None:
     x = activations(*shape)
-    found, expected = (module.tensor_sums(x, FORMATS, stochastic=stochastic) for module in (kernels, errors))
+    found, expected = (module.tensor_sums(x, FORMATS, stochastic=stochastic) for module in (kernels, reference))
     for name in ("rows", "cols", "row_errors", "col_errors"):
         assert_close(getattr(found, name), getattr(expected, name))
     again = kernels.tensor_sums(x, FORMATS, stochastic=stochastic)
@@ -52,16 +52,16 @@ def test_tensor_sums(kernels: ModuleType, shape: tuple[int, int], stochastic: bo
 def test_inner_products_with_errors(kernels: ModuleType, shape: tuple[int, int]) -> None:
     """FP32, whose quotients are hardly ever ties: there the sign of an error is anyone's."""
     x, d = torch.randn(shape, device="cuda"), activations(*shape, seed=1)
-    found, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, errors))
+    found, expected = (module.tensor_sums(x, FORMATS, d=d).dots for module in (kernels, reference))
     size = expected.square().mean(1, keepdim=True).sqrt()  # single dots may be close to zero
     assert ((found - expected) / size).square().mean() < 1e-4
 
 
 def test_weight_output_and_plain_sums(kernels: ModuleType) -> None:
     w, x, g = activations(5120, 4096 + 640), activations(256, 5000, 1).float(), activations(256, 5000, 2)
-    assert_close(kernels.weight_sums(w, FORMATS), errors.weight_sums(w, FORMATS))
+    assert_close(kernels.weight_sums(w, FORMATS), reference.weight_sums(w, FORMATS))
     noisy = x + 0.1 * torch.randn_like(x)
-    (dots, squares), (expected, expected_squares) = (m.output_sums(noisy, x, g) for m in (kernels, errors))
+    (dots, squares), (expected, expected_squares) = (m.output_sums(noisy, x, g) for m in (kernels, reference))
     torch.testing.assert_close(dots, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     assert_close(squares, expected_squares)
     for tensor in (w, x, w[:, 1:]):

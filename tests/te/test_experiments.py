@@ -16,7 +16,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import fp4_fraction
 from snip_megatron.runtime.config import parse_snip_arguments
 from snip_megatron.runtime.config.options import parse_pins
-from snip_megatron.sensitivity.fixed import fixed_map
+from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.tools.launch_check import check
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "benchmarks/quality/experiments"

@@ -15,9 +15,9 @@ from snip_megatron.numerics.quantize.kernels.exact import SHAPES
 from snip_megatron.numerics.quantize.kernels.quantize import LAUNCH
 from snip_megatron.numerics.quantize.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.numerics.quantize.rounding import splitmix64
-from snip_megatron.sensitivity.kernels import sums_programs as statistics
-from snip_megatron.sensitivity.kernels import update_error
-from snip_megatron.sensitivity.kernels.sums import LAUNCH as SUMS
+from snip_megatron.sensitivity import sums_programs as statistics
+from snip_megatron.sensitivity import update_error, update_error_programs
+from snip_megatron.sensitivity.sums import LAUNCH as SUMS
 
 Constants = dict[str, object]
 POINTERS = {
@@ -150,4 +150,6 @@ def test_others(kernel: Any, constants: Constants, options: Mapping[str, int], c
 
 def test_update_errors() -> None:
     constants = {"RHOS": 24, "FORMATS": 2, "BLOCK": 2048, "HARDWARE": True}
-    assembly(update_error.update_error_kernel, constants, update_error.LAUNCH, 90, POINTERS | {"g_ptr": "*fp32"})
+    assembly(
+        update_error_programs.update_error_kernel, constants, update_error.LAUNCH, 90, POINTERS | {"g_ptr": "*fp32"}
+    )

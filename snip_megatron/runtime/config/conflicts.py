@@ -4,7 +4,7 @@ from typing import Any
 
 from snip_megatron.precision import FOUR_BIT, candidates_fault
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.sensitivity.fixed import LATE
+from snip_megatron.sensitivity.policies import LATE
 
 
 def check(config: Any) -> None:

@@ -25,10 +25,8 @@ from snip_megatron.runtime.config.options import (
     parse_tolerance,
     setting,
 )
-from snip_megatron.sensitivity.fixed import LATE
-from snip_megatron.sensitivity.phased import STANDING_SHARE
-from snip_megatron.sensitivity.policies import ESTIMATORS, POLICIES, Q_RULES, UNSOLVED
-from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
+from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED
+from snip_megatron.sensitivity.request import BACKWARD_SHARE, STANDING_SHARE, SolveRequest
 
 COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8")

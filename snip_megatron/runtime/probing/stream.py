@@ -11,8 +11,7 @@ from snip_megatron.layers.context import StepContext
 from snip_megatron.numerics.quantize import derive_seed, random_normal
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Host, Place, Strand
-from snip_megatron.sensitivity.boundaries import Boundary
-from snip_megatron.sensitivity.recorder import Pass
+from snip_megatron.sensitivity.recorder import Boundary, Pass
 
 _EMBEDDING = (0, 0)  # of the seeds of the noise
 

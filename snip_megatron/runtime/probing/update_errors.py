@@ -9,9 +9,8 @@ from snip_megatron.numerics.quantize import derive_seed
 from snip_megatron.runtime.host import Host, HostStep, LocalSink
 from snip_megatron.sensitivity.recorder import LinearRecorder
 from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups
-from snip_megatron.sensitivity.signs import KeptWords
-from snip_megatron.sensitivity.squares import sum_squares
-from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.sums import sum_squares
+from snip_megatron.sensitivity.update_error import KeptWords, StepScale, linear_update_error, sink_update_error
 
 _SIGNS = 1  # stream of random numbers derived from --snip-seed
 

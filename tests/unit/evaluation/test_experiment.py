@@ -15,7 +15,7 @@ from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.sensitivity.fixed import LATE
+from snip_megatron.sensitivity.policies import LATE
 
 FILES = sorted((Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments").glob("*.json"))
 NANO = next(json.loads(path.read_text()) for path in FILES if path.stem == "nano")

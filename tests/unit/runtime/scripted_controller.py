@@ -22,7 +22,7 @@ from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.runtime.step_report import StepFigures, StepReport
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import LINEAR_COLUMNS, StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale
 

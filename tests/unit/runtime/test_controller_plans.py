@@ -14,7 +14,7 @@ from snip_megatron.precision.phases import PrecisionPlan, Schedule, SchedulePhas
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import BudgetSpent, ControllerState
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.fixed import late_plan
+from snip_megatron.sensitivity.policies import late_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -15,7 +15,7 @@ from snip_megatron.reporting.front import latest_front
 from snip_megatron.runtime.records.run_directory import RunDirectory
 from snip_megatron.runtime.records.stored import Stored, find_stored, is_statistics, rebuild
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model
 from snip_megatron.timing.shapes import LinearShape

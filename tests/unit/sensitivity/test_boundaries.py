@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.sensitivity.boundaries import Boundary, TokenShard, held_rows
-from snip_megatron.sensitivity.recorder import Pass
-from snip_megatron.sensitivity.squares import sample_rows
+from snip_megatron.sensitivity.recorder import Boundary, Pass, TokenShard, held_rows
+from snip_megatron.sensitivity.sums import sample_rows
 
 WHOLE = TokenShard(rank=0, size=1, reports=True)
 S, B, HIDDEN = 32, 2, 8

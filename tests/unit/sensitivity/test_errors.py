@@ -7,7 +7,7 @@ from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.numerics.quantize.hadamard import Rotation, rotate
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.sensitivity.errors import output_sums, squared_errors, tensor_sums, weight_sums
+from snip_megatron.sensitivity.quantization_error import output_sums, squared_errors, tensor_sums, weight_sums
 
 FORMATS = ("fp8", "fp4", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8")
 

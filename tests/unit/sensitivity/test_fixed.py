@@ -4,8 +4,7 @@ import pytest
 from dense_names import dense_names
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, misplaced
-from snip_megatron.sensitivity.fixed import FIXED, fixed_map, formats_of
-from snip_megatron.sensitivity.policies import POLICIES
+from snip_megatron.sensitivity.policies import FIXED, POLICIES, fixed_map, formats_of
 
 NAMES = dense_names(20)
 HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]

@@ -10,7 +10,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap, fp4_fraction
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.fixed import LATE, late_plan, late_shares
+from snip_megatron.sensitivity.policies import LATE, late_plan, late_shares
 
 FLOPS = {f"decoder.layers.{layer}.mlp.{kind}": 3.0 for layer in (0, 1) for kind in ("linear_fc1", "linear_fc2")}
 NAMES = list(FLOPS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.sensitivity.phased import carried_weights
+from snip_megatron.sensitivity.request import carried_weights
 
 COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
 

@@ -8,7 +8,7 @@ import pytest
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.solver import Item, Problem, Spent, solve
 
 from .synthetic import make_table

@@ -10,7 +10,7 @@ import pytest
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import Schedule, SchedulePhase
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 
 REQUEST = PhasedRequest(
     begins=(120, 400),

@@ -6,8 +6,7 @@ from refusal import refusal
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.linears import pinned_formats
-from snip_megatron.sensitivity.fixed import fixed_map
-from snip_megatron.sensitivity.policies import UNSOLVED, divergences, policy_scores
+from snip_megatron.sensitivity.policies import UNSOLVED, divergences, fixed_map, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 

@@ -11,10 +11,10 @@ from handles import handle_of
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.precision import LinearId, LinearRow
-from snip_megatron.sensitivity.errors import squared_errors
+from snip_megatron.sensitivity.quantization_error import squared_errors
 from snip_megatron.sensitivity.recorder import Dots, LinearRecorder, Pass
 from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
-from snip_megatron.sensitivity.squares import sample_rows
+from snip_megatron.sensitivity.sums import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

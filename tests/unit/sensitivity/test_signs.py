@@ -2,7 +2,7 @@
 
 import torch
 
-from snip_megatron.sensitivity.signs import error_signs
+from snip_megatron.sensitivity.update_error import error_signs
 
 ROWS, COLS = torch.arange(1024), torch.arange(768)
 

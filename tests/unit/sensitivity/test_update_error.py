@@ -7,9 +7,8 @@ import torch
 from handles import handle_of
 
 from snip_megatron.sensitivity.recorder import LinearRecorder
-from snip_megatron.sensitivity.signs import error_signs
 from snip_megatron.sensitivity.table import RHO_GRID
-from snip_megatron.sensitivity.update_error import StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.update_error import StepScale, error_signs, linear_update_error, sink_update_error
 from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8

@@ -16,8 +16,8 @@ from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
-from snip_megatron.sensitivity.boundaries import TokenShard
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
+from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.sidecar import SolveJob
 from snip_megatron.runtime.sidecar.solving import solve_job
 from snip_megatron.sensitivity import SolveRequest
-from snip_megatron.sensitivity.phased import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest
 
 TABLE = make_table(layers=2)
 FLOPS = {row.name: row.flops for row in TABLE.linears}

@@ -135,7 +135,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation, compile_for, compile_variant
 from snip_megatron.numerics.quantize.kernels.listing import listed
-from snip_megatron.sensitivity.kernels.sums import output_sums, sum_squares
+from snip_megatron.sensitivity import sums
+from snip_megatron.sensitivity.sums import output_sums, sum_squares
+sums.has_kernels = lambda x: True
 with listed() as listing:
     for size in (8, 16):
         sum_squares(torch.zeros(size + 1))

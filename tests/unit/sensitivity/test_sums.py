@@ -10,7 +10,7 @@ import pytest
 import torch
 from drift_oracle import drift_differs
 
-from snip_megatron.sensitivity import errors
+from snip_megatron.sensitivity import quantization_error, sums
 
 Run = Callable[..., Any]
 
@@ -38,10 +38,9 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def implementations() -> tuple[ModuleType, ModuleType]:
-    """The kernels, imported where they are interpreted, and the reference."""
-    from snip_megatron.sensitivity.kernels import sums
-
-    return sums, errors
+    """The kernels, taken where they are interpreted, and the reference."""
+    sums.has_kernels = lambda x: True  # type: ignore[attr-defined]
+    return sums, quantization_error
 
 
 def worst_of_sums(shape: tuple[int, int], dtype: torch.dtype, *arguments: Any, **options: Any) -> float:

@@ -1,30 +1,27 @@
-"""The sums of ``errors.py`` as Triton kernels: same names, arguments and results, one read of the tensor.
+"""Sums over the operands of a linear: the Triton kernels where they run, plain torch elsewhere.
 
-If one of the formats has no kernel (nvfp4, mxfp4, mxfp8 and variants), the reference sums all of them.
+A kernel reads its tensor once. Formats without a kernel (nvfp4, mxfp4, mxfp8 and variants) are summed by
+:mod:`snip_megatron.sensitivity.quantization_error`, which is the kernels' reference. Triton is imported only where a
+kernel is launched.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from snip_megatron.numerics.quantize.device_keys import has_kernels
 from snip_megatron.numerics.quantize.formats import TILE, resolve
 from snip_megatron.numerics.quantize.hadamard import Rotation
 from snip_megatron.numerics.quantize.kernels.launch import launch
 from snip_megatron.precision import Format
-from snip_megatron.sensitivity import errors
-from snip_megatron.sensitivity.errors import TensorSums
-from snip_megatron.sensitivity.kernels.sums_programs import (
-    dots_kernel,
-    output_kernel,
-    squares_kernel,
-    tensor_kernel,
-    weight_kernel,
-)
+from snip_megatron.sensitivity import quantization_error as reference
+from snip_megatron.sensitivity.quantization_error import TensorSums
 
-_PLACES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
+_PLACE_NAMES = {Format.FP8: "PLACE_8", Format.FP4: "PLACE_4", Format.FP8_TENSOR: "PLACE_WHOLE"}
 _BLOCK = 8192
 _ROW_BLOCK = 4096
 _ROWS = 32
@@ -46,10 +43,12 @@ def tensor_sums(
     rotations: Mapping[str, Rotation] | None = None,
     d: Tensor | None = None,
 ) -> TensorSums:
-    """See :func:`snip_megatron.sensitivity.errors.tensor_sums`."""
-    places = _places(formats)
+    """See :func:`snip_megatron.sensitivity.quantization_error.tensor_sums`."""
+    places = _places(x, formats)
     if places is None:
-        return errors.tensor_sums(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
+        return reference.tensor_sums(x, formats, stochastic=stochastic, amax=amax, rotations=rotations, d=d)
+    from snip_megatron.sensitivity.sums_programs import tensor_kernel
+
     M, K = x.shape
     x = _row_major(x)
     k_parts, m_parts = _parts(K), _parts(M)
@@ -69,21 +68,25 @@ def tensor_sums(
 
 
 def _dots(x: Tensor, d: Tensor, places: dict[str, int], largest: Tensor, count: int) -> Tensor:
+    from snip_megatron.sensitivity.sums_programs import dots_kernel
+
     M, K = x.shape
-    found = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
+    dots = torch.empty(count, _parts(K), M, dtype=torch.float32, device=x.device)
     if x.numel():
         launch(
-            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, found, largest), (K, x.stride(0), d.stride(0)), (M,),
+            dots_kernel, (_parts(K), -(-M // _ROWS)), (x, d, dots, largest), (K, x.stride(0), d.stride(0)), (M,),
             {**places, "ROWS": _ROWS}, LAUNCH["dots"],
         )  # fmt: skip
-    return found.sum(1, dtype=torch.float64)
+    return dots.sum(1, dtype=torch.float64)
 
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
-    """See :func:`snip_megatron.sensitivity.errors.weight_sums`."""
-    places = _places(formats)
+    """See :func:`snip_megatron.sensitivity.quantization_error.weight_sums`."""
+    places = _places(w, formats)
     if places is None:
-        return errors.weight_sums(w, formats, amax=amax)
+        return reference.weight_sums(w, formats, amax=amax)
+    from snip_megatron.sensitivity.sums_programs import weight_kernel
+
     w = _row_major(w)
     N, K = w.shape
     sums = torch.empty(1 + len(formats), _parts(N) * _parts(K), dtype=torch.float32, device=w.device)
@@ -94,7 +97,11 @@ def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None
 
 
 def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`snip_megatron.sensitivity.errors.output_sums`."""
+    """See :func:`snip_megatron.sensitivity.quantization_error.output_sums`."""
+    if not has_kernels(g):
+        return reference.output_sums(quantised, exact, g)
+    from snip_megatron.sensitivity.sums_programs import output_kernel
+
     R, N = quantised.shape
     g = _row_major(g)
     blocks = -(-N // _ROW_BLOCK)
@@ -106,7 +113,11 @@ def output_sums(quantised: Tensor, exact: Tensor, g: Tensor) -> tuple[Tensor, Te
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Return Σ x² in one read, float64 0-dim: in FP32 within blocks of 8192 elements, in float64 over blocks."""
+    """Return Σ x², 0-dim float64 on the device of ``x``. Kernels add in FP32 within blocks of 8192 elements."""
+    if not has_kernels(x):
+        return reference.sum_squares(x)
+    from snip_megatron.sensitivity.sums_programs import squares_kernel
+
     x = x.reshape(-1)
     blocks = -(-x.numel() // _BLOCK)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
@@ -117,12 +128,24 @@ def sum_squares(x: Tensor) -> Tensor:
     return sums.sum(dtype=torch.float64)
 
 
-def _places(formats: Sequence[str]) -> dict[str, int] | None:
-    """Return the place of each kernel's format among ``formats``, −1 if it is not there. None if one has no kernel."""
-    known = [resolve(fmt) for fmt in formats]
-    if not _PLACES.keys() >= set(known):
+@functools.lru_cache(maxsize=64)
+def sample_rows(total: int, count: int, device: torch.device | None = None) -> Tensor:
+    """Return evenly spread row indices, int64 [min(total, count)]. Every layout of the same tokens gets the same ones.
+
+    The result is cached on ``device``, because a copy to a GPU waits for all work that runs there. Do not write to it.
+    """
+    count = min(total, count)
+    return torch.arange(count, device=device) * total // max(count, 1)
+
+
+def _places(x: Tensor, formats: Sequence[str]) -> dict[str, int] | None:
+    """Return the index of each kernel's format in ``formats``, −1 if it is absent. None if torch sums instead: on the
+    device of ``x`` no kernel runs, or a format has none.
+    """
+    candidates = [resolve(fmt) for fmt in formats]
+    if not has_kernels(x) or not _PLACE_NAMES.keys() >= set(candidates):
         return None
-    return {name: known.index(fmt) if fmt in known else -1 for fmt, name in _PLACES.items()}
+    return {name: candidates.index(fmt) if fmt in candidates else -1 for fmt, name in _PLACE_NAMES.items()}
 
 
 def _amax(x: Tensor, places: dict[str, int], amax: Tensor | None) -> Tensor:
