@@ -1,16 +1,10 @@
-"""What a plan knows of a model; the sizes of known Llama models, and of those that a ``config.json`` gives."""
+"""What a plan knows of a model, and the sizes of known Llama models."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow, strict_json
-from snip_megatron.precision.errors import SnipError, cut, located, quoted
-
-_MAX_EDGE = 2**24
-_MAX_BLOCKS = 10_000
+from snip_megatron.precision import DENSE_LAYER, LinearId, LinearRow
+from snip_megatron.precision.errors import SnipError, cut
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of a Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others are as in :class:`Model`.
+    """The sizes of an untied Llama: RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases. Others: :class:`Model`.
 
     ``blocks`` is the number of transformer blocks, ``ffn`` the intermediate size of the MLP.
     """
@@ -75,7 +69,6 @@ class Llama:
     head_size: int
     vocabulary: int
     context: int
-    tied: bool = False
     norm_epsilon: float = 1e-5
     rotary_base: int = 10_000
 
@@ -98,7 +91,7 @@ class Llama:
             for block in range(self.blocks)
             for path, shape in zip(DENSE_LAYER, shapes, strict=True)
         )
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Model) if f.name != "rows"}
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Model) if f.name not in ("rows", "tied")}
         return Model(rows=tuple(rows), **shared)
 
 
@@ -115,70 +108,12 @@ MODELS = {model.name: model for model in _KNOWN}
 
 
 def load_llama(name: str) -> Llama:
-    """Load a Llama's sizes by name (``70b``, ``llama-70b``), from a Hugging Face ``config.json``, or from its folder.
-
-    Raises SnipError if the name is unknown, the file cannot be read, or a field is missing or invalid.
-    """
-    known = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
-    if known is not None:
-        return known
-    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
-    if not os.path.exists(path):
-        names = ", ".join(model.removeprefix("llama-") for model in MODELS)
+    """Return a Llama's sizes by name (``70b``, ``llama-70b``). Raises SnipError if the name is unknown."""
+    model = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
+    if model is None:
+        names = ", ".join(known.removeprefix("llama-") for known in MODELS)
         raise SnipError(
-            f"model {cut(name)}: unknown; choose one of {names}, or give a Llama's Hugging Face config.json"
+            f"model {cut(name)}: unknown; choose one of {names}, or give the arguments of another one to Megatron"
+            " (--megatron ...)"
         )
-    return from_hugging_face(strict_json.read_file(path), where=str(path))
-
-
-def from_hugging_face(text: str | bytes, *, where: str) -> Llama:
-    """Parse the ``config.json`` of a Llama. Raises SnipError naming ``where`` and the invalid field."""
-    with located(where):
-        body = strict_json.read_object(text)
-    if body.get("model_type") != "llama":
-        raise SnipError(
-            f'{where}: model_type: must be "llama", got {quoted(body.get("model_type"))}; plan another model from its'
-            " arguments of Megatron (snip plan --megatron ...)"
-        )
-    if body.get("hidden_act", "silu") != "silu":
-        raise SnipError(f'{where}: hidden_act: must be "silu", got {quoted(body["hidden_act"])}')
-    for bias in ("attention_bias", "mlp_bias"):
-        if body.get(bias):
-            raise SnipError(f"{where}: {bias}: linears with biases are not planned for")
-    hidden, heads = _whole(body, "hidden_size", where), _whole(body, "num_attention_heads", where)
-    groups = _whole(body, "num_key_value_heads", where, default=heads)
-    if body.get("head_dim") is None and hidden % heads:
-        raise SnipError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
-    if heads % groups:
-        raise SnipError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
-    rope = body.get("rope_parameters") or {}
-    base = body.get("rope_theta", rope.get("rope_theta", Llama.rotary_base) if isinstance(rope, dict) else None)
-    return Llama(
-        name=where,
-        blocks=_whole(body, "num_hidden_layers", where, most=_MAX_BLOCKS),
-        hidden=hidden,
-        ffn=_whole(body, "intermediate_size", where),
-        heads=heads,
-        groups=groups,
-        head_size=_whole(body, "head_dim", where, default=max(1, hidden // heads)),
-        vocabulary=_whole(body, "vocab_size", where),
-        context=_whole(body, "max_position_embeddings", where, default=2048),
-        tied=body.get("tie_word_embeddings", False) is True,
-        norm_epsilon=float(_positive(body.get("rms_norm_eps", Llama.norm_epsilon), f"{where}: rms_norm_eps")),
-        rotary_base=int(_positive(base, f"{where}: rope_theta")),
-    )
-
-
-def _positive(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-        raise SnipError(f"{where}: must be a positive number, got {quoted(value)}")
-    return value
-
-
-def _whole(body: dict[str, Any], field: str, where: str, *, default: int | None = None, most: int = _MAX_EDGE) -> int:
-    value = default if body.get(field) is None else body[field]
-    if value is None:
-        raise SnipError(f"{where}: {field}: missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise SnipError(f"{where}: {field}: must be a whole number from 1 to {most}, got {quoted(value)}")
-    return value
+    return model

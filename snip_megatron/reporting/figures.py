@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
-from snip_megatron.reporting.front import Front, Point
 from snip_megatron.runtime.records.run_data import Adoption, RunData, number
 
 MAX_POINTS = 2000
@@ -30,19 +29,14 @@ mode. A variant without a colour of its own has that of its base.
 """
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
-DASHED: dict[str, Any] = {"width": 1.2, "dash": "dash"}
 
 
 @dataclass
 class Figure:
-    """A figure over training steps in the style of the pages.
-
-    ``share``: the y axis shows shares from 0 to 1 as per cent. ``zero``: the y axis begins at 0.
-    """
+    """A figure over training steps in the style of the page. ``share``: the y axis shows shares as per cent."""
 
     y_title: str
     share: bool = False
-    zero: bool = False
     data: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
 
@@ -62,7 +56,7 @@ class Figure:
 
     def as_dict(self) -> dict[str, Any]:
         """Return data and layout as plotly.js takes them."""
-        y: dict[str, Any] = {"title": {"text": self.y_title}, "rangemode": "tozero" if self.zero else "normal"}
+        y: dict[str, Any] = {"title": {"text": self.y_title}}
         if self.share:
             y |= {"tickformat": ".0%", "range": [0, 1.02]}
         layout = {
@@ -139,46 +133,11 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
             figure.line(fmt.value, x, y, FORMAT_COLOURS[fmt], "%{y:.2%}", width=0.5, shape="hv")
             figure.data[-1]["stackgroup"] = "formats"
     if run.budget is not None and run.budget.kind == "fp4":
-        figure.line("four bits asked", [x[0], x[-1]], [run.budget.value] * 2, FAULT, **DASHED)
-    return figure.as_dict()
-
-
-def front_figure(front: Front | None) -> dict[str, Any] | None:
-    """Draw the sum of losses over budgets of one Problem; mark the run's budget and map. None without a front."""
-    if front is None or not front.points:
-        return None
-    share = front.share
-    figure = Figure("predicted loss (Σ of the choices' scores)", zero=True)
-    title = "share of FLOPs in fp4" if share else "predicted speedup of the decoder's linears"
-    figure.layout["xaxis"] = {"title": {"text": title}, "tickformat": ".0%" if share else ".2f"}
-    figure.layout |= {"hovermode": "closest", "yaxis": {"exponentformat": "e"}}
-    form = "{:.2%}" if share else "{:.3f}"
-    x, losses = [p.x for p in front.points], [p.loss for p in front.points]
-    figure.line("least loss of any map", x, losses, LINE, "%{text}<extra></extra>")
-    marker = {"size": 6, "symbol": ["circle" if p.proven else "circle-open" for p in front.points]}
-    texts = [_point_text(p, form) for p in front.points]
-    figure.data[-1] |= {"mode": "lines+markers", "text": texts, "marker": marker}
-    wanted = front.asked.value
-    across, along = ("x", "y") if front.asked.kind == "loss" else ("y", "x")
-    ends = {f"{across}ref": f"{across} domain", f"{across}0": 0, f"{across}1": 1}
-    figure.layout["shapes"] = [
-        {"type": "line", f"{along}0": wanted, f"{along}1": wanted, "line": {"color": FAULT, **DASHED}} | ends
-    ]
-    figure.line("asked", [None], [None], FAULT, **DASHED)
-    if front.chosen is not None:
-        at, loss = front.chosen
-        text = f"the run's map: {form.format(at)}, loss {loss:.4g}"
-        figure.marks("the run's map", [at], [loss], [text], MARK, "diamond")
+        figure.line("four bits asked", [x[0], x[-1]], [run.budget.value] * 2, FAULT, width=1.2, dash="dash")
     return figure.as_dict()
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-def _point_text(point: Point, form: str) -> str:
-    shares = ", ".join(f"{fmt} {share:.1%}" for fmt, share in point.shares.items())
-    proven = "" if point.proven else "<br>not proven optimal"
-    return f"{form.format(point.x)}, loss {point.loss:.4g}<br>{shares} of the cost{proven}"
-
-
 def _adoption_text(adoption: Adoption) -> str:
     text = f"map{'' if adoption.version is None else f' v{adoption.version}'}: {adoption.status}"
     parts = [html.escape(text)]

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.reporting.figures import format_figure, front_figure, loss_figure, map_payload
-from snip_megatron.reporting.front import latest_front
+from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
 from snip_megatron.reporting.page import render_page, write_page
 from snip_megatron.reporting.phases import phase_view
 from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
@@ -40,21 +39,19 @@ def write_report(run: Path | str, out: Path | str | None = None) -> Path:
 def render(run: RunData, *, live: bool = False) -> str:
     """Return the page as text.
 
-    With ``live`` the page leaves out what takes seconds to compute, other budgets, and says how old the last record is.
+    With ``live`` the page says how old the last record is.
     """
     summary = summarise(run)
     unreadable = list(run.unreadable)
-    front = None if live else latest_front(run.path, run.updates, unreadable)
     rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
         "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
-        "front": front_figure(front),
     }
     return render_page(
         "report.html",
         title=run.path.resolve().name,
-        lines=[line for line in (policy_line(run.config), machine_line(run)) if line],
+        lines=[line for line in (_policy_line(run.config), _machine_line(run)) if line],
         state=_state(run, summary, live=live),
         tiles=_tiles(run, summary),
         summary={
@@ -67,23 +64,22 @@ def render(run: RunData, *, live: bool = False) -> str:
         maps=map_payload(run.maps),
         stages=stage_view(run, rows, unreadable),
         phases=phases,
-        front=front,
         updates=run.updates,
         timed=any(update.speedup is not None for update in run.updates),
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
         events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-        tables=[("Facts", pairs(shown_facts(run))), ("Configuration", pairs(run.config))],
+        tables=[("Facts", _pairs(_shown_facts(run))), ("Configuration", _pairs(run.config))],
         unreadable=unreadable,
     )
 
 
-def pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (dotted key, value as text) pairs of a nested configuration."""
     return [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in flatten(tree).items()]
 
 
-def shown_facts(run: RunData) -> dict[str, Any]:
+def _shown_facts(run: RunData) -> dict[str, Any]:
     """Return the facts that a page shows: those that a reader can use."""
     return {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
 
@@ -94,14 +90,14 @@ def _stays_bf16(run: RunData) -> list[str]:
     return [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
 
 
-def policy_line(config: Mapping[str, Any]) -> str:
+def _policy_line(config: Mapping[str, Any]) -> str:
     """Return one line with the policy, budget, granularity and estimator of a configuration."""
     named = [f"{name} {config[name]}" for name in ("policy", "budget", "granularity", "estimator") if name in config]
     return " · ".join(named)
 
 
 # -- parts of the page ---------------------------------------------------------------------------------------------
-def machine_line(run: RunData) -> str:
+def _machine_line(run: RunData) -> str:
     """Return one line with card, host, date and versions."""
     facts, ranks = run.facts, number(run.facts.get("world_size"))
     device = facts.get("device")
@@ -157,7 +153,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         (f"speedup{linears} over bf16, predicted", predicted),
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
         ("maps adopted", f"{len(run.maps):,}"),
-        ("formats now", formats_now(run)),
+        ("formats now", _formats_now(run)),
         ("asked", None if timed is None else str(timed.asked)),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
         ("cost of updates", cost if run.updates else None),
@@ -166,7 +162,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     return [(label, value) for label, value in found if value is not None]
 
 
-def formats_now(run: RunData) -> str | None:
+def _formats_now(run: RunData) -> str | None:
     """Return the shares of the formats of the map in force, as text; None without a map."""
     shares = run.adoptions[-1].fields.get("formats") if run.adoptions else None
     known = shares.items() if isinstance(shares, Mapping) else ()

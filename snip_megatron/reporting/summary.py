@@ -1,7 +1,7 @@
 """The summary of a run: what its maps saved and cost in time, predicted loss and memory, and whether it was worth it.
 
-Only :func:`summarise` computes these figures. The end of a run, the report, the comparison of runs and ``snip report
---json`` show them. The running job has the same times (:mod:`snip_megatron.runtime.account`).
+Only :func:`summarise` computes these figures. The end of a run, the report and ``snip report --json`` show them. The
+running job has the same times (:mod:`snip_megatron.runtime.account`).
 """
 
 import contextlib

@@ -2,7 +2,6 @@
 
 from snip_megatron.solver.api import solve
 from snip_megatron.solver.infeasible import infeasibility
-from snip_megatron.solver.pareto import sweep
 from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
 from snip_megatron.solver.solution import Infeasibility, Solution
 
@@ -16,5 +15,4 @@ __all__ = [
     "Spent",
     "infeasibility",
     "solve",
-    "sweep",
 ]

@@ -30,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time", type=float, default=55.0, metavar="S", help="seconds after which it ends as after Ctrl-C; default: 55"
     )
     add("--gemm", default="auto", metavar="NAME", help="GEMM backend, as --snip-gemm; default: auto")
-    add("--device", default=None, metavar="cuda|cpu", help="device to measure; default: a GPU if there is one")
-    add("--commit", metavar="HASH", help="commit that the table records; default: $SNIP_COMMIT, or unknown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,15 +39,18 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.time < 1e6:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
     check_folder("--out", args.out)
+    import torch
+
     from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels
     from snip_megatron.timing.calibration.workload import grid_workload
 
-    device = _device(args.device)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     workload = grid_workload(device.type)
     measurer = _measurer(device, args.gemm, formats)
     compilation = compile_kernels(measurer, workload)
     left = args.time - (time.monotonic() - started)
-    table = calibrate(measurer, workload, _about(args), left, compilation)
+    table = calibrate(measurer, workload, _about(), left, compilation)
     deliver("--out", args.out, table.to_json())
     line = f"snip calibrate: {table.device}, {table.backend}, {len(table.gemms)} shapes in"
     print(
@@ -59,29 +60,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
-    from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
     from snip_megatron.numerics.products.selection import select_backend
     from snip_megatron.timing.calibration.clock import clock_for
     from snip_megatron.timing.calibration.measure import Measurer
 
-    on_cpu = device.type == "cpu" and gemm == "auto"  # --device cpu on a machine with a GPU
     # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
     with plain_arguments():
-        backend: GemmBackend = REFERENCE if on_cpu else select_backend(gemm, formats, checks=False).backend
+        backend = select_backend(gemm, formats, checks=False).backend
         backend.check(device, formats)
     return Measurer(backend, clock_for(device), formats)
-
-
-def _device(name: str | None) -> Any:
-    import torch
-
-    if name not in (None, "cpu", "cuda"):
-        raise SnipError(f"--device {cut(name)}: must be cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SnipError("--device cuda: there is no CUDA device here")
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _parse_formats(text: str) -> tuple[Format, ...]:
@@ -93,10 +80,10 @@ def _parse_formats(text: str) -> tuple[Format, ...]:
     return tuple(Format(name) for name in names)
 
 
-def _about(args: argparse.Namespace) -> dict[str, Any]:
+def _about() -> dict[str, Any]:
     """Return date, commit and command for the table."""
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": args.commit or os.environ.get("SNIP_COMMIT") or "unknown",
+        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
         "command": shlex.join(["snip", "calibrate", *sys.argv[2:]]),
     }

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="DIR", help="folder that snip prepare-data wrote; or mock, for random tokens")
     add("--save", type=Path, metavar="DIR", help="folder for checkpoints; a run resumes from the newest one there")
     add("--no-resume", dest="resume", action="store_false", help="start anew even if --save holds a checkpoint")
-    add("--model", metavar="NAME|FILE", help="another Llama: 1b, 3b, 7b, 8b, 70b, 405b, or its config.json")
+    add("--model", metavar="NAME", help="another Llama: 1b, 3b, 7b, 8b, 70b or 405b")
     for name, text in (("tp", "tensor parallel size"), ("pp", "pipeline parallel size")):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: the configuration's")
     add("--nodes", type=int, metavar="N", help="nodes of the job; default: as many as the configuration's GPUs need")

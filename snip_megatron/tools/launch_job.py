@@ -143,7 +143,7 @@ def _data_parallel(nodes: int, gpus_per_node: int, tp: int, pp: int) -> int:
 
 
 def _shrunk(model: Llama, pp: int) -> Llama:
-    """Return a small model that trains on a CPU, with grouped attention and tied weights if the original has them."""
+    """Return a small model that trains on a CPU, with grouped attention if the original has it."""
     groups = 8 if model.groups == model.heads else 4
     return replace(
         model, blocks=max(2, pp), hidden=128, ffn=256, heads=8, groups=groups, head_size=16, vocabulary=512, context=64
@@ -226,10 +226,8 @@ def _model(job: Job) -> list[str]:
         f" --seq-length {layout.seq_length} --max-position-embeddings {max(layout.seq_length, model.context)}"
         f" --position-embedding-type rope --rotary-base {model.rotary_base}"
         f" --normalization RMSNorm --norm-epsilon {model.norm_epsilon:g} --swiglu --disable-bias-linear"
-        " --attention-dropout 0 --hidden-dropout 0 --bf16"
+        " --attention-dropout 0 --hidden-dropout 0 --bf16 --untie-embeddings-and-output-weights"
     )
-    if not model.tied:
-        text += " --untie-embeddings-and-output-weights"
     return text.split()
 
 

@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(add: Callable[..., Any]) -> None:
-    text = "1b, 3b, 7b, 8b, 70b, 405b, or the config.json of a Llama; for any other give --megatron"
-    add("--model", metavar="NAME|FILE", help=text)
+    add("--model", metavar="NAME", help="1b, 3b, 7b, 8b, 70b or 405b; for any other give --megatron")
     for name, text in (
         ("tp", "tensor parallel size; default: 1"),
         ("pp", "pipeline parallel size; default: 1"),

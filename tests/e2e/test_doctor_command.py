@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from snip_command import ROOT, refused, snip_alone
+from snip_command import ROOT, snip_alone
 
 
 def doctor(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,3 @@ def test_a_package_that_cannot_be_imported_fails_and_the_other_checks_are_made(t
     assert {name for name, check in checks.items() if check["status"] == "fail"} == names
     assert all("OSError: libcudart.so: not found" in checks[name]["found"] for name in names)
     assert checks["disk"]["status"] != "fail"
-
-
-def test_a_port_that_does_not_exist_is_one_line():
-    assert refused("doctor", "--port", "70000") == "--port 70000: must lie between 1 and 65535"

@@ -63,7 +63,7 @@ def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
         ("run/config.json",),
         ("run", "--port", "1"),
         ("run", "--json", "--out", "page.html"),
-        ("run", "run", "--live"),
+        ("run", "run"),
     ],
 )
 def test_bad_input_is_one_line(recorded, tmp_path, arguments, monkeypatch):

@@ -18,7 +18,6 @@ from sensitivity.synthetic import make_table
 
 from snip_megatron.evaluation.experiment import load_experiment
 from snip_megatron.megatron.data.prepare_data import _existing
-from snip_megatron.planner.models import load_llama
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
@@ -102,11 +101,6 @@ PARSERS = {
         lambda: (REPOSITORY / "benchmarks/quality/experiments/nano.json").read_bytes(),
         load_experiment,
         file="experiment.json",
-    ),
-    "model": Parser(
-        lambda: json.dumps({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}).encode(),
-        lambda path: load_llama(str(path)),
-        file="model.json",
     ),
     "data manifest": Parser(
         lambda: b'{"schema": "snip.data/1", "request": {}, "files": {}}',

@@ -1,10 +1,8 @@
-"""Checks the host: CPU cores, solver, Megatron, process group, port, disk and shared memory."""
+"""Checks the host: CPU cores, solver, Megatron, process group, disk and shared memory."""
 
-import errno
 import importlib.util
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,13 +16,12 @@ _LOW_DISK = 5 * 2**30
 _SHARED_MEMORY = 2 * 2**30
 
 
-def check_host(directory: Path, port: int) -> Iterator[Check]:
-    """Check the host, a ``directory`` in which runs will write, and the ``port`` of torchrun's rendezvous."""
+def check_host(directory: Path) -> Iterator[Check]:
+    """Check the host, and a ``directory`` in which runs will write."""
     yield _cpus()
     yield attempt(ROOM, "solver", _solver, "reinstall the pinned ortools")
     yield attempt(ROOM, "megatron", _compatibility, f"install an unpatched {MEGATRON}")
     yield attempt(ROOM, "process group", _process_group, "check the driver and the network interface")
-    yield _port(port)
     yield _disk(directory)
     yield _shared_memory()
 
@@ -86,17 +83,6 @@ def _process_group() -> Check:
         torch.distributed.all_reduce(one)
         torch.distributed.destroy_process_group()
     return ok(ROOM, "process group", f"{backend} works on one rank")
-
-
-def _port(port: int) -> Check:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            found = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-            return note(ROOM, "port", f"{port} {found}", "give torchrun another --master-port (or --rdzv-endpoint)")
-    return ok(ROOM, "port", f"{port} is free")
 
 
 def _disk(directory: Path) -> Check:

@@ -155,7 +155,7 @@ def test_a_bf16_run(tmp_path):
 
 def test_a_run_that_has_just_begun(tmp_path):
     page = page_of(synthetic_run.write_run(tmp_path / "run", steps=0))
-    assert page.data("figures-data") == dict.fromkeys(("loss", "formats", "front"))
+    assert page.data("figures-data") == dict.fromkeys(("loss", "formats"))
     assert "No loss is recorded yet." in page.texts
 
 

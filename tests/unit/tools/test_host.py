@@ -1,23 +1,12 @@
-"""Ports, directories and the solver on this host."""
+"""Directories on this host."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from snip_megatron.tools.checks import host
 from snip_megatron.tools.checks.check import Status
-
-
-def test_a_taken_port_is_noticed():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        check = host._port(port)
-    assert (check.status, check.found) == (Status.NOTE, f"{port} is taken")
-    assert host._port(port).status is Status.OK
 
 
 def test_disk_looks_at_the_nearest_existing_folder(tmp_path):

@@ -84,7 +84,7 @@ def test_megatron_reads_what_the_planner_plans(name: str, validated: dict[str, d
         "global_batch_size": layout.global_batch_size,
         "swiglu": True,
         "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": not model.tied,
+        "untie_embeddings_and_output_weights": True,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
         "bf16": True,

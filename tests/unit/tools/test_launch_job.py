@@ -1,6 +1,5 @@
 """What is asked, checked: sizes that fit together, data that is there, checkpoints to go on from."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -111,24 +110,11 @@ def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -
     assert last_value(megatron_arguments(found), "--save") == str(tmp_path / "c")
 
 
-def llama(**changes: Any) -> str:
-    body = {
-        "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    return json.dumps(body | changes)
-
-
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(llama(rope_theta=250_000.0, rms_norm_eps=1e-4))
-    words = megatron_arguments(job(configuration="7b", model=str(path), tp=2))
+def test_another_model() -> None:
+    words = megatron_arguments(job(configuration="7b", model="1b", tp=2))
     shapes = ("--num-layers", "--hidden-size", "--num-query-groups", "--rotary-base", "--norm-epsilon", "--seq-length")
-    assert [value(words, name) for name in shapes] == ["6", "512", "2", "250000", "0.0001", "1024"]
-    assert "--untie-embeddings-and-output-weights" not in words
-    path.write_text(llama(rope_parameters={"rope_theta": 20_000, "rope_type": "default"}))
-    assert value(megatron_arguments(job(model=str(tmp_path))), "--rotary-base") == "20000"
+    assert [value(words, name) for name in shapes] == ["22", "2048", "4", "10000", "1e-05", "2048"]
+    assert value(megatron_arguments(job(model="8b")), "--rotary-base") == "500000"
 
 
 @pytest.mark.parametrize(
