@@ -60,7 +60,7 @@ from benchmarks.jobs.multi_gpu import has_transformer_engine
 from benchmarks.jobs.multi_gpu_runs import LLAMA
 from benchmarks.jobs.turns import Outcome, Training
 from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 
 LAG = 2
 GRAPHS = ("local", "transformer_engine", "full_iteration")

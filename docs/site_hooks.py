@@ -210,7 +210,7 @@ def arguments(text: str) -> str:
 def settings() -> str:
     """A table of the fields of ``SnipConfig`` without an argument of their own."""
     from snip_megatron.runtime.config import SnipConfig
-    from snip_megatron.runtime.config.options import is_option
+    from snip_megatron.runtime.options import is_option
 
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(SnipConfig)[1:]:

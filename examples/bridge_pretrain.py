@@ -16,7 +16,7 @@ from typing import Any
 from snip_megatron.megatron import startup
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig, add_arguments
-from snip_megatron.runtime.config.options import given_options
+from snip_megatron.runtime.options import given_options
 
 
 def torch_layers(provider: Any) -> Any:

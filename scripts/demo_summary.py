@@ -68,8 +68,7 @@ def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
     from snip_megatron.reporting.report import write_report
     from snip_megatron.reporting.summary import summarise
     from snip_megatron.reporting.summary_text import headline, sentences
-    from snip_megatron.runtime.records.readers import read_events, read_maps
-    from snip_megatron.runtime.records.run_data import load_run
+    from snip_megatron.runtime.run_data import load_run, read_events, read_maps
 
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]
     maps = read_maps(run)

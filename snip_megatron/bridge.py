@@ -44,7 +44,7 @@ from snip_megatron.numerics.quantize.kernels.listing import share_cache
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.defaults import dominated
+from snip_megatron.runtime.defaults import dominated
 
 
 class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here

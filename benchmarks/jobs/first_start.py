@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.common import ROOT, header, write
 from benchmarks.jobs.contenders import MODELS
 from benchmarks.jobs.multi_gpu_runs import LLAMA
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 
 UPDATES = ["--snip-first-update", "20", "--snip-update-interval", "60", "--snip-lag", "10"]
 FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from snip_megatron.precision import Gemm
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.table import RHO_GRID, StatisticsTable
 
 # bf16's rounding unit is 2^-8 = 3.9e-3: what a reduction over ranks in another order may move.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.reporting.stage_view import Prediction
-from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.run_data import load_run
 
 _LAYER = re.compile(r".*layers\.\d+\.")
 AFTER = 3

@@ -49,7 +49,7 @@ from snip_megatron.layers import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.runtime.config import SnipConfig  # noqa: E402
-from snip_megatron.runtime.probing.probe import ProbeRunner  # noqa: E402
+from snip_megatron.runtime.probe import ProbeRunner  # noqa: E402
 from snip_megatron.sensitivity import recorder  # noqa: E402
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass  # noqa: E402
 

@@ -68,7 +68,7 @@ def train(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Train, and return for each update what the tables of its probes are, by their sequences."""
     begun = prepared(megatron_arguments(asked))
     from snip_megatron.megatron import entry
-    from snip_megatron.runtime.probing.probe import ProbeRunner
+    from snip_megatron.runtime.probe import ProbeRunner
 
     run, found = ProbeRunner.run, []
 
@@ -97,7 +97,7 @@ def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]
     """Return the figures of each probe of one update against the one of all sequences, which is the last but one."""
     from snip_megatron.evaluation.proxy import spearman
     from snip_megatron.runtime.config import SnipConfig
-    from snip_megatron.runtime.sidecar.solving import SolveJob, solve_job
+    from snip_megatron.runtime.solving import SolveJob, solve_job
 
     request = SnipConfig(enabled=True, budget=f"fp4={budget}", formats=("fp8", "fp4")).request()
     solved = {name: solve_job(SolveJob(table=table, request=request)) for name, table in tables.items()}

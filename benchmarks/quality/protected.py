@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common import header, write
 from snip_megatron.evaluation.results import load_results
 from snip_megatron.precision import Gemm, PrecisionMap, split_option_id
-from snip_megatron.runtime.records.readers import step_files
+from snip_megatron.runtime.run_data import step_files
 from snip_megatron.sensitivity.policies import tail_blocks
 from snip_megatron.solver import Problem
 

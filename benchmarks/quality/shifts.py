@@ -25,7 +25,7 @@ from snip_megatron.evaluation.models import Data, load_data
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import fill, training_arguments, training_command
 from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 from snip_megatron.tools.compare import ENVIRONMENT, devices, select_gpus
 
 POLICIES = ("bf16", "stale", "updated")

@@ -14,7 +14,7 @@ from scipy import stats
 
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.records.readers import step_files
+from snip_megatron.runtime.run_data import step_files
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray, first_order, of_formats
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest

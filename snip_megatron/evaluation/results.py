@@ -9,8 +9,8 @@ from typing import Any
 
 from snip_megatron.evaluation.runs import Run
 from snip_megatron.precision.errors import SnipError, cut, quoted
-from snip_megatron.runtime.records.readers import read_events, read_metrics
-from snip_megatron.runtime.records.storage import deliver, dump_json
+from snip_megatron.runtime.run_data import read_events, read_metrics
+from snip_megatron.runtime.storage import deliver, dump_json
 
 SCHEMA = "snip.comparison/1"
 LAST_STEPS = 50

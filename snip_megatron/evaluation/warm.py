@@ -17,7 +17,7 @@ from snip_megatron.evaluation.models import Data
 from snip_megatron.evaluation.runner import Job, Outcome, Pool
 from snip_megatron.evaluation.runs import fill, training_arguments, training_command, warm_arguments, warm_identity
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.runtime.records.storage import dump_json, write_atomically
+from snip_megatron.runtime.storage import dump_json, write_atomically
 
 HASHES = "weights.json"
 _OPTIMIZER = "optimizer."

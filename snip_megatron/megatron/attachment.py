@@ -11,7 +11,7 @@ from snip_megatron.megatron.startup import Startup, check_sources, say
 from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.defaults import backend_of, dominated
+from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.timing.loading import load_cost_model
 
 

@@ -34,7 +34,7 @@ from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.readers import replayed_maps
+from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.policies import FIXED, formats_of
 
 _SNIP_CLASS: dict[type, tuple[type, str]] = {

@@ -20,7 +20,7 @@ from snip_megatron.precision import Format, LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.own_table import OwnTable
+from snip_megatron.runtime.run_timings import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration.calibrate import calibrate, device_name, run_once
 from snip_megatron.timing.calibration.clock import Clock, clock_for

@@ -20,8 +20,8 @@ from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.run_data import load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_data import load_run
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.timing.loading import NoTableError, load_table, packaged_table
 

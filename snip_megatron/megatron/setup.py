@@ -33,14 +33,13 @@ from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
-from snip_megatron.runtime.probing.probe import ProbeRunner
+from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest

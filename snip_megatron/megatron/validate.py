@@ -18,7 +18,7 @@ from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import matching_options, no_match_hint
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.readers import replayed_maps, step_path
+from snip_megatron.runtime.run_data import replayed_maps, step_path
 from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest

@@ -31,7 +31,7 @@ from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMa
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.records.readers import replayed_maps
+from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_sinks, warm_up_update_error
 

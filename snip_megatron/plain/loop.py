@@ -21,17 +21,16 @@ from snip_megatron.plain.structure import Structure, find_places, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.adoption import MapChannel
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.defaults import dominated
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
+from snip_megatron.runtime.defaults import dominated
+from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult
-from snip_megatron.runtime.probing.probe import ProbeRunner
-from snip_megatron.runtime.records.run_directory import RunDirectory
-from snip_megatron.runtime.sidecar.solving import SolverInProcess
+from snip_megatron.runtime.probe import ProbeRunner
+from snip_megatron.runtime.run_directory import RunDirectory
+from snip_megatron.runtime.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.step_report import StepReport
 from snip_megatron.sensitivity.policies import fixed_map, formats_of, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.table import StatisticsTable

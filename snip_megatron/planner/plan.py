@@ -16,7 +16,7 @@ from snip_megatron.planner.step_time import StepModel, StepTime
 from snip_megatron.precision import ALL_BF16, Format, LinearRow, fp4_fraction
 from snip_megatron.precision.errors import cut
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.defaults import backend_of, dominated
+from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.solver import Solution, solve
 
 PLAN_SCHEMA = "snip.plan/1"

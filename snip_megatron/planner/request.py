@@ -13,7 +13,7 @@ from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role, option_id
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.defaults import backend_of
+from snip_megatron.runtime.defaults import backend_of
 from snip_megatron.sensitivity.problem import build_problem as score_problem
 from snip_megatron.sensitivity.problem import list_options, make_item
 from snip_megatron.sensitivity.table import StatisticsTable

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
-from snip_megatron.runtime.records.run_data import Adoption, RunData, number
+from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 MAX_POINTS = 2000
 """Number of buckets of a thinned line. Each bucket keeps its lowest and highest value, so that spikes stay visible."""

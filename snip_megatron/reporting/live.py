@@ -18,8 +18,7 @@ from typing import Any
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.report import render
-from snip_megatron.runtime.records.readers import CONFIG, EVENTS, METRICS
-from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.run_data import CONFIG, EVENTS, METRICS, load_run
 
 PORT = 8765
 REFRESH_S = 15

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
-from snip_megatron.runtime.records.storage import deliver
+from snip_megatron.runtime.storage import deliver
 
 with needs_extra("report", "a report"):
     from plotly.offline import get_plotlyjs

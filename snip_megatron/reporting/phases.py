@@ -7,7 +7,7 @@ from typing import Any
 
 from snip_megatron.precision import Gemm, PrecisionMap
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.runtime.records.run_data import RunData, number, version_of
+from snip_megatron.runtime.run_data import RunData, number, version_of
 
 MAX_ROWS = 200
 """Number of phases in the table. Of a longer run, the last ones are shown."""

@@ -14,10 +14,9 @@ from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unq
 from snip_megatron.reporting.summary import RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, sentences
 from snip_megatron.runtime.account import duration, share_text
-from snip_megatron.runtime.records.lock import read_lock
-from snip_megatron.runtime.records.readers import REPORT
-from snip_megatron.runtime.records.run_data import RunData, fields_of, load_run, number
-from snip_megatron.runtime.records.storage import flatten
+from snip_megatron.runtime.run_data import REPORT, RunData, fields_of, load_run, number
+from snip_megatron.runtime.run_directory import read_lock
+from snip_megatron.runtime.storage import flatten
 
 MAX_EVENT_ROWS = 1000
 """Number of rows in the table of events. Of a longer list, the last rows are shown."""

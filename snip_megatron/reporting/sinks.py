@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from snip_megatron.precision import Gemm, PrecisionMap
-from snip_megatron.runtime.records.storage import jsonable
+from snip_megatron.runtime.storage import jsonable
 
 PREFIX = "snip/"
 GIVE_UP_AFTER = 3

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from snip_megatron.precision import Format, LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.strict_json import is_finite
-from snip_megatron.runtime.records.readers import step_files
-from snip_megatron.runtime.records.run_data import RunData
+from snip_megatron.runtime.run_data import RunData, step_files
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes
 

@@ -19,8 +19,8 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.phases import RunPhase, differences, remaining_phases
 from snip_megatron.reporting.stage_view import Prediction
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
-from snip_megatron.runtime.config.conflicts import in_nats
-from snip_megatron.runtime.records.run_data import Adoption, RunData, number
+from snip_megatron.runtime.defaults import in_nats
+from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)

@@ -15,7 +15,7 @@ from typing import Any
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.strict_json import is_finite
-from snip_megatron.runtime.records.run_data import COSTS
+from snip_megatron.runtime.run_data import COSTS
 
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""

@@ -14,13 +14,12 @@ from snip_megatron.precision import LinearRow, PrecisionMap, fp4_fraction
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.account import Account, is_quantised
-from snip_megatron.runtime.adoption import Decision
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics, replayed_maps
-from snip_megatron.runtime.records.run_directory import RunDirectory
-from snip_megatron.runtime.sidecar import SidecarClient, SidecarResult, SolveJob
-from snip_megatron.runtime.sidecar.solving import SolverInProcess
-from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.exchange import Decision, StepFigures
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, replayed_maps
+from snip_megatron.runtime.run_directory import RunDirectory
+from snip_megatron.runtime.sidecar import SidecarClient
+from snip_megatron.runtime.solving import SidecarResult, SolveJob, SolverInProcess
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable

@@ -16,7 +16,7 @@ from snip_megatron.precision.strict_json import JsonFields
 from snip_megatron.runtime.config import SnipConfig
 
 if TYPE_CHECKING:
-    from snip_megatron.runtime.step_report import StepFigures
+    from snip_megatron.runtime.exchange import StepFigures
 
 _LEAST_LOSSES, _WINDOW = 10, 50
 """Least and largest number of losses before an adoption that mean and standard deviation are computed from. With fewer,

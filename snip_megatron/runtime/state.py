@@ -10,8 +10,8 @@ from snip_megatron.precision.errors import cut, located
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import JsonFields, check_schema, read_object
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.step_report import StepFigures
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
-from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.runtime.storage import check_folder, deliver
 
 if TYPE_CHECKING:
     from snip_megatron.timing.calibration.measure import Measurer

@@ -23,7 +23,7 @@ from snip_megatron.evaluation.runs import experiment_runs, fill, training_comman
 from snip_megatron.evaluation.tables import markdown
 from snip_megatron.precision.errors import SnipError, cut, located
 from snip_megatron.runtime.config import parse_snip_arguments
-from snip_megatron.runtime.records.storage import deliver
+from snip_megatron.runtime.storage import deliver
 
 INCOMPLETE, SOME_FAILED = 4, 1
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)

@@ -116,7 +116,7 @@ def _expected(job: Job, training: Training) -> list[str]:
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
-    from snip_megatron.runtime.config.command_line import given_arguments
+    from snip_megatron.runtime.config import given_arguments
     from snip_megatron.timing.loading import load_cost_model
     from snip_megatron.tools.launch_job import megatron_arguments
 

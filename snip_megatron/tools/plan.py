@@ -11,8 +11,8 @@ from typing import Any
 from snip_megatron.planner.layout import RECOMPUTE, Layout
 from snip_megatron.precision.errors import SnipError, quoted
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.options import add_options, given_options
-from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.runtime.options import add_options, given_options
+from snip_megatron.runtime.storage import check_folder, deliver
 from snip_megatron.tools.launch_check import Training, check
 from snip_megatron.tools.numbers import positive
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.planner.render import render
     from snip_megatron.planner.request import parse_request
     from snip_megatron.planner.step_time import StepModel
-    from snip_megatron.runtime.config.command_line import given_arguments
+    from snip_megatron.runtime.config import given_arguments
     from snip_megatron.timing.loading import load_cost_model
 
     check_folder("--json", args.json)

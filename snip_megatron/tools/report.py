@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError("--port is that of --live; leave it out, or add --live")
     if args.json:
         from snip_megatron.reporting.summary import summarise
-        from snip_megatron.runtime.records.run_data import load_run
-        from snip_megatron.runtime.records.storage import dump_json
+        from snip_megatron.runtime.run_data import load_run
+        from snip_megatron.runtime.storage import dump_json
 
         print(dump_json(summarise(load_run(args.run)).as_dict()), end="")
     elif args.live:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from snip_megatron.precision.errors import SnipError, plain_arguments
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.config.options import add_options, given_options, parse_pins, parse_tolerance
-from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.runtime.options import add_options, given_options, parse_pins, parse_tolerance
+from snip_megatron.runtime.storage import check_folder, deliver
 from snip_megatron.tools.numbers import positive
 
 if TYPE_CHECKING:
-    from snip_megatron.runtime.records.stored import Stored
+    from snip_megatron.runtime.stored_problems import Stored
     from snip_megatron.solver import Problem
 
 _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
@@ -58,7 +58,7 @@ def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
     from snip_megatron.precision.budget import Budget
     from snip_megatron.precision.strict_json import read_file
-    from snip_megatron.runtime.records.stored import find_stored, is_statistics, rebuild
+    from snip_megatron.runtime.stored_problems import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
     with plain_arguments():

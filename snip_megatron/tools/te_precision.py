@@ -18,7 +18,7 @@ from typing import Any
 
 from snip_megatron.precision import Format, Formats, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.runtime.records.storage import write_atomically
+from snip_megatron.runtime.storage import write_atomically
 
 RECIPES: Mapping[Format, str] = {
     Format.BF16: "bf16",

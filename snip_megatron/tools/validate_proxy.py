@@ -13,7 +13,7 @@ from snip_megatron.evaluation.runner import Pool, describe
 from snip_megatron.evaluation.warm import record_truth
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.formats import FORMATS, Format, Gemm
-from snip_megatron.runtime.records.storage import deliver, dump_json
+from snip_megatron.runtime.storage import deliver, dump_json
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.tools.compare import (
     ENVIRONMENT,

@@ -13,7 +13,7 @@ import pytest
 from wheels import RELEASES, extract
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "distributed"))

@@ -13,8 +13,7 @@ from dense_names import dense_names
 
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.adoption import Decision, MapChannel, MapMismatchError
-from snip_megatron.runtime.step_report import StepFigures, StepReport
+from snip_megatron.runtime.exchange import Decision, MapChannel, MapMismatchError, StepFigures, StepReport
 
 NAMES = dense_names(3)
 CPU = torch.device("cpu")

@@ -135,7 +135,7 @@ def tight() -> None:
 
     That rank has so much at its first probe, its second and so on, and all others have plenty.
     """
-    from snip_megatron.runtime.probing import memory
+    from snip_megatron.runtime import probe_memory as memory
 
     rank, *free = (int(number) for number in os.environ["TIGHT"].split(","))
     memory.device_memory = lambda device: (free.pop(0) if dist.get_rank() == rank else 2.0**40, 2.0**24)

@@ -17,7 +17,7 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.table import StatisticsTable
 
 MODEL = shlex.split(

@@ -64,7 +64,7 @@ def install() -> None:
     from snip_megatron.numerics.quantize import packed, swiglu, wire
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
-    from snip_megatron.runtime.probing import update_errors
+    from snip_megatron.runtime import probe
     from snip_megatron.sensitivity import recorder, sums, update_error, updates
 
     quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
@@ -82,9 +82,9 @@ def install() -> None:
     for name in ("tensor_sums", "weight_sums", "output_sums"):
         setattr(recorder, name, both(getattr(sums, name), getattr(sums, name)))
     listed_squares = both(sums.sum_squares, sums.sum_squares)
-    for module in (recorder, updates, update_error, update_errors):
+    for module in (recorder, updates, update_error, probe):
         module.sum_squares = listed_squares
-    for module in (update_errors, update_error):
+    for module in (probe, update_error):
         for name in ("linear_update_error", "sink_update_error"):
             function = getattr(update_error, name)
             setattr(module, name, both(function, function))

@@ -65,7 +65,7 @@ def solvers() -> list[str]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            if parent == str(os.getpid()) and b"sidecar.worker" in (path / "cmdline").read_bytes():
+            if parent == str(os.getpid()) and b"runtime.solving" in (path / "cmdline").read_bytes():
                 found.append(path.name)
         except OSError:
             continue

@@ -20,7 +20,7 @@ from layouts import MODEL, SHARDED, figures
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.records.readers import read_events, read_maps
+from snip_megatron.runtime.run_data import read_events, read_maps
 from snip_megatron.solver.problem import Problem
 
 EXCESS_LIMIT = 0.01

@@ -7,7 +7,7 @@ import pytest
 from adoption_ranks import NAMES, SCENARIOS, a_map, a_plan
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.adoption import EXIT_MAP_MISMATCH
+from snip_megatron.runtime.exchange import EXIT_MAP_MISMATCH
 
 RANKS = 3
 

@@ -12,8 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
-from snip_megatron.runtime.records.readers import read_events
-from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.run_data import load_run, read_events
 
 PERIOD = 16
 

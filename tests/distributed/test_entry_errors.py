@@ -9,7 +9,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.startup import COMPAT_SETS
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.runtime.records.readers import read_config
+from snip_megatron.runtime.run_data import read_config
 
 # Of a model with one layer more.
 MAP = """{"schema": "snip.map/1", "choices": {"decoder.layers.4.mlp.linear_fc1": "fp4"}}"""

@@ -19,7 +19,7 @@ from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.records.readers import read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_maps, read_metrics
 from snip_megatron.sensitivity.table import StatisticsTable
 
 # 2 ranks × 8 tokens go to one of 32 experts each: at least 16 get none, in every microbatch.

@@ -16,7 +16,7 @@ from test_warm_up import assert_all_is_warmed_up
 from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.records.readers import read_maps
+from snip_megatron.runtime.run_data import read_maps
 from snip_megatron.sensitivity.table import StatisticsTable
 
 STEPS, SAVED = 7, 2  # a checkpoint is written every so many steps

@@ -12,7 +12,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format, Formats
-from snip_megatron.runtime.records.readers import read_maps
+from snip_megatron.runtime.run_data import read_maps
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 LAYERS, HIDDEN, TOKENS, MICROBATCHES = 2, 128, 256, 2

@@ -9,7 +9,7 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Gemm
-from snip_megatron.runtime.records.readers import read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_maps, read_metrics
 
 LAYERS = [0, 1, 2, 3]
 EXPERTS = shlex.split(

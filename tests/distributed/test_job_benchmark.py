@@ -7,7 +7,7 @@ import pytest
 from launch import cpu_environment
 
 from benchmarks import job
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 
 
 def test_a_table_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 from snip_megatron.tools.launch_job import make_job, megatron_arguments
 
 STEPS, RANKS = 10, 2

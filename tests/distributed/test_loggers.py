@@ -11,7 +11,7 @@ from wandb_file import history
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Gemm, PrecisionMap
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("wandb")

@@ -9,7 +9,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.evaluation.warm import weights_sha256
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 USUAL = REPOSITORY / "examples" / "own_pretrain_gpt.py"
 OWN = REPOSITORY / "examples" / "own_model_data_loss.py"

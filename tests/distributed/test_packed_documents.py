@@ -16,7 +16,7 @@ from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
-from snip_megatron.runtime.records.readers import read_maps
+from snip_megatron.runtime.run_data import read_maps
 
 STEPS = 6
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -10,7 +10,7 @@ from layouts import figures
 from warm_ranks import WarmRanks, free_port
 from wheels import copy_installed
 
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 
 STEPS = 8
 SNIP = shlex.split(

@@ -12,7 +12,7 @@ from launch import tiny_llama_args
 from layouts import SHARDED
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics, read_plans
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics, read_plans
 
 STEPS, SAVED = 20, 14
 BUDGET = 0.7

@@ -20,7 +20,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
 from snip_megatron.planner.updates import passes
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 from snip_megatron.sensitivity.table import StatisticsTable
 
 # Dropout, so that a lost or shifted random state shows.

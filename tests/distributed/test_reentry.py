@@ -12,7 +12,7 @@ from checkpoints import read_checkpoint
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 from snip_megatron.runtime.state import ControllerState
 
 STEPS = 18

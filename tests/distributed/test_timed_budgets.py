@@ -9,7 +9,7 @@ from timings import write_timings
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.records.readers import TIMINGS, read_config, read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import TIMINGS, read_config, read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import OptionTimes

@@ -12,7 +12,7 @@ from launch import finish, losses, start_ranks, succeeded, tiny_llama_args
 from warm_ranks import WarmRanks, free_port
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 from snip_megatron.sensitivity.table import StatisticsTable
 
 STEPS, SAVED = 13, 9

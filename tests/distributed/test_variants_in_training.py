@@ -10,7 +10,7 @@ from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 STEPS, SAVED = 6, 4
 CANDIDATES = "mxfp8,nvfp4,nvfp4_46,nvfp4_hadamard"

@@ -7,7 +7,7 @@ from pathlib import Path
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 
 SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.runtime.account import duration
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 from snip_megatron.tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]

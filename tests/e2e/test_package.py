@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.run_data import read_events
 from snip_megatron.tools.checks.packages import EXTRAS, REQUIRED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 from snip_command import ROOT, SNIP, refused, snip_alone
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from snip_command import refused, snip
 
 from snip_megatron.precision import DENSE_LAYER, Format
 from snip_megatron.precision.budget import Budget
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.loading import load_cost_model

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.runtime.sidecar import SidecarResult, SolveJob
-from snip_megatron.runtime.sidecar.solving import solve_job
+from snip_megatron.runtime.solving import SidecarResult, SolveJob, solve_job
 
 
 def solve(job: SolveJob) -> SidecarResult:

@@ -14,7 +14,7 @@ from faults.jobs import MODULE, TIMEOUT_S, no_orphans
 from faults.judge import MARK
 from faults.kind import Lost
 from faults.plan import Fault
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 
 UPDATE, LAG = 4, 5
 _WAITS = ("submit", "postpone", "adopt", "collect")

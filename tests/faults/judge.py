@@ -12,7 +12,7 @@ from typing import Any
 
 from faults.injection import read_record
 from faults.kind import Lost
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 
 MARK = "FAULTS_JOB"
 _GRACE_S = 10.0  # a sidecar looks for its parent every second

@@ -12,8 +12,8 @@ import torch
 from test_timed_training import TRAINING
 
 from snip_megatron.numerics.products.selection import native_backend
-from snip_megatron.runtime.probing.memory import device_memory
-from snip_megatron.runtime.records.readers import read_events
+from snip_megatron.runtime.probe_memory import device_memory
+from snip_megatron.runtime.run_data import read_events
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 2**28

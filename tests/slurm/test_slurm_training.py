@@ -5,7 +5,7 @@ from pathlib import Path
 from cluster import NODES, Cluster
 from job import Training
 
-from snip_megatron.runtime.records.readers import read_events, read_metrics
+from snip_megatron.runtime.run_data import read_events, read_metrics
 
 
 def test_a_training_goes_on_after_a_lost_node_and_a_preemption(cluster: Cluster, tmp_path: Path) -> None:

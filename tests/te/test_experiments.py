@@ -15,7 +15,7 @@ from snip_megatron.evaluation.runs import experiment_runs
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import fp4_fraction
 from snip_megatron.runtime.config import parse_snip_arguments
-from snip_megatron.runtime.config.options import parse_pins
+from snip_megatron.runtime.options import parse_pins
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.tools.launch_check import check
 

@@ -13,7 +13,7 @@ from sensitivity.synthetic import make_table
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm, LinearId, PrecisionMap, option_id
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.solver import Choice, Item, Problem
 
 LAYERS, STEPS, FIRST, INTERVAL, LAG, UPDATES, TARGET = 6, 120, 10, 20, 5, 5, 0.75

@@ -13,7 +13,7 @@ import pytest
 
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.run_data import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "bridge_pretrain.py"

@@ -22,8 +22,10 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan, Schedule, SchedulePhase
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.records.readers import (
+from snip_megatron.runtime.run_data import (
+    load_run,
     read_config,
     read_events,
     read_maps,
@@ -31,11 +33,9 @@ from snip_megatron.runtime.records.readers import (
     read_scores,
     replayed_maps,
 )
-from snip_megatron.runtime.records.run_data import load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
-from snip_megatron.runtime.records.stored import find_stored
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal, Pending
-from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.stored_problems import find_stored
 from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable

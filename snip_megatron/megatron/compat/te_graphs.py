@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from snip_megatron.megatron.compat.graphs import FullIterationGraphs, Graphs, LocalGraphs
 from snip_megatron.megatron.compat.random_state import rng_state, set_rng_state
 from snip_megatron.megatron.compat.versions import changed
-from snip_megatron.runtime.adoption import MapChannel
+from snip_megatron.runtime.exchange import MapChannel
 
 _WARM = 1 << 10  # warm-up steps that leave Transformer Engine one iteration of its own: kernels are compiled by then
 _ROOM = 2.5

@@ -38,7 +38,7 @@ def check_hardware() -> Iterator[Check]:
 
 def times_of(card: str) -> Check:
     """Say which times of GEMMs there are of a card, by its name in torch."""
-    from snip_megatron.runtime.records.own_table import cache_folder, cached_tables
+    from snip_megatron.runtime.run_timings import cache_folder, cached_tables
     from snip_megatron.timing.loading import NoTableError, packaged_table
     from snip_megatron.timing.table import TimingTable
 

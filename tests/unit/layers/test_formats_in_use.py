@@ -5,7 +5,7 @@ from pathlib import Path
 from snip_megatron.megatron.conversion import formats_in_use
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 
 NVFP4, MXFP8, BF16 = Format.NVFP4, Format.MXFP8, Format.BF16
 

@@ -13,7 +13,7 @@ from snip_megatron.layers.context import StepContext
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.model_linears import built_linears, model_linears
 from snip_megatron.runtime.host import Host
-from snip_megatron.runtime.probing.stream import ResidualStream
+from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import Pass, TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 

@@ -21,8 +21,8 @@ from snip_megatron.numerics.quantize import packed
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.own_table import cache_folder
-from snip_megatron.runtime.records.readers import TIMINGS
+from snip_megatron.runtime.run_data import TIMINGS
+from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.timing.calibration.clock import Call
 from snip_megatron.timing.table import STOCK, TimingTable
 

@@ -10,7 +10,7 @@ from llama_arguments import linears, run_arguments
 from snip_megatron.megatron.run_record import _predicted_times, open_run_directory
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 
 

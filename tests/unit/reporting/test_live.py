@@ -19,9 +19,8 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting import live
 from snip_megatron.reporting.live import LiveServer
 from snip_megatron.reporting.report import render
-from snip_megatron.runtime.records.lock import LOCK, take_lock
-from snip_megatron.runtime.records.run_data import RunData, load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_data import RunData, load_run
+from snip_megatron.runtime.run_directory import LOCK, RunDirectory, take_lock
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from snip_megatron.reporting.phases import phase_view, phases_of, remaining_phas
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import summarise
 from snip_megatron.reporting.summary_text import headline
-from snip_megatron.runtime.records.run_data import RunData, load_run
+from snip_megatron.runtime.run_data import RunData, load_run
 
 FP4 = PrecisionMap.uniform(synthetic_run.LINEARS, Format.FP4)
 PRECISE = {option_id(name, Gemm.FPROP): Format.FP8 for name in synthetic_run.LINEARS}

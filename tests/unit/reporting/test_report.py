@@ -14,7 +14,7 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.figures import MAX_POINTS, thin
 from snip_megatron.reporting.report import write_report
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 
 URL_ATTRIBUTES = {"src", "href", "srcset", "action", "data", "poster", "formaction", "background", "xlink:href"}
 VOID = {"meta", "input", "link", "br", "img", "hr"}

@@ -9,7 +9,7 @@ import synthetic_run
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.reporting import stage_view as views
 from snip_megatron.reporting.report import render
-from snip_megatron.runtime.records.run_data import load_run
+from snip_megatron.runtime.run_data import load_run
 from snip_megatron.sensitivity.times import OptionTimes
 
 

@@ -13,8 +13,8 @@ from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, summarise
 from snip_megatron.reporting.summary_text import headline, lines
-from snip_megatron.runtime.records.run_data import load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_data import load_run
+from snip_megatron.runtime.run_directory import RunDirectory
 
 HOPPER = {"gemm_backend": "hopper", "device": "NVIDIA H200", "train_iters": 1000}
 FIRST, STEPS = 30, 120  # the map is adopted at step 35

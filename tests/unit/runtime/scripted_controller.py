@@ -15,13 +15,12 @@ from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import Format, LinearId, LinearRow, PrecisionMap
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.adoption import Decision, MapChannel
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
+from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport
 from snip_megatron.runtime.host import ProbeResult
 from snip_megatron.runtime.schedule_state import Timeline
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.step_report import StepFigures, StepReport
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import LINEAR_COLUMNS, StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale

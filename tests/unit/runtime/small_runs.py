@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 
 CONFIG = {"budget": {"fp4": 0.75}, "policy": "snip", "update_interval": 4, "pins": []}
 FC1 = "decoder.layers.0.mlp.linear_fc1"

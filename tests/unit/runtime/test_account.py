@@ -9,9 +9,9 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.account import Account, Stretch, is_quantised
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.records.readers import read_events, read_maps, read_metrics
-from snip_megatron.runtime.records.run_directory import RunDirectory
-from snip_megatron.runtime.step_report import StepFigures
+from snip_megatron.runtime.exchange import StepFigures
+from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 
 NAMES = ["decoder.layers.0.mlp.linear_fc1"]

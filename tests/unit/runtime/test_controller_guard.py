@@ -6,7 +6,7 @@ import pytest
 from scripted_controller import Run, Script, ready
 
 from snip_megatron.precision import Format
-from snip_megatron.runtime.adoption import Decision
+from snip_megatron.runtime.exchange import Decision
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")

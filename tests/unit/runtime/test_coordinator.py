@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 from dense_names import dense_names
 from scripted_controller import table
-from sidecar.jobs import make_job, wait_until
+from sidecar_jobs import make_job, wait_until
 
 from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.records.readers import read_events
-from snip_megatron.runtime.records.run_data import load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_data import load_run, read_events
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
 

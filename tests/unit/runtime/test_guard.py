@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, Guard, GuardState, predicted_loss
 from snip_megatron.runtime.state import ControllerState
-from snip_megatron.runtime.step_report import StepFigures
 
 NAMES = ["decoder.layers.0.mlp.linear_fc1"]
 SETTINGS = SnipConfig(guard_steps=20, guard_sigma=5.0)

@@ -11,12 +11,12 @@ import pytest
 from small_runs import CONFIG, new_run, recorded_run
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.records.lock import LOCK, SILENT_S, read_lock
-from snip_megatron.runtime.records.readers import read_metrics
+from snip_megatron.runtime.run_data import read_metrics
+from snip_megatron.runtime.run_directory import LOCK, SILENT_S, read_lock
 
 WRITER = """
 import sys
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 run = RunDirectory(sys.argv[1], {}, overwrite=True, resume_step=None)
 run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
 print("writes", flush=True)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.records.run_data import load_run
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_data import load_run
+from snip_megatron.runtime.run_directory import RunDirectory
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 

@@ -9,7 +9,8 @@ from small_runs import CONFIG, FC1, new_run, recorded_run, strict_json
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
-from snip_megatron.runtime.records.readers import (
+from snip_megatron.runtime.run_data import (
+    load_run,
     read_config,
     read_events,
     read_maps,
@@ -17,7 +18,6 @@ from snip_megatron.runtime.records.readers import (
     read_plans,
     read_scores,
 )
-from snip_megatron.runtime.records.run_data import load_run
 
 
 # -- formats -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
 from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal
-from snip_megatron.runtime.step_report import StepFigures
 
 FULL = ControllerState(
     grad_norm=1.5,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.runtime.records.run_directory import RunDirectory
+from snip_megatron.runtime.run_directory import RunDirectory
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "demo_summary.py"
 specification = importlib.util.spec_from_file_location("demo_summary", SCRIPT)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision import Format
-from snip_megatron.runtime.sidecar import SidecarResult, SolveJob
+from snip_megatron.runtime.solving import SidecarResult, SolveJob
 from snip_megatron.solver import Choice, Item, Problem, solve
 
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

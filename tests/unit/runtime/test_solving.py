@@ -7,8 +7,7 @@ from sensitivity.synthetic import make_table
 
 from snip_megatron.precision import fp4_fraction
 from snip_megatron.precision.budget import Budget
-from snip_megatron.runtime.sidecar import SolveJob
-from snip_megatron.runtime.sidecar.solving import solve_job
+from snip_megatron.runtime.solving import SolveJob, solve_job
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.request import PhasedRequest
 

@@ -10,9 +10,9 @@ from small_runs import FC1, new_run, strict_json
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.records import storage
-from snip_megatron.runtime.records.readers import read_maps, read_metrics
-from snip_megatron.runtime.records.storage import check_folder, deliver
+from snip_megatron.runtime import storage
+from snip_megatron.runtime.run_data import read_maps, read_metrics
+from snip_megatron.runtime.storage import check_folder, deliver
 
 
 class FullDisk:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snip_megatron.runtime.step_report import StepFigures, StepReport
+from snip_megatron.runtime.exchange import StepFigures, StepReport
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

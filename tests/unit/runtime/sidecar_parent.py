@@ -1,19 +1,19 @@
 """A trainer in miniature: starts the sidecar under torchrun's variables, submits, prints the worker's pid, waits.
 
-``python -m sidecar.parent POLICY``, as ``python -m snip_megatron.pretrain_gpt`` is started. Nothing guards the main
+``python -m sidecar_parent POLICY``, as ``python -m snip_megatron.pretrain_gpt`` is started. Nothing guards the main
 module against being imported a second time: the worker must not do it.
 """
 
 import sys
 import time
 
-from snip_megatron.runtime.sidecar import SidecarClient
+from sidecar_jobs import make_job
 
-from .jobs import make_job
+from snip_megatron.runtime.sidecar import SidecarClient
 
 assert __name__ == "__main__"
 
-client = SidecarClient(solve="sidecar.builders:by_policy")
+client = SidecarClient(solve="sidecar_solvers:by_policy")
 client.start()
 client.submit(make_job(policy=sys.argv[1]))
 while client.pid is None:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sidecar_jobs import alive, environment_of_a_rank, make_job, next_result, state, wait_until
 
 from snip_megatron.precision import Format
 from snip_megatron.runtime.sidecar import SidecarClient
 from snip_megatron.solver import Problem
 
-from .jobs import alive, environment_of_a_rank, make_job, next_result, state, wait_until
-
 Start = Callable[..., SidecarClient]
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def start() -> Iterator[Start]:
     """Starts clients, ends them with the test."""
     clients: list[SidecarClient] = []
 
-    def make(solve: str = "sidecar.builders:by_policy", **options: float) -> SidecarClient:
+    def make(solve: str = "sidecar_solvers:by_policy", **options: float) -> SidecarClient:
         client = SidecarClient(solve=solve, restart_backoff_s=0.01, **options)
         clients.append(client)
         client.start()
@@ -36,7 +35,7 @@ def start() -> Iterator[Start]:
 
 
 def test_a_job_gives_a_map(start: Start) -> None:
-    client = start("sidecar.builders:plain")
+    client = start("sidecar_solvers:plain")
     client.submit(make_job(version=5, target=0.5))
     result = next_result(client)
     assert result.failure is None
@@ -70,7 +69,7 @@ def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) ->
     for name, value in environment_of_a_rank().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    client = start("sidecar.builders:environment")
+    client = start("sidecar_solvers:environment")
     client.submit(make_job())
     assert next_result(client).scores == {"rank": {}, "cuda": "", "imported": []}
 
@@ -78,7 +77,7 @@ def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("policy", "target", "kind", "message"),
     [
-        ("raise", 0.5, "exception", "RuntimeError: no such score (builders.py:"),
+        ("raise", 0.5, "exception", "RuntimeError: no such score (sidecar_solvers.py:"),
         ("oom", 0.5, "oom", "out of memory"),
         ("exit", 0.5, "died", "exit code 7"),
     ],
@@ -132,7 +131,7 @@ def test_sigterm_to_all_processes_of_a_step_is_for_the_ranks(start: Start) -> No
 
 def test_a_worker_that_cannot_load_fails_every_job(start: Start) -> None:
     """Not only after the deadline."""
-    client = start("sidecar.builders:no_such_function")
+    client = start("sidecar_solvers:no_such_function")
     client.submit(make_job(version=3))
     result = next_result(client)
     assert (result.version, result.failure) == (3, "died")
@@ -188,7 +187,7 @@ def test_close_leaves_no_process(start: Start, tmp_path: Path) -> None:
 def test_ends_with_its_parent(tmp_path: Path) -> None:
     """The parent is killed in mid-job, the worker even stopped: nothing is left."""
     mark = tmp_path / "running"
-    command = [sys.executable, "-m", "sidecar.parent", f"sleep:{mark}"]
+    command = [sys.executable, "-m", "sidecar_parent", f"sleep:{mark}"]
     parent = subprocess.Popen(
         command,
         cwd=TESTS,

@@ -16,8 +16,8 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO
 from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments
-from snip_megatron.runtime.config.defaults import dominated
-from snip_megatron.runtime.config.options import is_option
+from snip_megatron.runtime.defaults import dominated
+from snip_megatron.runtime.options import is_option
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
 OPTIONS = {name: f for name, f in FIELDS.items() if is_option(f)}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
-from snip_megatron.precision import GRANULARITIES, Format
+from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_fault
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.runtime.config.conflicts import check as check_conflicts
-from snip_megatron.runtime.config.defaults import defaults
-from snip_megatron.runtime.config.options import (
+from snip_megatron.runtime.defaults import MULTIPLIED, defaults, in_nats
+from snip_megatron.runtime.options import (
+    add_options,
+    add_settings,
     check_option,
     given_options,
     load_schedule,
@@ -254,7 +255,7 @@ class SnipConfig:
         _ = self.wanted, self.tolerance, self.pins
         for field in dataclasses.fields(self)[1:]:
             check_option(field, getattr(self, field.name))
-        check_conflicts(self)
+        check(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
@@ -300,3 +301,145 @@ class SnipConfig:
             if isinstance(known[name].default, tuple):
                 given[name] = tuple(value.split(",") if isinstance(value, str) else value)
         return cls(enabled=True, **(defaults(given, backend, ends=ends, recipe=recipe) | given))
+
+
+def check(config: Any) -> None:
+    """Raise SnipError naming the arguments that cannot be combined."""
+    _check_formats(config)
+    _check_cost(config)
+    if config.phases is None:
+        if config.deploy is not None:
+            raise SnipError(
+                f"--snip-deploy {config.deploy} has no effect with --snip-schedule static: use auto or a file"
+                " of phases, or leave it out"
+            )
+    else:
+        _check_phases(config)
+    if config.updates and 0 < config.update_interval <= config.lag:
+        raise SnipError(
+            f"--snip-lag {config.lag}: must be smaller than --snip-update-interval {config.update_interval}, so that an"
+            " update is adopted before the next begins"
+        )
+    _check_fixed_maps(config)
+    if config.gemm == "transformer_engine" and config.communication != "bf16":
+        raise SnipError(
+            f"--snip-communication {config.communication} cannot be combined with --snip-gemm transformer_engine, whose"
+            " linears communicate themselves; leave one out"
+        )
+
+
+def _check_formats(config: Any) -> None:
+    formats, wanted = config.formats, config.wanted
+    here = f"--snip-formats {cut(','.join(formats))}"
+    if (why := candidates_fault(formats, granularity=config.granularity, share=not wanted.timed)) is not None:
+        raise SnipError(f"{here}: {why}")
+    if config.updates and not wanted.timed and wanted.value > 0 and not FOUR_BIT.intersection(formats):
+        budget = f"--snip-budget {cut(config.budget)}"
+        raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
+
+
+def _check_cost(config: Any) -> None:
+    kind, budget = config.wanted.kind, f"--snip-budget {cut(config.budget)}"
+    if kind == "fp4" and config.timings is not None:
+        raise SnipError(
+            f"--snip-timings {config.timings} cannot be combined with {budget}, which is a share of FLOPs; use"
+            " --snip-budget speedup= or loss="
+        )
+    if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
+        raise SnipError(
+            f"{budget} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
+            " none; use --snip-policy snip with --snip-q split, or fisher"
+        )
+    if config.policy in LATE and config.wanted.timed:
+        raise SnipError(
+            f"--snip-policy {config.policy} cannot be combined with {budget}: its switch follows from an average share"
+            " of FLOPs; use fp4="
+        )
+
+
+def _check_phases(config: Any) -> None:
+    conflicts = (
+        (f"map {config.map}", config.map is not None, "the map is fixed"),
+        (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
+        ("update-interval 0", config.update_interval == 0, "a plan is made by updates"),
+        (f"policy {config.policy}", not config.updates, "its maps are fixed"),
+        (
+            f"granularity {config.granularity}",
+            config.granularity != "gemm",
+            "phases weigh a linear's three GEMMs one by one",
+        ),
+    )
+    for named, present, why in conflicts:
+        if present:
+            raise SnipError(
+                f"--snip-{named} cannot be combined with --snip-schedule {cut(config.schedule)}: {why}; leave one of"
+                " them out"
+            )
+
+
+def _check_fixed_maps(config: Any) -> None:
+    """Check ``--snip-map`` and ``--snip-replay``, under which no map is solved for."""
+    fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
+    if len(fixed) == 2:
+        raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
+    if fixed and config.pin:
+        raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--snip`` and one ``--snip-*`` argument for each option of :class:`SnipConfig`, and return ``parser``."""
+    parser.formatter_class = _Help
+    group = parser.add_argument_group("SNIP", "choice of number formats during training")
+    group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
+    add_options(group, SnipConfig)
+    add_settings(group)
+    return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows a help text with a bare percent sign as it is. Megatron 0.19 has one, with which ``--help`` fails."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except ValueError:
+            return action.help or ""
+
+
+def _known(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse SNIP's arguments among others. Raises SnipError if one is invalid."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--train-iters", "--train-samples"):  # whether training has an end
+        parser.add_argument(name)
+    try:
+        known, others = add_arguments(parser).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise SnipError(str(error)) from None
+    fields = {f.name for f in dataclasses.fields(SnipConfig)}
+    for word in others:  # Megatron's parser refuses those that it does not know either
+        argument = word.partition("=")[0]
+        name = argument.removeprefix("--snip-").replace("-", "_")
+        if argument.startswith("--snip-") and name in fields:
+            raise SnipError(f"{argument} is a setting: use --snip-settings {name}=VALUE")
+    return known
+
+
+def given_arguments(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of the configuration that SNIP's arguments among ``argv`` set. Raises SnipError."""
+    return given_options(_known(argv), SnipConfig)
+
+
+def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
+    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
+
+    What the arguments leave open has the value of a machine that emulates formats, if that is valid. Raises SnipError
+    if an argument is invalid.
+    """
+    known = _known(argv)
+    faults: list[SnipError] = []
+    for backend in (None, *MULTIPLIED):  # the card is not known before torch is imported
+        try:
+            return SnipConfig.from_args(known, backend)
+        except SnipError as error:
+            faults.append(error)
+    raise faults[0]

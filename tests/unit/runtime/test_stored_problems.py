@@ -11,8 +11,8 @@ from sensitivity.synthetic import SHAPES, make_table
 from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.records.run_directory import RunDirectory
-from snip_megatron.runtime.records.stored import Stored, find_stored, is_statistics, rebuild
+from snip_megatron.runtime.run_directory import RunDirectory
+from snip_megatron.runtime.stored_problems import Stored, find_stored, is_statistics, rebuild
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes

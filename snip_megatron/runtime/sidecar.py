@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from snip_megatron.runtime.sidecar.solving import SidecarResult, SolveJob
+from snip_megatron.runtime.solving import SidecarResult, SolveJob
 
-SOLVE = "snip_megatron.runtime.sidecar.solving:solve_job"
+SOLVE = "snip_megatron.runtime.solving:solve_job"
+_WORKER = "import sys; from snip_megatron.runtime.solving import main; sys.exit(main(*sys.argv[1:]))"
 _MAX_BACKOFF_S = 60.0
 _REAP_S = 1.0  # a process that ends or is killed needs milliseconds, unless it hangs in the kernel
 # Variables of torchrun, SLURM and NCCL, which would make libraries take the process for a rank.
@@ -116,7 +117,7 @@ class SidecarClient:
             self._backoff = min(max(2 * self._backoff, 0.01), _MAX_BACKOFF_S)
         if self._closed.is_set():
             return False
-        command = [sys.executable, "-m", "snip_megatron.runtime.sidecar.worker", str(os.getpid()), self._solve]
+        command = [sys.executable, "-c", _WORKER, str(os.getpid()), self._solve]
         pipe, environment = subprocess.PIPE, _worker_environment()
         try:
             with blocked_in_children():  # SIGTERM is for the ranks, which save a checkpoint

@@ -15,7 +15,7 @@ from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
-from snip_megatron.runtime.probing.memory import fitting, needed, probed_shapes
+from snip_megatron.runtime.probe_memory import fitting, needed, probed_shapes
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.records.readers import TIMINGS
-from snip_megatron.runtime.records.storage import write_atomically
+from snip_megatron.runtime.run_data import TIMINGS
+from snip_megatron.runtime.storage import write_atomically
 from snip_megatron.timing.calibration.calibrate import versions
 from snip_megatron.timing.calibration.workload import Workload
 from snip_megatron.timing.table import TimingTable

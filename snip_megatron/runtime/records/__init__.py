@@ -1,1 +1,0 @@
-"""The run directory: the writer, the readers, and new Problems from what a run stored."""
