@@ -35,6 +35,7 @@ from megatron.core.utils import get_model_config
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.conversion import with_resolved_gemm
 from snip_megatron.megatron.evaluation import main_loss, share
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
@@ -61,7 +62,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         bridge_compat.check_interface()
         if snip is not None and options:
             raise SnipError(f"SnipCallback takes a SnipConfig or options, not both: {', '.join(sorted(options))}")
-        native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm)
+        native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm, te_linears=True)
         self._snip = SnipConfig.from_options(options, native, ends=True) if snip is None else snip
         self._said = dominated(self._snip.wanted, self._snip.formats, native) if self._snip.updates else None
         self._run: _BridgeRun | None = None
@@ -170,6 +171,7 @@ class _BridgeRun(SnipRun):
             raise SnipError("--snip-eval both is not supported under Megatron Bridge; use map or bf16")
         if args.use_torch_fsdp2:
             raise SnipError("--use-torch-fsdp2 is not supported under Megatron Bridge; use --use-megatron-fsdp")
+        config = with_resolved_gemm(config, args)
         validate.check(config, args)
         super().__init__(config, args)
         self.beside_graphs = ExitStack()  # of a validation

@@ -94,7 +94,7 @@ def of_swiglu(problem: Problem, chosen: Map, rounds: int, device: str) -> float:
     """Return the milliseconds of SwiGLU and its gradient, unquantised, as they run under a map."""
     (n, _), (fc1, fc2) = problem.weight("fc1"), (linear.handles[0] for linear in (problem.fc1, problem.fc2))
     y, d = (torch.randn(sum(problem.splits), width, device=device).bfloat16() for width in (n, n // 2))
-    problem.context.quantizes, (fc1.state.formats, fc2.state.formats) = True, chosen
+    problem.context.map_is_quantized, (fc1.state.formats, fc2.state.formats) = True, chosen
     products, given = grouped_products(fc2), (y, problem.probs, problem.splits, OperandSpec(Format.BF16, Format.BF16))
 
     def fused() -> None:

@@ -133,7 +133,7 @@ def snip_step(problem: Problem, formats: Map) -> Callable[[], Tensor]:
     fc1, fc2, splits = problem.fc1, problem.fc2, problem.splits
 
     def step() -> Tensor:
-        problem.context.quantizes = True
+        problem.context.map_is_quantized = True
         for linear, chosen in zip((fc1, fc2), formats, strict=True):
             linear.handles[0].state.formats = chosen
             linear.handles[0].state.weights.clear()

@@ -285,7 +285,7 @@ def weight_operands(
     def spec() -> OperandSpec:
         return call.spec("w", weight, fprop, dgrad)
 
-    if call.handle.context.gathers:
+    if call.handle.context.fsdp_sharded:
         return backend.quantize(weight, call.spec("w", weight, *((fprop, None) if refresh else (None, dgrad))))
     if state.graphed is None or not call.trains:
         return state.weights.get(backend, (weight,), (fprop, dgrad), lambda: backend.quantize(weight, spec()))
@@ -348,7 +348,7 @@ def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
 
 def main_grad_of(handle: LinearHandle, weight: Tensor) -> Tensor | None:
     """Return the tensor that ∇W is added to; None if autograd gets it."""
-    return None if handle.context.gathers else getattr(weight, "main_grad", None)
+    return None if handle.context.fsdp_sharded else getattr(weight, "main_grad", None)
 
 
 def passed_on(

@@ -84,11 +84,11 @@ class StepContext:
         packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
         reduces: whether partial results of quantised GEMMs are quantised before they are summed over tensor parallel
             ranks (``--snip-communication all``).
-        recipes: whether linears of Transformer Engine run their own GEMMs in the formats of the map (``--snip-gemm
-            transformer_engine``). Probes and measuring passes do not.
-        quantizes: whether the map in force quantises any GEMM of the model.
-        gathers: whether a linear has its weight only while it runs, because data parallel ranks share it. The weight is
-            then quantised in every pass, and its gradient goes to autograd, whose hooks reduce it.
+        use_te_recipe: whether linears of Transformer Engine run their own GEMMs in the formats of the map
+            (``--snip-gemm transformer_engine``). Probes and measuring passes use ``backend``.
+        map_is_quantized: whether the map in force quantises any GEMM of the model.
+        fsdp_sharded: whether data parallel ranks shard the weights, so that a linear has its weight only while it runs.
+            The weight is then quantised in every pass, and its gradient goes to autograd, whose hooks reduce it.
     """
 
     step: int = 0
@@ -103,9 +103,14 @@ class StepContext:
     bf16_eval: bool = False
     packs: bool = False
     reduces: bool = False
-    recipes: bool = False
-    quantizes: bool = False
-    gathers: bool = False
+    use_te_recipe: bool = False
+    map_is_quantized: bool = False
+    fsdp_sharded: bool = False
+
+    @property
+    def gemm_backend(self) -> str:
+        """Name of what runs the GEMMs of training, as the run directory records it."""
+        return "transformer_engine" if self.use_te_recipe else self.backend.name
 
 
 @dataclass
@@ -264,18 +269,16 @@ class LinearHandle:
 
     @property
     def _groups_bf16(self) -> bool:
-        """Whether grouped GEMMs replace Transformer Engine's GEMM an expert, which is slower, in a linear of bf16. They
-        do under any map but that of bf16 alone, whose bits are Megatron's.
-        """
+        """True if BF16 experts use our grouped kernel. False under an all-BF16 map, which stays bitwise Megatron's."""
         context = self.context
-        if not context.quantizes or context.recipes or self.parameter == "weight":
+        if not context.map_is_quantized or context.use_te_recipe or self.parameter == "weight":
             return False
         return Format.BF16 in context.backend.grouped(*self.shard).in_one_launch
 
     @property
     def runs_recipe(self) -> bool:
         """Whether the next forward, unless it is stock, is Transformer Engine's own in the formats of the map."""
-        return self.context.recipes and self.context.override is None and not self.context.probing
+        return self.context.use_te_recipe and self.context.override is None and not self.context.probing
 
     # -- how operands are quantised ------------------------------------------------------------------------------
     def spec(

@@ -211,7 +211,7 @@ def _weight_operands(call: GroupedCall, *, backward: bool = False) -> OperandPai
     Weights that are gathered for every pass become the operands of that pass alone.
     """
     context, weights, (fprop, dgrad, _) = call.linear.handle.context, call.weights, call.formats
-    if context.gathers:
+    if context.fsdp_sharded:
         spec = OperandSpec(None, dgrad, weight=True) if backward else OperandSpec(fprop, None, weight=True)
         return call.products.quantize_weights(weights, spec)
     quantize = partial(call.products.quantize_weights, weights, OperandSpec(fprop, dgrad, weight=True))

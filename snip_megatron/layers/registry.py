@@ -102,7 +102,7 @@ class LinearRegistry:
             handle.state.formats = precision_map.formats_of(handle.name)
             handle.state.weights.clear()
         formats = {fmt for name in self.names for fmt in precision_map.formats_of(name)}
-        self.context.quantizes = formats != {Format.BF16}
+        self.context.map_is_quantized = formats != {Format.BF16}
         # The whole map is compared, not only this rank's linears, so that all ranks capture new graphs together.
         if (precision_map.to_codes(self.names) != self.current.to_codes(self.names)).any():
             self.generation += 1

@@ -122,7 +122,7 @@ def _receiver(y: Tensor, fc1: LinearHandle) -> LinearCall | None:
 # -- experts -----------------------------------------------------------------------------------------------------------
 def may_fuse_experts(fc1: LinearHandle, fc2: LinearHandle) -> bool:
     """Return whether :func:`fused_experts` may run the MLP of two linears of experts in the next forward."""
-    if not may_fuse(fc1, fc2) or fc1.is_stock or fc2.is_stock or fc1.context.gathers:
+    if not may_fuse(fc1, fc2) or fc1.is_stock or fc2.is_stock or fc1.context.fsdp_sharded:
         return False
     fprop, _, wgrad = fc2.formats
     return grouped_products(fc2).fuses_swiglu((fprop, wgrad))

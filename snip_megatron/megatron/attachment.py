@@ -33,7 +33,8 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     """
     if not getattr(args, "snip", False):
         return SnipConfig.from_args(args), []
-    native = native_backend(args.snip_gemm or SnipConfig.gemm, tensor_parallel=args.tensor_model_parallel_size > 1)
+    te_linears = args.transformer_impl == "transformer_engine"
+    native = native_backend(args.snip_gemm or SnipConfig.gemm, te_linears=te_linears)
     config = SnipConfig.from_args(args, native or _named_backend(args.snip_timings))
     if not config.updates and not config.late:
         return config, []
@@ -66,9 +67,10 @@ def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
         if config.enabled:
             for line in said:
                 say(line)
+            from snip_megatron.megatron.conversion import with_resolved_gemm
             from snip_megatron.megatron.setup import SnipRun
 
-            run = SnipRun(config, args)
+            run = SnipRun(with_resolved_gemm(config, args), args)
             stack.push(run.leave)
             run.begin(model_config)
         yield

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_attr_wrapped_model
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
@@ -30,7 +30,7 @@ from snip_megatron.megatron.model_linears import (
     of_all_stages,
 )
 from snip_megatron.megatron.startup import say
-from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
@@ -64,21 +64,20 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     built = built_linears(model_chunks)
     stock = of_all_stages(_stock(built))
     linears = model_linears(built, stock)
-    model_config = get_attr_wrapped_model(model_chunks[0], "decoder").config
-    tensor_parallel = model_config.tensor_model_parallel_size > 1
     formats = formats_in_use(config)
-    selection = select_backend(  # completed when its kernels are compiled: megatron/warmup.py
-        config.gemm, formats, tensor_parallel=tensor_parallel, library=config.gemm_library, checks=False
-    )
+    # The selection is completed when its kernels are compiled: megatron/warmup.py.
+    selection = select_backend(config.gemm, formats, library=config.gemm_library, checks=False)
     packs, reduces = config.communication != "bf16", config.communication == "all"
     if packs:
         selection.backend.check_gathers(formats)
-    recipes = config.gemm == "transformer_engine"
-    context = StepContext(seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces, recipes=recipes)
+    use_te_recipe = config.gemm == "transformer_engine"
+    context = StepContext(
+        seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces, use_te_recipe=use_te_recipe
+    )
     registry = LinearRegistry(linears.covered, context, stock, linears.left)
     for linear in built:
         if str(linear.id) not in stock:
-            if recipes and isinstance(linear.module, ColumnParallelLinear | RowParallelLinear):
+            if use_te_recipe and isinstance(linear.module, ColumnParallelLinear | RowParallelLinear):
                 raise SnipError(
                     f"--snip-gemm transformer_engine: {linear.id} is a {type(linear.module).__name__} of Megatron; use"
                     " --transformer-impl transformer_engine, or --snip-gemm auto"
@@ -86,11 +85,11 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
             _convert_linear(linear, registry)
     skip_sorting(model_chunks)
     if HAVE_TE:
-        te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not recipes)
-    say(f"GEMMs by {selection.backend.name} ({selection.reason})")
+        te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
+    say(f"GEMMs by {context.gemm_backend} ({selection.reason})")
     for stays in what_stays(registry.stock):
         say(f"{stays}; it counts in the fp4 share")
-    if config.fusions == "auto" and not recipes:
+    if config.fusions == "auto" and not use_te_recipe:
         modules = (named for chunk in model_chunks for named in chunk.named_modules())
         layers = [m for name, m in modules if isinstance(m, TransformerLayer) and "mtp" not in name.split(".")]
         fused = fuse_swiglu(layers, selection.backend)
@@ -106,6 +105,14 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
     """
     built = [linear for chunks in stages_on_meta(args, model_config) for linear in built_linears(chunks)]
     return ModelLinears.split((linear.row for linear in built), _stock(built))
+
+
+def with_resolved_gemm(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
+    """Return the configuration with what ``--snip-gemm auto`` stands for on this machine and for this model."""
+    if not config.enabled:
+        return config
+    te_linears = args.transformer_impl == "transformer_engine"
+    return replace(config, gemm=resolve_gemm(config.gemm, formats_in_use(config), te_linears=te_linears))
 
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format]:

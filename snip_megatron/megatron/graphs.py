@@ -19,7 +19,6 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
-from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import ALL_BF16, Format
 
 
@@ -44,11 +43,6 @@ class GraphedRun:
             self._graphs.close()
         if self._frozen:
             gc.unfreeze()
-
-    def check_backend(self, backend: GemmBackend) -> None:
-        """Raise SnipError if the run captures graphs and the GEMMs of ``backend`` cannot be captured."""
-        if self._graphs is not None:
-            backend.check_graphs()
 
     def attach(self, registry: LinearRegistry, model: Sequence[torch.nn.Module]) -> None:
         """Make the linears read the state of the step from the device. This is called before the first step."""

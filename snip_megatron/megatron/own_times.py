@@ -98,7 +98,8 @@ class OwnTimes:
         clock = clock_for(self.device) if self.clock is None else self.clock
         measurer = Measurer(self.backend, clock, self._table.formats)
         about = {"date": datetime.date.today().isoformat(), "command": "a training's first update"}
-        with torch.enable_grad():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices):  # Transformer Engine rounds gradients with its draws
             table = self._with_stock(calibrate(measurer, self._table.workload, about))
         if not self._table.suffices(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")

@@ -30,6 +30,7 @@ from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS
+from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.listing import share_cache
 from snip_megatron.reporting.sinks import Sinks
@@ -89,10 +90,9 @@ class SnipRun:
         self._registry = convert_model(model_chunks, self._config)
         self._linears = ModelLinears(self._registry.rows, self._registry.left)
         validate.check_model(self._config, self._args, self._linears)
-        check_measurable(self._config, self._registry.context.backend.name)
+        check_measurable(self._config, self._registry.context.gemm_backend)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
-        self._registry.context.gathers = validate.sharding(self._args) is not None
-        self.graphs.check_backend(self._registry.context.backend)
+        self._registry.context.fsdp_sharded = validate.sharding(self._args) is not None
         self._watch_evaluation(self._registry)
         self._say_what_differs()
         self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
@@ -322,7 +322,7 @@ class SnipRun:
         return self._controller
 
     def _make_coordinator(self, registry: LinearRegistry, request: SolveRequest, step: int) -> RankZeroCoordinator:
-        args, config, linears, backend = self._args, self._config, self._linears, registry.context.backend.name
+        args, config, linears, backend = self._args, self._config, self._linears, registry.context.gemm_backend
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None
@@ -330,7 +330,8 @@ class SnipRun:
         if config.wanted.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
-            own = OwnTimes(config, args, linears.covered, registry.context.backend, kept, self._host.device)
+            timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
+            own = OwnTimes(config, args, linears.covered, timed, kept, self._host.device)
             request = dataclasses.replace(request, times=own.known())
             if request.times is not None:
                 check_reachable(linears.covered, request)

@@ -81,7 +81,7 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
     def snip_prepare(self) -> None:
         """Make what the next forward needs beside its rows, for whose numbers the host waits."""
-        if not self.linear_fc1.snip_experts[0].context.gathers:  # weights that are not there yet
+        if not self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # weights that are not there yet
             self.__dict__["snip_prepared"] = self._snip_prepared()
 
     def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:

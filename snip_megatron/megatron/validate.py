@@ -39,7 +39,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     if config.gemm == "transformer_engine" and getattr(args, "tp_comm_overlap", False):
         raise SnipError(
             "--tp-comm-overlap cannot be combined with --snip-gemm transformer_engine: its buffers are made for bf16;"
-            " use --snip-gemm auto, which overlaps where a linear stays bf16, or leave it out"
+            " leave it out, or use --snip-gemm hopper on such a card, which overlaps where a linear stays bf16"
         )
     for name in ("full_validation", "multiple_validation_sets") if config.eval == "both" else ():
         if getattr(args, name):  # both validations run on the same batches
@@ -118,7 +118,10 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
             " may hold; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
         )
     if config.gemm == "transformer_engine":
-        raise SnipError(f"{here} --snip-gemm transformer_engine: a new map needs new graphs; use --snip-gemm auto")
+        raise SnipError(
+            f"{here} --snip-gemm transformer_engine: a new map needs new graphs; leave it out, or use --snip-gemm"
+            " hopper on such a card"
+        )
     stages = args.pipeline_model_parallel_size
     if stages > 1 and implementation in GRAPHS_WITHOUT_PIPELINE:
         raise SnipError(
@@ -210,7 +213,11 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
         (getattr(args, "optimizer_cpu_offload", False), "--optimizer-cpu-offload", "leave it out"),
         (overlaps, "--overlap-moe-expert-parallel-comm", "leave it out"),
         (config.gradient_reduction != "fp32", f"--snip-gradient-reduction {config.gradient_reduction}", "use fp32"),
-        (config.gemm == "transformer_engine", "--snip-gemm transformer_engine", "use --snip-gemm auto"),
+        (
+            config.gemm == "transformer_engine",
+            "--snip-gemm transformer_engine",
+            "use --snip-gemm hopper on such a card",
+        ),
         (config.truth, "the oracle", "leave it out"),
     ):
         if refused:

@@ -11,7 +11,7 @@ MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
     "hopper": ("bf16", "fp8", "fp8_tensor"),
     "blackwell": ("bf16", "mxfp8", "nvfp4"),
 }
-"""GEMM backend → the formats that its cards multiply, each faster than those before it. Other backends emulate."""
+"""Name of :func:`native_backend` → the formats that its cards multiply, each faster than those before it."""
 
 LOSS = Budget("loss", 0.002)
 """The default where formats save time: the fastest map whose predicted rise of the loss is at most so many nats."""
@@ -21,8 +21,13 @@ SHARE = Budget("fp4", 0.75)
 
 
 def backend_of(model: CostModel) -> str | None:
-    """Return the GEMM backend whose times a cost model has; None for ideal times."""
-    return None if model.table is None else model.table.backend
+    """Return "hopper" or "blackwell" if a cost model has times of what such a card multiplies.
+
+    Returns None for ideal times. For times of an emulation it returns their backend.
+    """
+    if model.table is None or model.table.backend != "transformer_engine":
+        return None if model.table is None else model.table.backend
+    return "hopper" if {Format.MXFP8, Format.NVFP4}.isdisjoint(model.table.formats) else "blackwell"
 
 
 def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -60,13 +60,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
-    from snip_megatron.numerics.products.selection import select_backend
+    from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
+    from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
     from snip_megatron.timing.calibration.clock import clock_for
     from snip_megatron.timing.calibration.measure import Measurer
 
     # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
     with plain_arguments():
+        gemm = resolve_gemm(gemm, formats, te_linears=True)
         backend = select_backend(gemm, formats, checks=False).backend
+        if gemm == "transformer_engine":
+            backend = transformer_engine_gemms()
         backend.check(device, formats)
     return Measurer(backend, clock_for(device), formats)
 

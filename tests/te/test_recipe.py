@@ -58,7 +58,7 @@ def quantizers(module: Any) -> dict[str, tuple[Any, Any]]:
 def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:
     chunk = dense()
     registry = convert_model([chunk], SnipConfig(enabled=True))
-    registry.context.recipes = True
+    registry.context.use_te_recipe = True
     module = chunk.decoder.layers[1].mlp.linear_fc2
     choices = {option_id(name, gemm): fmt for name in registry.names for gemm, fmt in zip(Gemm, MIXED, strict=True)}
     registry.adopt(PrecisionMap(choices))
@@ -90,7 +90,7 @@ def test_quantizers_are_those_of_the_map_and_of_the_next_one() -> None:
 def test_probes_run_the_code_of_probes() -> None:
     chunk = dense()
     registry = convert_model([chunk], SnipConfig(enabled=True))
-    registry.context.recipes = True
+    registry.context.use_te_recipe = True
     registry.adopt(PrecisionMap.uniform(registry.names, Format.FP8))
     handle = registry[registry.names[0]]
     assert handle.runs_recipe

@@ -1,8 +1,9 @@
 """Scaled GEMM backends."""
 
-BACKENDS = ("auto", "reference", "emulated", "hopper", "blackwell", "transformer_engine")
+BACKENDS = ("auto", "reference", "emulated", "hopper", "transformer_engine")
 """Values of ``--snip-gemm``. ``auto`` selects the fastest backend that runs here and keeps the numbers of the map.
-``transformer_engine`` is no backend: its linears run their own GEMMs, and probes use what ``auto`` selects."""
+With ``transformer_engine``, which ``auto`` is on Blackwell, Transformer Engine's linears run the map themselves. Probes
+and measuring passes then use a backend of this room."""
 
 EMULATIONS = ("reference", "emulated")
 """Backends that show what formats do to training, and save no time."""

@@ -48,9 +48,6 @@ class GemmBackend:
     fuses_swiglu = False
     """Whether :meth:`swiglu` has kernels."""
 
-    def check_graphs(self) -> None:
-        """Raise SnipError if CUDA graphs cannot capture the kernels of this backend. This base class never does."""
-
     def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
         """Check what is optional of this backend on ``device``, in ``formats``, and leave what gives wrong numbers.
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from snip_megatron.numerics.products.blackwell_engine import NativeOperand
 from snip_megatron.numerics.quantize.exact import ExactOperand
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.numerics.quantize.packed import Operand
@@ -31,7 +30,7 @@ class UnquantizedOperand(NamedTuple):
         return self.spec.formats[1 - self.axis]
 
 
-GemmOperand = UnquantizedOperand | Operand | ExactOperand | NativeOperand
+GemmOperand = UnquantizedOperand | Operand | ExactOperand
 """An operand of a GEMM. Both operands of a GEMM are of the same class."""
 
 

@@ -9,11 +9,13 @@ import torch
 
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
 from snip_megatron.numerics.products.backend import REFERENCE, REPLAYED, GemmBackend
-from snip_megatron.numerics.products.blackwell_engine import NATIVE as OF_BLACKWELL
-from snip_megatron.numerics.products.blackwell_support import availability, is_blackwell
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
-from snip_megatron.numerics.products.transformer_engine import why_not_transformer_engine
+from snip_megatron.numerics.products.transformer_engine import (
+    on_blackwell,
+    transformer_engine_gemms,
+    why_not_transformer_engine,
+)
 from snip_megatron.numerics.quantize.device_keys import has_triton
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
@@ -35,7 +37,6 @@ def select_backend(
     name: str,
     formats: Collection[Format] | None = None,
     *,
-    tensor_parallel: bool = False,
     library: str = "auto",
     checks: bool = True,
 ) -> Selection:
@@ -45,9 +46,8 @@ def select_backend(
 
     Args:
         name: one of ``BACKENDS``. "auto" selects the fastest backend that runs on this machine and keeps the numbers of
-            the map.
+            the map. "transformer_engine" selects the same, for probes and measuring passes.
         formats: the formats that GEMMs will use; None if they are unknown.
-        tensor_parallel: whether weights are sharded over tensor parallel ranks.
         library: ``gemm_library``, one of ``LIBRARIES``.
         checks: whether the numbers of the backend are checked now, and C++ launches its kernels. A training does both
             when its kernels are compiled, by :meth:`GemmBackend.check` and :func:`launch_from_cpp`.
@@ -56,26 +56,38 @@ def select_backend(
         raise SnipError(f"--snip-gemm {name}: unknown; choose one of {', '.join(BACKENDS)}")
     if library not in LIBRARIES:
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
-    selection = _select(name, formats, tensor_parallel, library, formats if checks else ())
+    selection = _select(name, formats, library, formats if checks else ())
     if checks and selection.backend.name == "hopper":
         said = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
         return replace(selection, reason="; ".join(filter(None, said)))
     return selection
 
 
-def native_backend(name: str, *, tensor_parallel: bool = False) -> str | None:
-    """Return the backend that multiplies formats natively on this machine under ``--snip-gemm``; None if they are
-    emulated. Nothing is compiled or checked.
+def resolve_gemm(name: str, formats: Collection[Format] | None, *, te_linears: bool) -> str:
+    """Return the value of ``--snip-gemm`` that ``name`` stands for on this machine.
+
+    That is "transformer_engine" in place of "auto" on a Blackwell card where Transformer Engine runs ``formats`` (None
+    if they are unknown). Otherwise it is ``name``. ``te_linears`` says whether the model has Transformer Engine's
+    linears.
     """
-    if name in ("auto", "blackwell", "transformer_engine") and is_blackwell():
-        return "blackwell" if availability(sharded=tensor_parallel) is None else None
+    if name == "auto" and te_linears and on_blackwell() and why_not_transformer_engine(formats) is None:
+        return "transformer_engine"
+    return name
+
+
+def native_backend(name: str, *, te_linears: bool = False) -> str | None:
+    """Return "hopper" or "blackwell" if GEMMs multiply the formats of these cards natively under ``--snip-gemm name``.
+
+    Returns None if formats are emulated. Nothing is compiled or checked. ``te_linears`` is as in :func:`resolve_gemm`.
+    """
+    if on_blackwell():
+        return "blackwell" if resolve_gemm(name, None, te_linears=te_linears) == "transformer_engine" else None
     return "hopper" if name in ("auto", "hopper", "transformer_engine") and why_not_hopper() is None else None
 
 
 def _select(
     name: str,
     formats: Collection[Format] | None,
-    tensor_parallel: bool,
     library: str,
     checked: Collection[Format] | None,
 ) -> Selection:
@@ -83,17 +95,18 @@ def _select(
         return Selection(REFERENCE, "as asked")
     if name == "transformer_engine":
         missing = why_not_transformer_engine(formats)
+        if missing is None and on_blackwell():
+            missing = _fault_of_transformer_engine(frozenset(formats or (Format.MXFP8, Format.NVFP4)))
         if missing is not None:
-            raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm auto")
-        selection = _select("auto", formats, tensor_parallel, library, checked)
-        return replace(selection, reason=f"probes; training by Transformer Engine's linears; {selection.reason}")
+            raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm {_other_than_te()}")
+        selection = _select("auto", formats, library, checked)
+        reason = f"by Transformer Engine's linears on {_device()}; probes by {selection.backend.name}"
+        return replace(selection, reason=reason)
     if name == "emulated":
         missing = _why_not_emulated() or _fault(checked)
         if missing is not None:
             raise SnipError(f"--snip-gemm emulated: {missing}; use --snip-gemm auto or reference")
         return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
-    if name == "blackwell" or (name == "auto" and is_blackwell()):
-        return _select_blackwell(name, formats, tensor_parallel, checked)
     missing = why_not_hopper()
     if missing is None:
         fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
@@ -103,7 +116,14 @@ def _select(
         return Selection(backend, f"{_device()}; {products}")
     if name == "hopper":
         raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
+    if on_blackwell():
+        missing = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
     return _elsewhere(missing, checked)
+
+
+def _other_than_te() -> str:
+    """Return the values of ``--snip-gemm`` that an error about Transformer Engine's linears proposes."""
+    return "emulated" if on_blackwell() else "auto"
 
 
 def _elsewhere(missing: str, formats: Collection[Format] | None) -> Selection:
@@ -136,27 +156,12 @@ def _device() -> str:
     return f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}"
 
 
-def _select_blackwell(
-    name: str, formats: Collection[Format] | None, tensor_parallel: bool, checked: Collection[Format] | None
-) -> Selection:
-    missing = availability(formats, sharded=tensor_parallel)
-    if missing is None:
-        missing = wrong_numbers(_blackwell(), _here(), OF_BLACKWELL)
-    if missing is None:
-        return Selection(_blackwell(), _device())
-    if name == "auto":
-        return _elsewhere(f"blackwell: {missing}", checked)
-    raise SnipError(f"--snip-gemm blackwell: {missing}; use --snip-gemm auto or reference")
-
-
 @functools.cache
-def _blackwell() -> GemmBackend:
-    from snip_megatron.numerics.products.blackwell import BlackwellBackend
-    from snip_megatron.numerics.products.blackwell_engine import transformer_engine
-    from snip_megatron.numerics.products.cublaslt import cublaslt
-    from snip_megatron.numerics.products.scaled import ScaledProducts
-
-    return BlackwellBackend(transformer_engine(), ScaledProducts(library=cublaslt()))
+def _fault_of_transformer_engine(formats: frozenset[Format]) -> str | None:
+    """Return what is wrong with Transformer Engine's GEMMs of ``formats`` on this device, or None."""
+    device = _here()
+    with torch.random.fork_rng([device]):  # it rounds gradients with draws of the default generator
+        return wrong_numbers(transformer_engine_gemms(), device, [fmt for fmt in Format if fmt in formats])
 
 
 def _why_not_emulated() -> str | None:

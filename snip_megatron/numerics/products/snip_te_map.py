@@ -49,10 +49,10 @@ def quantizer(formats: tuple[str, str, str], tensor: str) -> Any:
         return te.IdentityQuantizer()
     row, column = (formats[gemm] for gemm in READERS[tensor])
     if row == column:
-        return _of_format(row, tensor)
+        return quantizer_of_format(row, tensor)
     return te.HybridQuantizer(
-        rowwise_quantizer=_of_format(row, tensor),
-        columnwise_quantizer=_of_format(column, tensor),
+        rowwise_quantizer=quantizer_of_format(row, tensor),
+        columnwise_quantizer=quantizer_of_format(column, tensor),
         columnwise_source="original",
     )
 
@@ -101,7 +101,7 @@ def _modules(layer: Any, path: str) -> list[Any]:
     return [layer.get_submodule(path)] if experts is None else [getattr(expert, last) for expert in experts]
 
 
-def _of_format(name: str, tensor: str) -> Any:
+def quantizer_of_format(name: str, tensor: str) -> Any:
     """Return a quantizer with the numerics that the map was chosen for: E4M3, and G of nvfp4 rounded stochastically."""
     weight = tensor == "weight"
     if name == "bf16":

@@ -1,21 +1,27 @@
-"""Whether Transformer Engine's own linears can run a map on this machine (``--snip-gemm transformer_engine``)."""
+"""Transformer Engine's linears under a map (``--snip-gemm transformer_engine``): where they run, and their GEMMs."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from snip_megatron.precision import Format
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import first_line
 
 QUANTIZERS = (Format.BF16, Format.FP8, Format.FP8_TENSOR, Format.MXFP8, Format.NVFP4)
 """Formats that a quantizer of Transformer Engine has."""
 
 _HOPPER = (Format.BF16, Format.FP8, Format.FP8_TENSOR)
+_LAYOUTS = {Gemm.FPROP: "TN", Gemm.DGRAD: "NN", Gemm.WGRAD: "NT"}
 
 
 def te_map() -> ModuleType:
@@ -26,19 +32,92 @@ def te_map() -> ModuleType:
     return importlib.import_module("snip_megatron.numerics.products.snip_te_map")
 
 
+def on_blackwell() -> bool:
+    """Return whether the CUDA device is of compute capability 10.0 or above."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+
+
+def formats_on_card() -> tuple[Format, ...]:
+    """Return the formats that Transformer Engine's linears run on this Hopper or Blackwell card."""
+    return QUANTIZERS if on_blackwell() else _HOPPER
+
+
 def why_not_transformer_engine(formats: Collection[Format] | None) -> str | None:
-    """Return why Transformer Engine's linears cannot run ``formats`` (None: unknown) on this machine, or None."""
+    """Return why Transformer Engine's linears cannot run ``formats`` on this machine, or None if they can.
+
+    ``formats`` is None if they are unknown.
+    """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         return "needs a Hopper or Blackwell GPU, and there is none here"
+    capability = torch.cuda.get_device_capability()
+    if capability >= (11, 0):  # stochastic rounding to E2M1 returns zeros there, and MXFP8 lacks layouts on sm_120
+        return f"needs sm_90, sm_100 or sm_103, and {torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}"
     if importlib.util.find_spec("transformer_engine") is None:
         return "needs Transformer Engine 2.19 or later, which is not installed"
     try:
         te_map()
     except Exception as error:  # an incompatible shared object may raise anything
         return f"Transformer Engine cannot be used ({first_line(error)})"
-    known = QUANTIZERS if torch.cuda.get_device_capability() >= (10, 0) else _HOPPER
+    known = formats_on_card()
     others = sorted(fmt.value for fmt in formats or () if fmt not in known)
     if others:
         listed = ", ".join(fmt.value for fmt in known)
         return f"its linears run {listed} on this card, not {', '.join(others)} (see --snip-formats, --snip-pin)"
     return None
+
+
+class TransformerEngineGemms(GemmBackend):
+    """The quantizers and the GEMMs that Transformer Engine's linears run, one by one.
+
+    A run times them for its budget, and checks their numbers before training. The linears themselves call them inside
+    Transformer Engine. Gradients are rounded with draws of CUDA's default generator, whatever the keys of a spec.
+
+    Args:
+        quantizer: returns a new quantizer for a format and "input", "weight" or "grad_output".
+        general_gemm: Transformer Engine's function of this name.
+    """
+
+    name = "transformer_engine"
+
+    def __init__(self, quantizer: Callable[[str, str], Any], general_gemm: Callable[..., Any]) -> None:
+        self._quantizer, self._general_gemm = functools.cache(quantizer), general_gemm
+
+    def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
+        """See the base class. If both formats are equal, one call quantises for both GEMMs."""
+        tensor = "weight" if spec.weight else "input" if spec.keys is None else "grad_output"
+
+        def made(fmt: Format | None, *, rowwise: bool, columnwise: bool) -> Any:
+            if fmt is None or fmt is Format.BF16:
+                return None if fmt is None else x
+            quantizer = self._quantizer(fmt.value, tensor)
+            quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+            # As in the linears: no tensor subclass for autograd, and scales in the layout of the GEMM.
+            quantizer.internal = quantizer.optimize_for_gemm = True
+            with torch.no_grad():
+                return quantizer(x)
+
+        if spec.rowwise is spec.columnwise:
+            both = made(spec.rowwise, rowwise=True, columnwise=True)
+            return both, both
+        return made(spec.rowwise, rowwise=True, columnwise=False), made(spec.columnwise, rowwise=False, columnwise=True)
+
+    def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """See the base class. ``general_gemm`` names layouts as a column-major library does."""
+        product: Tensor = self._general_gemm(
+            b,
+            a,
+            layout=_LAYOUTS[gemm],
+            out_dtype=dtype if out is None else out.dtype,
+            out=out,
+            accumulate=out is not None,
+            grad=gemm is not Gemm.FPROP,
+            use_split_accumulator=gemm is not Gemm.FPROP,
+        )[0]
+        return product
+
+
+@functools.cache
+def transformer_engine_gemms() -> TransformerEngineGemms:
+    """Return the GEMMs of the installed Transformer Engine. Raises whatever its import raises."""
+    module: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+    return TransformerEngineGemms(te_map().quantizer_of_format, module.general_gemm)

@@ -86,16 +86,18 @@ def _host_path() -> Iterator[Check]:
 def _backend(name: str) -> Check:
     import torch
 
-    from snip_megatron.numerics.products.blackwell_engine import NATIVE
     from snip_megatron.numerics.products.check import wrong_numbers
     from snip_megatron.numerics.products.selection import select_backend
+    from snip_megatron.numerics.products.transformer_engine import formats_on_card, transformer_engine_gemms
 
     try:
         selection = select_backend(name)
     except SnipError as error:
         return note(GEMM_ROOM, name, "cannot run here", str(error))
     backend, device = selection.backend, "cuda" if torch.cuda.is_available() else "cpu"
-    formats = [fmt for fmt in Format if fmt in NATIVE or (backend.name != "blackwell" and fmt not in VARIANTS)]
+    formats = [fmt for fmt in Format if fmt not in VARIANTS]
+    if name == "transformer_engine":
+        backend, formats = transformer_engine_gemms(), list(formats_on_card())
     faults = [fault for fmt in formats if (fault := wrong_numbers(backend, device, [fmt])) is not None]
     found = f"{backend.name} ({selection.reason})"
     if faults:

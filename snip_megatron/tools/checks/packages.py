@@ -34,7 +34,7 @@ OPTIONAL = (
     (Requirement("triton>=3.4"), "the quantisation kernels of a GPU need it"),
     (
         Requirement("transformer-engine>=2.9"),
-        "--transformer-impl transformer_engine and the Blackwell GEMMs need it",
+        "--transformer-impl transformer_engine needs it, and 2.19 the GEMMs of Blackwell",
     ),
     (Requirement("apex"), "never needed; Megatron's fused kernels use it where it is"),
     (Requirement("megatron-bridge>=0.6,<0.7"), "the Bridge callback needs it"),

@@ -135,7 +135,7 @@ def test_weights_that_are_gathered_for_each_pass(formats: Formats) -> None:
     """They are at another address in the backward, and autograd gets their gradients."""
     experts, (x, g) = Experts(2, formats), operands((128, 5))
     exact = expected(experts, x, g, (128, 5), formats)
-    experts.context.gathers = True
+    experts.context.fsdp_sharded = True
     y = experts(x, (128, 5))
     for weight in experts.parameters():
         freed, weight.data = weight.data, weight.data.clone()
@@ -240,7 +240,7 @@ def test_swiglu_times_probabilities_between_two_linears(
     backend = hopper(activations=noting, groups=emulated_grouped)
     fc1 = Experts(3, of_fc1, backend, n=2 * width, k=hidden)
     fc2 = Experts(3, of_fc2, backend, n=hidden, k=width)
-    fc1.context.quantizes = fc2.context.quantizes = True
+    fc1.context.map_is_quantized = fc2.context.map_is_quantized = True
     draws = torch.Generator().manual_seed(5)
     x, g = (torch.randn(137, hidden, generator=draws).bfloat16() for _ in range(2))
     x.requires_grad_()
@@ -318,9 +318,9 @@ def test_experts_in_bf16_run_grouped_gemms_under_a_map_that_quantises() -> None:
     for backend, runs_grouped in ((grouped, True), (REFERENCE, False)):
         experts = Experts(2, (BF16, BF16, BF16), backend, n=256, k=128)
         assert experts.handles[0].is_stock
-        experts.context.quantizes = True
+        experts.context.map_is_quantized = True
         assert experts.handles[0].is_stock is not runs_grouped
-        experts.context.recipes = True
+        experts.context.use_te_recipe = True
         assert experts.handles[0].is_stock
 
 

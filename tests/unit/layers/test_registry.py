@@ -61,10 +61,10 @@ def test_adopt_of_a_map_by_linear_and_of_a_map_that_names_nothing() -> None:
     registry = registry_of(linear)
     registry.adopt(PrecisionMap(choices={str(linear): Format.FP4}))
     assert registry[str(linear)].formats == (Format.FP4,) * 3
-    assert registry.context.quantizes
+    assert registry.context.map_is_quantized
     registry.adopt(PrecisionMap(choices={}))
     assert registry[str(linear)].formats == ALL_BF16
-    assert not registry.context.quantizes
+    assert not registry.context.map_is_quantized
 
 
 def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:

@@ -54,7 +54,7 @@ def test_a_run_says_in_one_line_if_a_uniform_format_beats_its_maps(
 ) -> None:
     monkeypatch.setattr(attachment, "native_backend", lambda *a, **k: "hopper")
     parser = argparse.ArgumentParser()
-    parser.set_defaults(tensor_model_parallel_size=1)
+    parser.set_defaults(tensor_model_parallel_size=1, transformer_impl="local")
     _, said = attachment.configuration(add_arguments(parser).parse_args(["--snip", "--snip-budget", budget]))
     assert ["fp8 everywhere beats these maps" in line for line in said] == ([True] if beaten else [])
 

@@ -14,9 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.te_graphs import layers_of
 from snip_megatron.megatron.graphs import GraphedRun
-from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
-from snip_megatron.numerics.products.blackwell import BlackwellBackend
-from snip_megatron.precision.errors import SnipError
 
 
 class Layer(GraphableMegatronModule):  # type: ignore[misc]
@@ -112,17 +109,3 @@ def test_a_run_without_graphs_is_left_alone() -> None:
     assert run.training(schedule, schedule) == (schedule, schedule)
     assert run.captures() is None
     assert gc.get_freeze_count() == frozen
-    with run.beside([]):
-        run.check_backend(blackwell())
-
-
-def blackwell() -> GemmBackend:
-    return BlackwellBackend(None, None)  # type: ignore[arg-type]  # asked nothing but whether it can be captured
-
-
-def test_a_backend_that_the_host_seeds_is_refused() -> None:
-    run = GraphedRun(argparse.Namespace(cuda_graph_impl="local"))
-    with pytest.raises(SnipError, match="--cuda-graph-impl cannot be combined with the blackwell GEMMs"):
-        run.check_backend(blackwell())
-    run.check_backend(REFERENCE)
-    run.close()

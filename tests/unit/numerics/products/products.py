@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
-from snip_megatron.numerics.products.blackwell import BlackwellBackend
 from snip_megatron.numerics.products.emulated import EmulatedBackend
 from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.hopper import HopperBackend
@@ -19,7 +18,6 @@ from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 from .emulated_scaled_mm import scaled_mm
-from .emulated_transformer_engine import engine
 
 QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 EVEN = (256, 384, 512)  # T, N, K
@@ -34,7 +32,6 @@ BACKENDS: dict[str, Callable[[], GemmBackend]] = {
     "reference": lambda: REFERENCE,
     "hopper": hopper,
     "emulated": lambda: EmulatedBackend(quantize_exact, ExactProducts()),
-    "blackwell": lambda: BlackwellBackend(engine(), ScaledProducts()),
 }
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.products import BACKENDS, selection
+from snip_megatron.numerics.products import BACKENDS, selection, transformer_engine
 from snip_megatron.numerics.products.backend import REFERENCE
-from snip_megatron.numerics.products.selection import select_backend
+from snip_megatron.numerics.products.selection import native_backend, resolve_gemm, select_backend
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 
@@ -16,6 +16,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(selection, "_fault_of", lambda formats: None)
+
+
+def pretend_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(transformer_engine, "te_map", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,51 @@ def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, 
     pretend(monkeypatch, (9, 0))
     monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
     assert ("so that such formats are emulated in torch" in select_backend("auto", formats).reason) == bool(formats)
+
+
+@pytest.mark.parametrize(
+    ("capability", "formats", "te_linears", "gemm", "native"),
+    [
+        ((10, 0), None, True, "transformer_engine", "blackwell"),
+        ((10, 3), {Format.NVFP4, Format.MXFP8, Format.BF16}, True, "transformer_engine", "blackwell"),
+        ((10, 0), {Format.FP4}, True, "auto", "blackwell"),  # a study of FP4: emulated
+        ((10, 0), None, False, "auto", None),
+        ((12, 0), None, True, "auto", None),  # stochastic rounding to NVFP4 gives zeros
+        ((9, 0), None, True, "auto", "hopper"),
+        ((8, 0), None, True, "auto", None),
+    ],
+)
+def test_auto_is_transformer_engine_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    formats: set[Format] | None,
+    te_linears: bool,
+    gemm: str,
+    native: str | None,
+) -> None:
+    pretend(monkeypatch, capability)
+    pretend_transformer_engine(monkeypatch)
+    assert resolve_gemm("auto", formats, te_linears=te_linears) == gemm
+    assert native_backend("auto", te_linears=te_linears) == native
+    assert resolve_gemm("emulated", formats, te_linears=te_linears) == "emulated"
+    assert native_backend("emulated", te_linears=te_linears) is None
+
+
+def test_blackwell_checks_transformer_engine_and_probes_by_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (10, 0))
+    assert "needs Transformer Engine 2.19" in select_backend("auto").reason
+    pretend_transformer_engine(monkeypatch)
+    checked = []
+    monkeypatch.setattr(selection, "_fault_of_transformer_engine", checked.append)
+    found = select_backend("transformer_engine", {Format.NVFP4})
+    assert found.backend.name == "emulated"
+    assert found.reason == "by Transformer Engine's linears on Some GPU, sm_100; probes by emulated"
+    assert checked == [{Format.NVFP4}]
+    monkeypatch.setattr(selection, "_fault_of_transformer_engine", lambda formats: "nvfp4 rounds with a bias")
+    with pytest.raises(SnipError, match="--snip-gemm transformer_engine: nvfp4 rounds with a bias; use --snip-gemm em"):
+        select_backend("transformer_engine", {Format.NVFP4})
+    with pytest.raises(SnipError, match="its linears run bf16, fp8, fp8_tensor, mxfp8, nvfp4 on this card, not fp4"):
+        select_backend("transformer_engine", {Format.FP4})
 
 
 def test_unknown_name() -> None:
