@@ -22,10 +22,11 @@ PAGE = ROOT / "docs" / "how-it-works.md"
 BEGIN, END = "<!-- rooms: python docs/draw_rooms.py -->", "<!-- end of rooms -->"
 
 GROUPS = {
-    "Commands": ("commands", "doctor", "export", "launch", "planner", "evaluation", "reporting"),
-    "A training run": ("megatron", "plain", "runtime", "records"),
-    "What to run in which format": ("sensitivity", "solver", "timing", "optimizers", "statistics"),
-    "Quantised GEMMs": ("layers", "gemm", "quantization"),
+    "Commands": ("tools",),
+    "Hosts": ("megatron", "plain"),
+    "A run": ("reporting", "planner", "runtime"),
+    "The choice": ("sensitivity", "solver", "timing"),
+    "Quantised GEMMs": ("layers", "numerics", "precision"),
 }
 """The boxes and what is in them. The arrows come from the source."""
 
