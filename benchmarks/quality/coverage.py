@@ -111,7 +111,7 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
     from megatron.training import arguments
 
     from snip_megatron.megatron.compat import pretraining
-    from snip_megatron.megatron.data.datasets import check_kind_of_data
+    from snip_megatron.megatron.datasets import check_kind_of_data
     from snip_megatron.megatron.validate import check_layers_of_experts
 
     words = [*command_line(given), *SNIP]

@@ -13,7 +13,7 @@ from megatron.training import get_args, get_timers
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.attachment import prepare_megatron, under_snip
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.data.datasets import check_data, get_batch, packed_documents, provide_datasets
+from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
 from snip_megatron.precision.errors import SnipError

@@ -21,7 +21,7 @@ OLDEST, BEYOND = (0, 19), (0, 20)
 
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 
-#: Compatibility sets, which ``megatron/compat.md`` describes. ``--snip-no-compat NAME`` switches one off.
+#: Compatibility sets, which ``megatron/README.md`` describes. ``--snip-no-compat NAME`` switches one off.
 COMPAT_SETS = (
     "cpu",
     "dataset-helpers",

@@ -156,7 +156,7 @@ class SnipConfig:
     )
     no_compat: tuple[str, ...] = option(
         (),
-        "switch off this set of compatibility patches (snip_megatron/megatron/compat.md); repeatable",
+        "switch off this set of compatibility patches (snip_megatron/megatron/README.md); repeatable",
         metavar="NAME",
     )
 

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("snip_megatron.tools.doctor", "report what this machine can run, and what is missing for the rest"),
     "solve": ("snip_megatron.tools.solve", "choose formats for another budget, from a run or a problem file"),
     "prepare-data": (
-        "snip_megatron.megatron.data.prepare_data",
+        "snip_megatron.megatron.prepare_data",
         "turn local text into Megatron's .bin/.idx and a tokenizer",
     ),
     "plan": (

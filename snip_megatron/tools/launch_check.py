@@ -80,7 +80,7 @@ def _validated(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.compat.meta_model import CannotBuildError
     from snip_megatron.megatron.conversion import linears_on_meta
-    from snip_megatron.megatron.data.datasets import check_data
+    from snip_megatron.megatron.datasets import check_data
     from snip_megatron.megatron.entry import provide_arguments
     from snip_megatron.megatron.step_costs import layout_of
 

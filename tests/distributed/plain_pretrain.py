@@ -20,7 +20,7 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from snip_megatron.megatron import compat
-    from snip_megatron.megatron.data.datasets import dataset_config
+    from snip_megatron.megatron.datasets import dataset_config
 
     def provide(parser: Any) -> Any:
         compat.set_defaults(parser, startup)

@@ -10,7 +10,7 @@ from warm_ranks import WarmRanks
 
 from benchmarks.quality.hf_llama import write_llama
 from snip_megatron.evaluation.models import Model
-from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
+from snip_megatron.megatron.prepare_data import byte_tokenizer
 
 MODEL = Model(layers=4, hidden=64, ffn=192, heads=4, groups=2)
 
@@ -24,7 +24,7 @@ def test_logits_of_a_tensor_parallel_run_under_snip(warm: WarmRanks, tmp_path: P
     env = {"LOGITS": str(tmp_path / "logits.pt")}
     warm.succeed(2, args, module="logits_pretrain", tmp=tmp_path / "run", env=env)
     tokenizer = byte_tokenizer()
-    save(tokenizer, tmp_path / "tokenizer")
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
 
     write_llama(tmp_path / "saved", MODEL, 64, tmp_path / "tokenizer", tmp_path / "hf")
 

@@ -11,7 +11,7 @@ from launch import losses, tiny_llama_args
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from warm_ranks import WarmRanks
 
-from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
+from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 from snip_megatron.runtime.run_data import load_run, read_events
 
 PERIOD = 16
@@ -46,7 +46,7 @@ def test_train_and_validation_files(warm: WarmRanks, tmp_path: Path) -> None:
 
 def test_documents_whose_middle_is_filled_in(warm: WarmRanks, tmp_path: Path) -> None:
     write_documents(tmp_path / "train", 40, seed=1)
-    save(byte_tokenizer(), tmp_path / "tokenizer")
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
     tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
     tokens = [
         text for name in ("prefix", "middle", "suffix", "pad", "eod") for text in (f"--fim-{name}-token", name[0])

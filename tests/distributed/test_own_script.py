@@ -8,7 +8,7 @@ from layouts import figures
 from warm_ranks import WarmRanks
 
 from snip_megatron.evaluation.warm import weights_sha256
-from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
+from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 
 USUAL = REPOSITORY / "examples" / "own_pretrain_gpt.py"
@@ -56,7 +56,7 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
 
 def test_own_model_data_and_loss_under_snip(warm: WarmRanks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    save(byte_tokenizer(), tmp_path / "tokenizer")  # unlike NullTokenizer it leaves --vocab-size empty
+    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")  # unlike NullTokenizer it leaves --vocab-size empty
     text = ("--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"))
     extra = ("--focus", "2", "--eval-iters", "1", "--eval-interval", "8", "--pipeline-model-parallel-size", "2")
     arguments = tiny_llama_args(*text, *extra, *SNIP, "--snip-dir", str(run), iters=12, mock_data=False)

@@ -15,7 +15,7 @@ from launch import tiny_llama_args
 from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
-from snip_megatron.megatron.data.text_tokenizer import byte_tokenizer, save
+from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 from snip_megatron.runtime.run_data import read_maps
 
 STEPS = 6
@@ -29,7 +29,7 @@ Train = Callable[..., list[dict[str, Any]]]
 
 def write_conversations(folder: Path) -> tuple[str, ...]:
     """Write a tokenizer and lines of several short conversations each. Returns the arguments that name them."""
-    save(byte_tokenizer(), folder / "tokenizer")
+    save_tokenizer(byte_tokenizer(), folder / "tokenizer")
     configuration = folder / "tokenizer" / "tokenizer_config.json"
     configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"chat_template": TEMPLATE}))
     draw = random.Random(1)

@@ -82,7 +82,7 @@ def main() -> int:
         from megatron.core.models.gpt import gpt_layer_specs
         from torch_attention import TorchAttention
 
-        from snip_megatron.megatron.data import datasets
+        from snip_megatron.megatron import datasets
 
         datasets.ENGINES_OF_PACKED.append("local")
         if importlib.util.find_spec("datasets") is None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
 
 from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.megatron.data.prepare_data import _existing
+from snip_megatron.megatron.prepare_data import read_manifest
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
@@ -104,7 +104,7 @@ PARSERS = {
     ),
     "data manifest": Parser(
         lambda: b'{"schema": "snip.data/1", "request": {}, "files": {}}',
-        lambda path: _existing(path.parent),
+        lambda path: read_manifest(path.parent),
         file="manifest.json",
     ),
 }

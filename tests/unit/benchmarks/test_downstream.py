@@ -18,7 +18,7 @@ from benchmarks.quality.downstream_tasks import (
     make_items,
     write_tasks,
 )
-from snip_megatron.megatron.data import prepare_data
+from snip_megatron.megatron import prepare_data
 
 
 def text(name: str, lines: int) -> str:

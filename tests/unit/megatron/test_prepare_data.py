@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import resource
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from hypothesis import strategies as st
 from refusal import refusal
 from tokenizers import Tokenizer
 
-from snip_megatron.megatron.data import prepare_data, text_tokenizer
-from snip_megatron.megatron.data.corpus import collect
+from snip_megatron.megatron import prepare_data
 from snip_megatron.precision.errors import SnipError
 
 WORDS = ("alpha", "beta", "gamma", "delta", "return", "self", "import", "über", "naïve", "✓")
@@ -56,7 +54,6 @@ def test_megatron_reads_back_every_file_with_its_end(texts: Path, tmp_path: Path
     output = tmp_path / "out"
     extra = ["--vocab-size", "300"] if tokenizer == "bpe" else []
     assert prepare(texts, "--output", output, "--tokenizer", tokenizer, "--holdout", "0.2", *extra) == 0
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as before
     made = manifest(output)
     loaded = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
     end = made["tokenizer"]["end_of_document_id"]
@@ -87,14 +84,14 @@ def test_megatron_loads_the_tokenizers_offline(texts: Path, tmp_path: Path) -> N
         text = "def f(x):\n    return 'naïve ✓' , x\n"
         ids = loaded.tokenize(text)
         ours = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
-        assert ids == text_tokenizer.encode_documents(ours, [text])[0][:-1].tolist()
+        assert ids == prepare_data.encode_documents(ours, [text])[0][:-1]
         assert loaded.detokenize(ids) == text
 
 
 @given(st.text(max_size=200))
 def test_byte_tokenizer_is_the_bytes(text: str) -> None:
-    tokenizer = text_tokenizer.byte_tokenizer()
-    fast = text_tokenizer.encode_documents(tokenizer, [text])[0].tolist()
+    tokenizer = prepare_data.byte_tokenizer()
+    fast = prepare_data.encode_documents(tokenizer, [text])[0]
     assert fast == [*text.encode(), 256]
     tokenizer.encode_special_tokens = True
     assert tokenizer.encode(text).ids == fast[:-1]
@@ -103,17 +100,17 @@ def test_byte_tokenizer_is_the_bytes(text: str) -> None:
 
 @given(st.text(max_size=200))
 def test_bpe_keeps_every_text(text: str) -> None:
-    tokenizer = text_tokenizer.train_bpe(["the quick brown fox " * 5, "    return self.value\n" * 5], 280)
-    (ids,) = text_tokenizer.encode_documents(tokenizer, [text])
-    assert tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+    tokenizer = prepare_data.train_bpe(iter(["the quick brown fox " * 5, "    return self.value\n" * 5]), 280)
+    (ids,) = prepare_data.encode_documents(tokenizer, [text])
+    assert tokenizer.decode(ids[:-1], skip_special_tokens=False) == text
 
 
 def test_the_end_token_written_in_a_text_is_text() -> None:
-    for tokenizer in (text_tokenizer.byte_tokenizer(), text_tokenizer.train_bpe(["some text"] * 3, 270)):
-        text = f"a{text_tokenizer.END_OF_DOCUMENT}b"
-        (ids,) = text_tokenizer.encode_documents(tokenizer, [text])
-        end = tokenizer.token_to_id(text_tokenizer.END_OF_DOCUMENT)
-        assert (ids == end).sum() == 1
+    for tokenizer in (prepare_data.byte_tokenizer(), prepare_data.train_bpe(iter(["some text"] * 3), 270)):
+        text = f"a{prepare_data.END_OF_DOCUMENT}b"
+        (ids,) = prepare_data.encode_documents(tokenizer, [text])
+        end = tokenizer.token_to_id(prepare_data.END_OF_DOCUMENT)
+        assert ids.count(end) == 1
         assert ids[-1] == end
 
 
@@ -130,17 +127,19 @@ def test_equal_input_gives_equal_bytes_wherever_it_lies(texts: Path, tmp_path: P
 
 
 def test_other_files_do_not_move_a_file_across_the_split(texts: Path) -> None:
-    before = collect([texts], ["*"])
-    held = {file.key for file in before.split(0.3)[1]}
+    def held() -> set[str]:
+        files, _ = prepare_data.collect([texts], ["*"])
+        train, valid = prepare_data.split(files, 0.3)
+        assert len(train) + len(valid) == len(files)
+        assert 0 < len(valid) < 25
+        return {file.key for file in valid}
+
+    before = held()
     (texts / "new.txt").write_text("something new\n")
-    after = collect([texts], ["*"])
-    assert {file.key for file in after.split(0.3)[1]} - {"texts/new.txt"} == held
-    train, valid = after.split(0.3)
-    assert len(train) + len(valid) == len(after.files) == 41
-    assert 0 < len(valid) < 25
+    assert held() - {"texts/new.txt"} == before
 
 
-def test_passed_over_files_are_counted(texts: Path, tmp_path: Path) -> None:
+def test_skipped_files_are_counted(texts: Path, tmp_path: Path) -> None:
     (texts / "binary.txt").write_bytes(b"ab\0cd")
     (texts / "latin.txt").write_bytes("für".encode("latin-1"))
     (texts / "blank.txt").write_text(" \n")
@@ -148,11 +147,10 @@ def test_passed_over_files_are_counted(texts: Path, tmp_path: Path) -> None:
     (texts / ".hidden").mkdir()
     (texts / ".hidden" / "x.txt").write_text("hidden\n")
     (texts / "dangling.txt").symlink_to(texts / "nowhere")
-    corpus = collect([texts], ["*.txt"])
-    assert corpus.skipped == {"binary": 1, "duplicate": 1, "empty": 1, "undecodable": 1}
-    assert len(corpus.files) == 40
-    only = collect([texts], ["part1/*"])
-    assert len(only.files) == 20
+    files, skipped = prepare_data.collect([texts], ["*.txt"])
+    assert skipped == {"binary": 1, "duplicate": 1, "empty": 1, "undecodable": 1}
+    assert len(files) == 40
+    assert len(prepare_data.collect([texts], ["part1/*"])[0]) == 20
 
 
 def test_a_result_inside_an_input_is_no_text(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,11 +182,11 @@ def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
     ("make", "part"),
     [
         (lambda p: None, "no such file or folder"),
-        (lambda p: p.mkdir(), "no file in this folder matches --glob *"),
+        (lambda p: p.mkdir(), "no text in this folder matches --glob * (no file)"),
         (lambda p: p.write_bytes(b""), "the file is empty"),
         (lambda p: p.write_bytes(b"\0\1"), "the file is binary"),
         (lambda p: p.write_bytes(b"\xff\xfe"), "the file is undecodable"),
-        (lambda p: (p.mkdir(), (p / "x").write_bytes(b"\0")), "no text in this folder (1 binary)"),
+        (lambda p: (p.mkdir(), (p / "x").write_bytes(b"\0")), "no text in this folder matches --glob * (1 binary)"),
         (lambda p: os.mkfifo(p), "not a regular file or folder"),
     ],
 )
@@ -271,15 +269,12 @@ def test_a_failure_leaves_the_old_result(texts: Path, tmp_path: Path, monkeypatc
     output = tmp_path / "out"
     prepare(texts, "--output", output, "--tokenizer", "bytes")
     before = (output / "manifest.json").read_bytes()
-    real = text_tokenizer.encode_documents
 
-    def change_under_way(tokenizer: Tokenizer, batch: list[str]) -> list[np.ndarray]:
-        for path in texts.rglob("*.txt"):
-            path.write_text("changed while it was read\n")
-        return real(tokenizer, batch)
+    def fail(tokenizer: Tokenizer, batch: list[str]) -> list[list[int]]:
+        raise OSError("the disk is gone")
 
-    monkeypatch.setattr(text_tokenizer, "encode_documents", change_under_way)
-    with pytest.raises(SnipError, match="changed while it was read"):
+    monkeypatch.setattr(prepare_data, "encode_documents", fail)
+    with pytest.raises(SnipError, match="cannot be written"):
         prepare(texts, "--output", output, "--tokenizer", "bytes", "--holdout", "0.4", "--overwrite")
     assert (output / "manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]

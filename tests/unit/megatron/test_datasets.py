@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.training import global_vars
 
-from snip_megatron.megatron.data.datasets import check_data
+from snip_megatron.megatron.datasets import check_data
 from snip_megatron.megatron.entry import loss_function
 from snip_megatron.precision.errors import SnipError
 

@@ -1,0 +1,380 @@
+"""``snip prepare-data``: converts local text to Megatron's ``.bin/.idx``, with a tokenizer and a hold-out by file."""
+
+import argparse
+import fnmatch
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from snip_megatron.precision.errors import SnipError, needs_extra
+
+with needs_extra("text", "snip prepare-data"):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tqdm import tqdm
+
+SCHEMA = "snip.data/1"
+END_OF_DOCUMENT = "<|endoftext|>"
+VOCABULARY = 4096
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 2**24  # 256 bytes and the end of document
+_BATCH = 256  # files that the tokenizer processes in parallel
+_SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``snip prepare-data``."""
+    add = parser.add_argument
+    add(
+        "inputs", nargs="*", type=Path, metavar="PATH", help="text files or folders; default: Python's standard library"
+    )
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the output; created by this command")
+    text = "take only files whose name or path in a folder matches; repeatable; default: all, or *.py without PATH"
+    add("--glob", action="append", metavar="PATTERN", help=text)
+    text = "a BPE trained on the text, or one token per byte; default: bpe"
+    add("--tokenizer", choices=("bpe", "bytes"), default="bpe", help=text)
+    add("--vocab-size", type=int, metavar="N", help=f"size of the BPE vocabulary; default: {VOCABULARY}")
+    add("--holdout", type=float, default=0.05, metavar="SHARE", help="share of files for validation; default: 0.05")
+    add("--overwrite", action="store_true", help="replace DIR if this command wrote it")
+    add("--reuse", action="store_true", help="do nothing if DIR already holds the same result")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code. Raises SnipError on bad input."""
+    _check(args)
+    output: Path = args.output.resolve()
+    existing = read_manifest(output)
+    if existing is None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise SnipError(f"--output {output}: exists and was not made by snip prepare-data; name another folder")
+    if existing is not None and not (args.overwrite or args.reuse):
+        raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
+    inputs = args.inputs or [Path(sysconfig.get_path("stdlib"))]
+    files, skipped = collect(inputs, args.glob or (["*"] if args.inputs else ["*.py"]))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(os.fsencode(f"{file.key}\0{file.digest}\n"))
+    request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": digest.hexdigest()}
+    if args.tokenizer == "bpe":
+        request["vocab_size"] = args.vocab_size or VOCABULARY
+    if existing is not None and args.reuse and existing.get("request") == request and _is_complete(output, existing):
+        print(f"{output} is current: {existing['train']['tokens']:,} training tokens")
+        return 0
+    if existing is not None and not args.overwrite:
+        raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
+    names = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as place:
+            folder = Path(place, "new")
+            manifest = _write_all(split(files, args.holdout), request, names, folder)
+            if output.exists():
+                shutil.rmtree(output)  # with the sample indices that Megatron caches beside the data
+            folder.rename(output)
+    except OSError as error:
+        raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
+    _report(manifest, output)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not (math.isfinite(args.holdout) and 0 <= args.holdout < 1):
+        raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
+    size, range_ = args.vocab_size, f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
+    if size is not None and args.tokenizer == "bytes":
+        raise SnipError(f"--vocab-size {size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
+    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
+        raise SnipError(f"--vocab-size {size}: must be between {range_}")
+
+
+def read_manifest(output: Path) -> dict[str, Any] | None:
+    """Return the manifest of an earlier result in ``output``. Returns None if there is none."""
+    try:
+        manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("schema") == SCHEMA else None
+
+
+def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether every file of the manifest exists with its hash."""
+    files = manifest.get("files_sha256", {})
+    return all((output / name).is_file() and _sha256(output / name) == digest for name, digest in files.items())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- input -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TextFile:
+    """One document.
+
+    Attributes:
+        key: Name of the input and path inside it, equal on every machine.
+        digest: SHA-256 of the content.
+        size: Bytes.
+    """
+
+    key: str
+    digest: str
+    path: Path
+    size: int
+
+    def position(self) -> float:
+        """Return a number in [0, 1) from a hash of key and content. It does not depend on other files."""
+        digest = hashlib.sha256(os.fsencode(f"{self.key}\0{self.digest}")).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile], dict[str, int]]:
+    """Return the documents of all inputs ordered by key, and reason → number of files that were skipped.
+
+    Binary files (with a NUL byte), files that are not UTF-8, empty files and duplicates are skipped. A duplicate could
+    leak held-out text into the training text. Raises SnipError if an input does not exist, cannot be read, or holds no
+    text. A file that is named is taken whatever its name; ``globs`` select files inside folders.
+    """
+    total: Counter[str] = Counter()
+    files: dict[str, TextFile] = {}
+    for source in inputs:
+        skipped: Counter[str] = Counter()
+        texts, path = 0, source
+        try:
+            for key, path in _walk(source, globs):
+                data = path.read_bytes()
+                if (reason := _why_skipped(data)) is not None:
+                    skipped[reason] += 1
+                    continue
+                texts += 1
+                file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
+                skipped["duplicate"] += file.digest in files
+                files[file.digest] = min(files.get(file.digest, file), file, key=lambda f: f.key)
+        except OSError as error:
+            where, why = error.filename or path, error.strerror or error
+            raise SnipError(f"{where}: cannot be read ({why}); make it readable or name other inputs") from error
+        if not texts:
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+            if source.is_file():
+                raise SnipError(f"{source}: the file is {next(iter(skipped))}; name a UTF-8 text file")
+            raise SnipError(
+                f"{source}: no text in this folder matches --glob {' '.join(globs)} ({counts or 'no file'})"
+            )
+        total += skipped
+    return sorted(files.values(), key=lambda f: (f.key, f.digest)), dict(sorted((+total).items()))
+
+
+def _name(source: Path) -> str:
+    return source.resolve().name or "root"
+
+
+def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield key and path of the files of one input.
+
+    Hidden folders, caches, installed packages and results of this command are left out.
+    """
+    if source.is_file():
+        yield _name(source), source
+        return
+    if not source.is_dir():
+        raise SnipError(f"{source}: {'not a regular' if source.exists() else 'no such'} file or folder")
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, names in os.walk(source, onerror=stop):
+        if {"manifest.json", "train.bin", "train.idx"} <= set(names):
+            subfolders.clear()
+            continue
+        subfolders[:] = sorted(n for n in subfolders if n not in _SKIPPED_FOLDERS and not n.startswith("."))
+        for name in sorted(names):
+            path = Path(folder) / name
+            relative = path.relative_to(source).as_posix()
+            if any(fnmatch.fnmatch(name, g) or fnmatch.fnmatch(relative, g) for g in globs) and path.is_file():
+                yield f"{_name(source)}/{relative}", path
+
+
+def _why_skipped(data: bytes) -> str | None:
+    """Return why ``data`` cannot be used as a document. Returns None if it can."""
+    if not data.strip():
+        return "empty"
+    if b"\0" in data:
+        return "binary"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "undecodable"
+    return None
+
+
+def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list[TextFile]]:
+    """Return training files and held-out files.
+
+    About ``share`` of the files are held out, and at least one if ``share`` > 0. Raises SnipError if no file is left
+    for training.
+    """
+    held = [file for file in files if file.position() < share]
+    if share > 0 and not held:
+        held = [min(files, key=TextFile.position)]
+    train = [file for file in files if file not in held]
+    if not train:
+        raise SnipError(
+            f"{len(files)} file(s) are too few for a hold-out by file; give more files, or --holdout 0 for none"
+        )
+    return train, held
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------
+def _byte_symbols() -> list[str]:
+    """Return the printable character for each byte value in byte-level vocabularies, as defined by GPT-2.
+
+    Printable Latin-1 characters represent themselves. The other byte values map to U+0100 and following, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(256)
+    return [chr(value if value in printable else next(others)) for value in range(256)]
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with at most ``vocab_size`` tokens, including the end-of-document token (id 0)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=_byte_symbols(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token per byte, whose id is the byte's value. End of document is 256."""
+    vocabulary = {symbol: value for value, symbol in enumerate(_byte_symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text, followed by the end-of-document id.
+
+    If a text contains the characters of the end-of-document token, they are encoded as bytes.
+    """
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    if end == 256:  # byte_tokenizer(), which takes 3 s for a million bytes
+        return [[*text.encode(), end] for text in texts]
+    tokenizer.encode_special_tokens = True
+    return [[*each.ids, end] for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, from which transformers' AutoTokenizer loads it."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+    }
+    text = json.dumps(configuration, indent=1, sort_keys=True) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+# -- output ----------------------------------------------------------------------------------------------------
+def _write_all(
+    parts: tuple[list[TextFile], list[TextFile]], request: dict[str, Any], inputs: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Write all files of the result into the new folder ``folder``. Returns the manifest."""
+    if request["tokenizer"] == "bpe":
+        tokenizer = train_bpe(_texts(parts[0], "training the tokenizer"), request["vocab_size"])
+    else:
+        tokenizer = byte_tokenizer()
+    save_tokenizer(tokenizer, folder / "tokenizer")
+    manifest: dict[str, Any] = {
+        "schema": SCHEMA,
+        "request": request,
+        "inputs": inputs,
+        "tokenizer": {
+            "folder": "tokenizer",
+            "type": request["tokenizer"],
+            "vocab_size": tokenizer.get_vocab_size(),
+            "end_of_document_id": tokenizer.token_to_id(END_OF_DOCUMENT),
+        },
+    }
+    for name, files in zip(("train", "valid"), parts, strict=True):
+        manifest[name] = _write_part(name, files, tokenizer, folder) if files else None
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest["files_sha256"] = {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _write_part(name: str, files: list[TextFile], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Write one ``.bin/.idx`` pair with one document per file. Returns its entry in the manifest."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():  # about CUDA, Apex and Transformer Engine, which this command does not need
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    vocab_size = tokenizer.get_vocab_size()
+    counts = np.zeros(vocab_size, np.int64)
+    builder = IndexedDatasetBuilder(f"{folder / name}.bin", dtype=DType.optimal_dtype(vocab_size))
+    for texts in itertools.batched(_texts(files, f"tokenizing {name}"), _BATCH):
+        for document in encode_documents(tokenizer, texts):
+            counts += np.bincount(document, minlength=vocab_size)
+            builder.add_document(np.asarray(document), [len(document)])
+    builder.finalize(f"{folder / name}.idx")
+    tokens = int(counts.sum())
+    share = counts[counts > 0] / tokens
+    return {
+        "prefix": name,
+        "files": len(files),
+        "bytes": sum(file.size for file in files),
+        "tokens": tokens,
+        "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
+    }
+
+
+def _texts(files: Sequence[TextFile], what: str) -> Iterator[str]:
+    """Yield the text of each file, with its newlines as they are, and show the progress on standard error."""
+    for file in tqdm(files, desc=what, unit="file", mininterval=0.2 if sys.stderr.isatty() else 5.0, file=sys.stderr):
+        yield file.path.read_bytes().decode("utf-8")
+
+
+def _report(manifest: dict[str, Any], output: Path) -> None:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in manifest["inputs"]["skipped"].items())
+    print(f"{manifest['inputs']['files']:,} files" + (f" ({skipped} skipped)" if skipped else ""))
+    for name in ("train", "valid"):
+        if part := manifest[name]:
+            print(f"{name}: {part['files']:,} files, {part['bytes']:,} bytes, {part['tokens']:,} tokens")
+    size = manifest["tokenizer"]["vocab_size"]
+    requested = manifest["request"].get("vocab_size", size)
+    note = "" if size == requested else f" (the text has no more than these; --vocab-size {requested} was asked for)"
+    print(f"tokenizer: {manifest['tokenizer']['type']}, {size:,} tokens{note}")
+    data = ["--train-data-path", f"{output}/train"]
+    if manifest["valid"]:
+        print(f"unigram entropy of the hold-out: {manifest['valid']['unigram_entropy_nats']:.4f} nats a token")
+        data += ["--valid-data-path", f"{output}/valid"]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{output}/tokenizer"]
+    print(f"for Megatron: {shlex.join([*data, *tokenizer])}")
