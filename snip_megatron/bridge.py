@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -224,5 +223,10 @@ def padded_vocabulary(model: Any, transformer: Any) -> int:
     """Rows of the word embedding over all tensor parallel ranks, with the padding that Bridge adds."""
     if not getattr(model, "should_pad_vocab", False):
         return int(model.vocab_size)
-    calculate = importlib.import_module("megatron.bridge.utils.vocab_utils").calculate_padded_vocab_size
-    return int(calculate(model.vocab_size, model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size))
+    from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+
+    return int(
+        calculate_padded_vocab_size(
+            model.vocab_size, model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
+        )
+    )

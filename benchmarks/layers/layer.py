@@ -38,7 +38,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from benchmarks.common import header, host_milliseconds, interleaved, refuse_without_cuda, write
 from benchmarks.jobs.kernels import recorded, summarised
 from benchmarks.layers.llama_blocks import transformer_config
-from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers import LinearRegistry
+from snip_megatron.megatron import convert_model
 from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 

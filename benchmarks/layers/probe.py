@@ -45,7 +45,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, init
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from benchmarks.layers.llama_blocks import transformer_config  # noqa: E402
-from snip_megatron.layers import convert_model  # noqa: E402
+from snip_megatron.megatron import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
 from snip_megatron.runtime.config import SnipConfig  # noqa: E402

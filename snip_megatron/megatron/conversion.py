@@ -55,12 +55,7 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 
 
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
-    """Convert every decoder linear of this rank's model chunks.
-
-    Parameters, their names and checkpoints do not change. Frozen linears and linears of other classes stay as they are,
-    in bf16. Rank 0 prints which. Raises SnipError if a chunk has no decoder, or if data parallel ranks have built
-    different models. The chunks are as built, before or after Float16Module and DDP wrap them.
-    """
+    """Convert every decoder linear of this rank's model chunks. See :func:`snip_megatron.megatron.convert_model`."""
     built = built_linears(model_chunks)
     stock = of_all_stages(_stock(built))
     linears = model_linears(built, stock)

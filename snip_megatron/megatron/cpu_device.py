@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import resource
 import sys
@@ -45,7 +44,8 @@ def install() -> None:
     # torch.compile needs a C++ compiler, compiles once per rank and brings nothing here.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # torch._dynamo registers torch's functions by identity, so it is imported before they are replaced.
-    importlib.import_module("torch._dynamo")
+    import torch._dynamo
+
     # So does a default device, when it is first used.
     with CPU:
         torch.empty(0)
@@ -63,7 +63,8 @@ def install() -> None:
 def _hide_fused_optimizers() -> None:
     """Let Megatron find no optimizers of Transformer Engine's, which need a CUDA device: it then takes torch's."""
     with contextlib.suppress(Exception):  # not installed, or not for this machine: then it has none to hide
-        importlib.import_module("transformer_engine.pytorch")
+        import transformer_engine.pytorch  # noqa: F401
+
         sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 

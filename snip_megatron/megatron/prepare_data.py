@@ -280,7 +280,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
 
     If a text contains the characters of the end-of-document token, they are encoded as bytes.
     """
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    end: int = tokenizer.get_vocab()[END_OF_DOCUMENT]
     if end == 256:  # byte_tokenizer(), which takes 3 s for a million bytes
         return [[*text.encode(), end] for text in texts]
     tokenizer.encode_special_tokens = True

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.checkpoint_state import SnipState
-from snip_megatron.megatron.conversion import what_stays
+from snip_megatron.megatron.conversion import convert_model, what_stays
 from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host

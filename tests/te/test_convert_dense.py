@@ -12,8 +12,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from te_models import dense, seeming_cuda
 from torch.nn import functional
 
-from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.megatron import te_linear
+from snip_megatron.layers import LinearRegistry
+from snip_megatron.megatron import convert_model, te_linear
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 

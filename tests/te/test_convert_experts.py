@@ -16,8 +16,8 @@ from te_models import dense, seeming_cuda
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.layers import LinearRegistry, convert_model
-from snip_megatron.megatron import te_experts
+from snip_megatron.layers import LinearRegistry
+from snip_megatron.megatron import convert_model, te_experts
 from snip_megatron.megatron.compat import tell_ddp_of_experts
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts

@@ -26,7 +26,8 @@ from te_models import DENSE, counting, seeming_cuda, trained, with_torch_norms
 from torch.nn import functional
 from torch_attention import TorchAttention
 
-from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers import LinearRegistry
+from snip_megatron.megatron import convert_model
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 

@@ -15,7 +15,7 @@ import transformer_engine.pytorch as te
 from te_models import dense
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from snip_megatron.layers import convert_model
+from snip_megatron.megatron import convert_model
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from small_decoder import DENSE, dense
 from torch_attention import TorchAttention
 
-from snip_megatron.layers import convert_model
+from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.host import chunk_of
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision.errors import SnipError

@@ -14,10 +14,11 @@ from megatron.core.transformer.mlp import MLP
 from small_decoder import dense
 from torch.utils.checkpoint import checkpoint
 
-from snip_megatron.layers import LinearRegistry, convert_model
+from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
+from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.hopper import HopperBackend
