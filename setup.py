@@ -25,10 +25,9 @@ REQUIREMENTS = [
 # What single commands and arguments need beside that. Each names its extra in one line where it is missing.
 TEXT = ["transformers>=5", "tokenizers>=0.22", "tqdm>=4.66"]  # snip prepare-data, --tokenizer-type HuggingFaceTokenizer
 REPORT = ["plotly>=6"]  # snip report, and the report at the end of a run
-EVALUATION = [*REPORT]  # snip compare, snip validate-proxy
 WANDB = ["wandb>=0.22"]  # --wandb-project
 TENSORBOARD = ["tensorboard>=2.19"]  # --tensorboard-dir
-ALL = sorted({*TEXT, *REPORT, *EVALUATION, *WANDB, *TENSORBOARD})
+ALL = sorted({*TEXT, *REPORT, *WANDB, *TENSORBOARD})
 
 # Lion and Muon of Megatron's --optimizer.
 OPTIMIZERS = ["emerging-optimizers>=0.2"]
@@ -86,7 +85,6 @@ setup(
     extras_require={
         "text": TEXT,
         "report": REPORT,
-        "evaluation": EVALUATION,
         "wandb": WANDB,
         "tensorboard": TENSORBOARD,
         "all": ALL,

@@ -123,8 +123,8 @@ class Model:
 
 def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Sequence[range]) -> None:
     """Force the sets on each of the parts of the batch, and note their rises."""
-    from snip_megatron.megatron import oracle as room
-    from snip_megatron.sensitivity.truth import Trial
+    from benchmarks.quality import oracle as room
+    from benchmarks.quality.truth import Trial
 
     trials = tuple(Trial(Gemm.FPROP, each.names, Format.FP4) for each in sets)
     found: list[list[float]] = []
@@ -197,19 +197,18 @@ def _error(model: Model, sets: Sequence[Set]) -> float:
 def train(asked: argparse.Namespace, done: Callable[[list[dict[str, Any]]], None]) -> None:
     """Train. ``done`` gets the figures of all updates so far after each of them."""
     arguments = megatron_arguments(asked, 2 * asked.half)
-    arguments += ["--snip-settings", '{"truth": true}', "--snip-probe-microbatches", str(asked.half)]
+    arguments += ["--snip-probe-microbatches", str(asked.half)]
     begun = prepared(arguments)
+    from benchmarks.quality.oracle import after_each_probe
     from snip_megatron.megatron import entry
-    from snip_megatron.megatron.oracle import Oracle
 
     found: list[dict[str, Any]] = []
 
-    def add(oracle: Any, step: Any, result: Any) -> Any:
+    def measure(oracle: Any, config: Any, step: Any, result: Any) -> None:
         found.append(update(oracle, step, result, len(found)))
         done(found)
-        return result
 
-    with mock.patch.object(Oracle, "add", add):
+    with after_each_probe(measure):
         entry.run(begun)
 
 

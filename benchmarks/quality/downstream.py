@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.downstream results/1b.json --data DATA --work WORK --out results/quality/F.json
 
-The experiment needs ``"save": true``, and ``--data`` and ``--work`` are those of its ``snip compare``. Each run's final
+The experiment needs ``"save": true``, and ``--data`` and ``--work`` are those of its ``compare``. Each run's final
 weights become a Hugging Face Llama and are evaluated in bf16 on two tasks that are made from the hold-out of ``--data``
 (see ``downstream_tasks.py``). ``OUT.md`` gets the table. ``paired`` is the difference to the
 bf16 run of the same seed on the same questions, with its standard error.
@@ -30,10 +30,10 @@ import torch
 from benchmarks.common import header, write
 from benchmarks.quality.downstream_tasks import LINES, TEXT, held_out_texts, make_items, write_tasks
 from benchmarks.quality.hf_llama import write_llama
-from snip_megatron.evaluation.models import load_data
-from snip_megatron.evaluation.models import model as llama
-from snip_megatron.evaluation.results import Results, load_results
-from snip_megatron.evaluation.runs import CHECKPOINT
+from benchmarks.quality.models import load_data
+from benchmarks.quality.models import model as llama
+from benchmarks.quality.results import Results, load_results
+from benchmarks.quality.runs import CHECKPOINT
 from snip_megatron.precision.errors import SnipError
 
 LM_EVAL = "0.4.13"
@@ -63,7 +63,7 @@ def models(results: Results, data: Path, work: Path, batch: int) -> list[Model]:
             found.append(Model(run, results.experiment, *folders, batch))
     if not found:
         raise SnipError(
-            f'{work}: holds no weights of a run of {results.path}; give the --work of its snip compare, and "save":'
+            f'{work}: holds no weights of a run of {results.path}; give the --work of its compare, and "save":'
             " true in its experiment"
         )
     return found
@@ -109,7 +109,7 @@ def evaluate(model: Model) -> dict[str, Any]:
 def add_paired(rows: Sequence[dict[str, Any]]) -> None:
     """Add to each row its differences to the bf16 run of the same kind and seed, question by question.
 
-    That run has no label of its own, as the reference of ``snip compare``.
+    That run has no label of its own, as the reference of ``compare``.
     """
     bf16 = {(row["kind"], row["seed"]): row["right"] for row in rows if row["policy"] == row["label"] == "bf16"}
     for row in rows:
@@ -166,9 +166,9 @@ def _line(row: Mapping[str, Any]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Downstream accuracy of the models of a comparison")
-    parser.add_argument("results", type=Path, help="result file of snip compare")
+    parser.add_argument("results", type=Path, help="result file of compare")
     parser.add_argument("--data", type=Path, required=True, help="folder of snip prepare-data")
-    parser.add_argument("--work", type=Path, required=True, help="--work of snip compare")
+    parser.add_argument("--work", type=Path, required=True, help="--work of compare")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--characters", type=int, default=8000, help="characters at the beginning of each text")

@@ -15,10 +15,10 @@ from unittest import mock
 
 from benchmarks.common import header, write
 from benchmarks.quality.additivity import Set, measured, predicted_rises
+from benchmarks.quality.experiment import Warm, load_experiment
+from benchmarks.quality.models import load_data
 from benchmarks.quality.probe_sequences import prepared
-from snip_megatron.evaluation.experiment import Warm, load_experiment
-from snip_megatron.evaluation.models import load_data
-from snip_megatron.evaluation.runs import NEVER, fill, training_arguments
+from benchmarks.quality.runs import NEVER, fill, training_arguments
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, option_id
 
 
@@ -52,13 +52,13 @@ def main() -> int:
         training_arguments(experiment, data, (experiment.warm or Warm(0)).seed), {"data": str(data.folder)}
     )
     arguments += f"""--eval-interval {NEVER} --eval-iters 0 --snip --snip-budget fp4=0.8 --snip-formats fp8,fp4
-        --snip-first-update {given.updates[0]} --snip-update-interval {given.updates[1]} --snip-lag 1 --snip-wait 60
-        --snip-settings {{"truth":true}}""".split()
+        --snip-first-update {given.updates[0]} --snip-update-interval {given.updates[1]} --snip-lag 1
+        --snip-wait 60""".split()
     begun = prepared(arguments)
+    from benchmarks.quality import oracle as room
     from snip_megatron.megatron import entry
-    from snip_megatron.megatron import oracle as room
 
-    def add(oracle: room.Oracle, step: Any, result: Any) -> Any:
+    def measure(oracle: room.Oracle, config: Any, step: Any, result: Any) -> None:
         predicted, calls, run = predicted_rises(result.table), list[Any](), room._Call.run
         sets, whole = sets_of(list(predicted), maps), range(batch.global_batch // batch.micro_batch)
         with mock.patch.object(room._Call, "run", lambda call: calls.append(run(call)) or call):
@@ -69,9 +69,8 @@ def main() -> int:
             rows.append({"step": result.table.step, "set": each.kind, "linears": len(each.names), **row})
             print(f"step {result.table.step} {each.kind}", {k: round(1e3 * v, 3) for k, v in row.items()}, "mnat")
         write(given.out, about | {"sets": rows})
-        return result
 
-    with mock.patch.object(room.Oracle, "add", add):
+    with room.after_each_probe(measure):
         entry.run(begun)
     return 0
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.gaps RESULT.json … [--most 2]
 
-A result is one of ``snip compare``. A gap is the loss of a run minus that of bf16 with the same warm checkpoint and
+A result is one of ``compare``. A gap is the loss of a run minus that of bf16 with the same warm checkpoint and
 seed, both validated in the formats of their maps (*own*) or in bf16. Intervals are Student's t over the seeds. A bound
 is *kept* if the whole interval lies below it, *missed* if the whole interval lies above it, otherwise *open*.
 """
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.evaluation.results import load_results
-from snip_megatron.evaluation.statistics import Row, paired, rows
+from benchmarks.quality.results import load_results
+from benchmarks.quality.statistics import Row, paired, rows
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def found(path: Path, kind: str = "from_warm") -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table for each result."""
     parser = argparse.ArgumentParser(description="Gaps to bf16 in mnat, with 95 %% intervals")
-    parser.add_argument("results", nargs="+", type=Path, help="result files of snip compare")
+    parser.add_argument("results", nargs="+", type=Path, help="result files of compare")
     parser.add_argument("--most", type=float, default=2.0, help="bound in mnat (default: 2)")
     asked = parser.parse_args(argv)
     for path in asked.results:

@@ -1,7 +1,7 @@
 """A checkpoint of one of the evaluation's Llamas as a Hugging Face model, for :mod:`benchmarks.downstream`.
 
-Megatron-Bridge's converters do this for users. This file covers what ``snip compare`` trains: ``torch_dist``
-checkpoints of :mod:`snip_megatron.evaluation.models`. It unpickles the checkpoint's metadata: give it
+Megatron-Bridge's converters do this for users. This file covers what ``compare`` trains: ``torch_dist``
+checkpoints of :mod:`benchmarks.quality.models`. It unpickles the checkpoint's metadata: give it
 your own checkpoints only.
 """
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from snip_megatron.evaluation.models import Model
+from benchmarks.quality.models import Model
 from snip_megatron.precision.errors import SnipError
 
 _LAYERS = "decoder.layers."

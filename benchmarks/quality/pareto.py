@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.pareto [--check]
 
-No run has both axes: losses are gaps to bf16 of small models (``snip compare``), and step times those of larger ones.
+No run has both axes: losses are gaps to bf16 of small models (``compare``), and step times those of larger ones.
 
 - *Hopper*: step times of a 1.1 B training that ``benchmarks.job`` measured, each over bf16 of its own file. A dashed
   line has no loss: Megatron's own FP8 is trained by no comparison.

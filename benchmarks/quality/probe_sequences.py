@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from snip_megatron.evaluation.models import MODELS, model
+from benchmarks.quality.models import MODELS, model
 from snip_megatron.megatron import startup
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 
@@ -95,7 +95,7 @@ def _of_the_next_microbatch(step: Any) -> Callable[[int, int], None]:
 
 def compared(tables: dict[str, Any], budget: str) -> dict[str, dict[str, float]]:
     """Return the figures of each probe of one update against the one of all sequences, which is the last but one."""
-    from snip_megatron.evaluation.proxy import spearman
+    from benchmarks.quality.proxy import spearman
     from snip_megatron.runtime.config import SnipConfig
     from snip_megatron.runtime.solving import SolveJob, solve_job
 

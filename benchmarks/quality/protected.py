@@ -3,7 +3,7 @@ other mixers the output projection.
 
     python -m benchmarks.quality.protected RESULT.json … --runs WORK/runs [--out F.json]
 
-A result is one of ``snip compare``, and WORK its folder. For each run with a map that stays: of the FLOPs that its map
+A result is one of ``compare``, and WORK its folder. For each run with a map that stays: of the FLOPs that its map
 keeps out of four bits, the share that the list keeps too, beside the list's share of all FLOPs, which a map that does
 not know the list reaches by chance; and the protected share of each kind of GEMM.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import header, write
-from snip_megatron.evaluation.results import load_results
+from benchmarks.quality.results import load_results
 from snip_megatron.precision import Gemm, PrecisionMap, split_option_id
 from snip_megatron.runtime.run_data import step_files
 from snip_megatron.sensitivity.policies import tail_blocks

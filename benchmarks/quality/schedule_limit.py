@@ -30,7 +30,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares, minimize
 
 from benchmarks.common import header, write
-from snip_megatron.evaluation.statistics import rows
+from benchmarks.quality.statistics import rows
 from snip_megatron.precision.phases import AUTO
 
 STARTS = 30
@@ -168,7 +168,7 @@ def limits(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description="What the best plan over time could recover")
-    parser.add_argument("results", nargs="+", type=Path, help="result files of snip compare")
+    parser.add_argument("results", nargs="+", type=Path, help="result files of compare")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     arguments = parser.parse_args()

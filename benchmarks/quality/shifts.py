@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import header, write
-from snip_megatron.evaluation.experiment import Experiment, load_experiment
-from snip_megatron.evaluation.models import Data, load_data
-from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import fill, training_arguments, training_command
-from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
+from benchmarks.quality.compare import ENVIRONMENT, devices, select_gpus
+from benchmarks.quality.experiment import Experiment, load_experiment
+from benchmarks.quality.models import Data, load_data
+from benchmarks.quality.runner import Job, Outcome, Pool
+from benchmarks.quality.runs import fill, training_arguments, training_command
+from benchmarks.quality.warm import WarmCheckpoint, warm_checkpoint
 from snip_megatron.runtime.run_data import read_events, read_metrics
-from snip_megatron.tools.compare import ENVIRONMENT, devices, select_gpus
 
 POLICIES = ("bf16", "stale", "updated")
 SHIFTS = ("none", "text", "rate")

@@ -21,7 +21,6 @@ from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
-from snip_megatron.megatron.oracle import Oracle
 from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.shards import cut_tiles
@@ -61,7 +60,6 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
-        self._oracle: Oracle | None = None
         self._unmeasured: OwnTimes | None = None  # on rank 0, if the first update measures them
         self.scheduler: Any = None  # of the learning rate; known from the first step on
         self._checkpoint: SnipState | None = None
@@ -249,8 +247,7 @@ class SnipRun:
             if isinstance(sequences, Unmeasured):
                 return sequences
             with self.graphs.beside(call.model):
-                result = self._probes.run(step, clip, sequences)
-                return result if self._oracle is None else self._oracle.add(step, result)
+                return self._probes.run(step, clip, sequences)
 
         controller.before_step(call.step, probe)
         self.graphs.renew(call.step)
@@ -297,7 +294,6 @@ class SnipRun:
         weighs_updates = needs_forward_noise(request)
         self._probes = ProbeRunner(host, registry, config, weighs_updates=weighs_updates)
         self._probes.check_optimizer(self._host_step(call))
-        self._oracle = Oracle(registry, host) if config.truth else None
         self._coordinator = on_rank_zero(lambda: self._make_coordinator(registry, request, step))
         rehearse = None if self._unmeasured is None else self._unmeasured.rehearse
         restored = self._restored_state()

@@ -184,8 +184,6 @@ def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
             f"{argument} cannot be combined with --snip-gradient-reduction {config.gradient_reduction}, which sums"
             " gradients in FP32; leave one of them out"
         )
-    if config.truth:
-        raise SnipError(f"{argument}: the oracle reads small differences of gradients, which need FP32; leave it out")
 
 
 def sharding(args: argparse.Namespace) -> str | None:
@@ -218,7 +216,6 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
             "--snip-gemm transformer_engine",
             "use --snip-gemm hopper on such a card",
         ),
-        (config.truth, "the oracle", "leave it out"),
     ):
         if refused:
             raise SnipError(

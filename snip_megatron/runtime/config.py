@@ -184,9 +184,6 @@ class SnipConfig:
     deadline: float = setting(
         600.0, "seconds after which a solver process that does not answer is killed and replaced", positive=True
     )
-    truth: bool = setting(
-        False, "for snip validate-proxy: force every option alone at each update, and record what that changes"
-    )
 
     def __post_init__(self) -> None:
         if self.enabled:

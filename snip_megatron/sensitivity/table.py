@@ -19,10 +19,8 @@ import numpy as np
 
 from snip_megatron.precision import LinearRow, Role, Side, strict_json
 from snip_megatron.precision.errors import SnipError, cut
-from snip_megatron.sensitivity.truth import SIGNED, TRUTH_COLUMNS, Truth
 
 STATS_SCHEMA = "snip.stats/1"
-_TRUTH_GROUPS = ("truth", "truth_again")
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
@@ -88,8 +86,6 @@ class StatisticsTable:
         linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
         drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
         sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
-        truth, truth_again: what forcing each option alone did (``statistics.truth``), and the same on other
-            microbatches, the ceiling of every estimator. None outside of ``snip validate-proxy``.
     """
 
     step: int
@@ -105,8 +101,6 @@ class StatisticsTable:
     sink_drift2: np.ndarray
     sink_w2: np.ndarray
     meta: Mapping[str, float] = field(default_factory=dict)
-    truth: Truth | None = None
-    truth_again: Truth | None = None
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(row.name for row in self.linears).items() if count > 1]
@@ -118,10 +112,7 @@ class StatisticsTable:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        truths = [group for group in _TRUTH_GROUPS if getattr(self, group) is not None]
-        shape = (len(self.linears), 3, len(self.formats))
-        of_truths = {f"{group}.{c}": shape for group in truths for c in TRUTH_COLUMNS}
-        return array_shapes(self.linears, self.formats, self.sinks) | of_truths
+        return array_shapes(self.linears, self.formats, self.sinks)
 
     def _array(self, name: str) -> np.ndarray:
         group, _, column = name.partition(".")
@@ -135,11 +126,10 @@ class StatisticsTable:
     def non_finite(self) -> list[str]:
         """Return the columns with a NaN, an Inf or a wrong sign. An update with such a table is dropped."""
         bad = []
-        of_linears = ("linear", "by_format", "drift2", *_TRUTH_GROUPS)
+        of_linears = ("linear", "by_format", "drift2")
         for name, array in self.arrays().items():
-            group, _, column = name.partition(".")
-            signed = group in _TRUTH_GROUPS and column in SIGNED
-            wrong = ~(np.isfinite(array) & (signed | (array >= 0)))
+            group = name.partition(".")[0]
+            wrong = ~(np.isfinite(array) & (array >= 0))
             if wrong.any():
                 row = int(np.argwhere(wrong)[0][0])
                 owner = self.linears[row].name if group in of_linears else row
@@ -193,8 +183,6 @@ class StatisticsTable:
                     sink_drift2=data["sink_drift2"],
                     sink_w2=data["sink_w2"],
                     meta={str(k): float(v) for k, v in header["meta"].items()},
-                    truth=_truth(data, "truth"),
-                    truth_again=_truth(data, "truth_again"),
                 )
         except Exception as error:  # whatever NumPy, zipfile and conversions raise on bytes that are no such file
             raise SnipError(f"{where}: not a statistics file ({cut(error)})") from None
@@ -220,8 +208,3 @@ def _linear_row(name: Any, stage: Any, n: Any, k: Any, *more: Any) -> LinearRow:
     """Read a row. Files of earlier releases are of decoders of attention and MLP, and say nothing of places."""
     known = zip(more, (int, int, int, Role, bool, Side), strict=False)
     return LinearRow(str(name), int(stage), int(n), int(k), *(read(value) for value, read in known))
-
-
-def _truth(data: Mapping[str, np.ndarray], group: str) -> Truth | None:
-    """Return a group of columns of the truth. None if the file has none."""
-    return {c: data[f"{group}.{c}"] for c in TRUTH_COLUMNS} if f"{group}.{TRUTH_COLUMNS[0]}" in data else None

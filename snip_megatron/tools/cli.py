@@ -25,14 +25,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
-    "compare": ("snip_megatron.tools.compare", "train the policies of experiment files and compare their losses"),
-    "validate-proxy": (
-        "snip_megatron.tools.validate_proxy",
-        "compare estimators with measured sensitivities, or show how scores age",
-    ),
     "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),
     "export": ("snip_megatron.tools.export", "write a map or a checkpoint in the format of another tool"),
 }
+REMOVED = {"compare": "benchmarks.quality.compare", "validate-proxy": "benchmarks.quality.validate_proxy"}
+"""Commands of earlier releases, and the module of the repository that replaces each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     subparsers = {n: commands.add_parser(n, help=text, description=text) for n, (_, text) in COMMANDS.items()}
     try:
+        if arguments[:1] and arguments[0] in REMOVED:
+            raise SnipError(f"was removed; use python -m {REMOVED[arguments[0]]} in a clone of the repository")
         if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
             importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
         args, unknown = top.parse_known_args(arguments)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
 from benchmarks.quality.hf_llama import write_llama
-from snip_megatron.evaluation.models import Model
+from benchmarks.quality.models import Model
 from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 
 MODEL = Model(layers=4, hidden=64, ffn=192, heads=4, groups=2)

@@ -11,9 +11,10 @@ from agreement import TOUCHED_SHARE
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
+from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, load_truth
+from benchmarks.quality.warm import MEASURED
 from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.sensitivity.truth import TRUTH_COLUMNS
 
 # Every shard, gated half, query group and token share is a multiple of 128: tiles fall alike on all layouts.
 MODEL = shlex.split(
@@ -22,7 +23,7 @@ MODEL = shlex.split(
 )
 AT = 3  # the step before which options are forced
 TRUTH = shlex.split(
-    "--snip --snip-settings '{\"truth\": true}' --snip-formats fp4 --snip-update-interval 1000 --snip-lag 500"
+    "--snip --snip-formats fp4 --snip-update-interval 1000 --snip-lag 500"
     f" --snip-first-update {AT} --snip-settings probe_tokens=32 --exit-interval {AT + 1}"
 )
 # Ranks add in another order, so that a value on a boundary of roundings falls to the other side, in about one option in
@@ -59,35 +60,38 @@ def checkpoint(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "warm"
 
 
-def truth_on(layout: str, warm: WarmRanks, checkpoint: Path) -> StatisticsTable:
+def measured(run: Path) -> tuple[StatisticsTable, Truth, Truth]:
+    file = run / "stats" / f"step_{AT}.npz"
+    return StatisticsTable.load(file), *load_truth(file)
+
+
+def truth_on(layout: str, warm: WarmRanks, checkpoint: Path) -> tuple[StatisticsTable, Truth, Truth]:
     nproc, microbatches, extra = LAYOUTS[layout]
     folder = checkpoint.parent / layout
     load = checkpoint.with_name("warm-sharded") if SHARDED_OPTIMIZER in extra else checkpoint
     args = ["--load", str(load), "--snip-dir", str(folder / "run"), *TRUTH, *extra.split()]
     args += ["--snip-probe-microbatches", str(microbatches)]
-    warm.succeed(nproc, tiny_llama_args(*MODEL, *args, iters=9), tmp=folder)
-    return StatisticsTable.load(folder / "run" / "stats" / f"step_{AT}.npz")
+    warm.succeed(nproc, tiny_llama_args(*MODEL, *args, iters=9), module=MEASURED, tmp=folder)
+    return measured(folder / "run")
 
 
 @pytest.fixture(scope="module")
-def alone(warm: WarmRanks, checkpoint: Path) -> StatisticsTable:
+def alone(warm: WarmRanks, checkpoint: Path) -> tuple[StatisticsTable, Truth, Truth]:
     """On one rank: of the step's microbatches and of the next step's."""
     return truth_on("world-1", warm, checkpoint)
 
 
 @pytest.mark.parametrize(("again", "microbatches"), [(False, [0, 1]), (True, [2, 3])])
 def test_the_truth_is_what_a_run_under_that_option_alone_shows(
-    alone: StatisticsTable, warm: WarmRanks, checkpoint: Path, again: bool, microbatches: list[int]
+    alone: tuple[StatisticsTable, Truth, Truth], warm: WarmRanks, checkpoint: Path, again: bool, microbatches: list[int]
 ) -> None:
     """A one-option map, the code that trains, torch's AdamW in float64.
 
     Microbatches beyond the step's keep their numbers, so stochastic rounding draws other bits in a run that counts from
     0: there only what does not depend on them is compared.
     """
-    truth = alone.truth_again if again else alone.truth
-    assert truth is not None
-    assert alone.non_finite() == []
-    names = [row.name for row in alone.linears]
+    table, *both = alone
+    truth, names = both[again], [row.name for row in table.linears]
     of_gemms = {Gemm.FPROP: [0, 7]} if again else {Gemm.FPROP: [0, 5], Gemm.DGRAD: [2, 7], Gemm.WGRAD: [1]}
     chosen = [(names[row], gemm) for gemm, rows in of_gemms.items() for row in rows]
     folder = checkpoint.parent / f"brute-{again}"
@@ -113,10 +117,10 @@ def test_the_truth_is_what_a_run_under_that_option_alone_shows(
     "layout",
     ["tensor-and-sequence", *(pytest.param(name, marks=pytest.mark.matrix) for name in list(LAYOUTS)[2:])],
 )
-def test_layouts_find_the_same(alone: StatisticsTable, warm: WarmRanks, checkpoint: Path, layout: str) -> None:
-    expected, found = alone.truth, truth_on(layout, warm, checkpoint).truth
-    assert expected is not None
-    assert found is not None
+def test_layouts_find_the_same(
+    alone: tuple[StatisticsTable, Truth, Truth], warm: WarmRanks, checkpoint: Path, layout: str
+) -> None:
+    expected, found = alone[1], truth_on(layout, warm, checkpoint)[1]
     for name in TRUTH_COLUMNS:
         # Losses of single tokens are float32: their changes are known to 1e-7 of the loss. Float32 has no floor of its
         # own: what is left of one is the order in which gradients are added.
@@ -131,12 +135,10 @@ def test_layouts_find_the_same(alone: StatisticsTable, warm: WarmRanks, checkpoi
 def test_auxiliary_losses_of_experts_and_their_routing_cancel(warm: WarmRanks, tmp_path: Path) -> None:
     """Without an option nothing is left but the order of sums, and each option of an expert has a harm."""
     args = [*EXPERTS.split(), *TRUTH, "--snip-dir", str(tmp_path / "run")]
-    warm.succeed(1, tiny_llama_args(*MODEL, *args, iters=9), tmp=tmp_path)
-    table = StatisticsTable.load(tmp_path / "run" / "stats" / f"step_{AT}.npz")
-    assert table.truth is not None
-    drift, floor = table.truth["raw_drift"], table.truth["floor"]
-    assert np.isfinite(drift).all()
+    warm.succeed(1, tiny_llama_args(*MODEL, *args, iters=9), module=MEASURED, tmp=tmp_path)
+    table, truth, _ = measured(tmp_path / "run")
+    drift, floor = truth["raw_drift"], truth["floor"]
     assert (drift > 0.0).all()
     assert (floor < 1e-2 * drift).all()
-    fprops = table.truth["loss"][:, list(Gemm).index(Gemm.FPROP)]
+    fprops = truth["loss"][:, list(Gemm).index(Gemm.FPROP)]
     assert (np.abs(fprops[["experts" in row.name for row in table.linears]]) > 0.0).all()

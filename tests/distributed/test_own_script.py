@@ -7,7 +7,7 @@ from launch import REPOSITORY, losses, run_ranks, succeeded, tiny_llama_args
 from layouts import figures
 from warm_ranks import WarmRanks
 
-from snip_megatron.evaluation.warm import weights_sha256
+from benchmarks.quality.warm import weights_sha256
 from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics
 

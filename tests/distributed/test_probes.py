@@ -49,11 +49,6 @@ PROBES = shlex.split(
     "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
     " --snip-settings probe_tokens=48"
 )
-# Options forced alone; what follows from them is still on its way when the run ends.
-MEASUREMENT = shlex.split(
-    "--snip --snip-settings '{\"truth\": true}' --snip-formats fp4 --snip-update-interval 100 --snip-lag 50"
-    " --snip-first-update 3 --snip-settings probe_tokens=48"
-)
 STEPS = 9  # two updates, adopted
 
 
@@ -108,17 +103,6 @@ def test_probes_leave_no_trace(runs: Runs, layout: str) -> None:
     assert probes[:2] == [(3, kind) for kind in ("statistics", "forward_noise")]
     assert len(probes) % 2 == 0
     assert all(event["changed"] == 0 for event in events if event["event"] == "adopt")
-
-
-def test_options_forced_alone_leave_no_trace(runs: Runs) -> None:
-    layout = "distributed-optimizer"
-    assert_same(runs, layout, tuple(MEASUREMENT))
-    _, _, directory = runs.run(layout, *MEASUREMENT)
-    probes = [event for event in read_events(directory) if event["event"] == "probe"]
-    assert [event["kind"] for event in probes] == ["statistics", "forward_noise", "truth"]
-    # Of each layer, fprop and dgrad: a perturbation and four linears; all wgrads at once; no option. Of each microbatch
-    # a pass with the option and one without.
-    assert probes[-1]["passes"] == 2 * 2 * (8 * 5 + 1 + 1)
 
 
 # -- the same as was planned ---------------------------------------------------------------------------------

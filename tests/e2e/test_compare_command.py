@@ -1,9 +1,10 @@
-"""`snip compare` as a user runs it: a real experiment on the CPU, interrupted and gone on with."""
+"""`compare` and `validate_proxy` of benchmarks/quality as a user runs them: a real experiment on the CPU."""
 
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,28 @@ from typing import Any
 import psutil
 import pytest
 from signals import heeding
-from snip_command import ROOT, SNIP, refused, snip, snip_alone
+from snip_command import ROOT, SNIP, snip, snip_alone
 
 NANO = ROOT / "benchmarks/quality/experiments" / "nano.json"
+COMPARE, VALIDATE = ((sys.executable, "-m", f"benchmarks.quality.{name}") for name in ("compare", "validate_proxy"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
 
 
-def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return snip_alone(*arguments, SNIP_COMMIT="c0ffee")
+def alone(*arguments: object, command: tuple[str, ...] = COMPARE) -> subprocess.CompletedProcess[str]:
+    return snip_alone(*arguments, command=command, SNIP_COMMIT="c0ffee")
+
+
+def refused(*arguments: object) -> str:
+    done = alone(*arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize(("name", "module"), [("compare", "compare"), ("validate-proxy", "validate_proxy")])
+def test_the_commands_of_earlier_releases_name_what_replaces_them(name: str, module: str) -> None:
+    done = snip(name, NANO, "--report")
+    expected = f"snip {name}: was removed; use python -m benchmarks.quality.{module} in a clone of the repository\n"
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, folder = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("compare") / "data"
     for number, paragraph in enumerate((ROOT / "LICENSE").read_text().split("\n\n")):
         (text / f"{number}.txt").write_text(paragraph)
-    made = alone("prepare-data", text, "--tokenizer", "bytes", "--holdout", "0.2", "--output", folder)
+    made = alone("prepare-data", text, "--tokenizer", "bytes", "--holdout", "0.2", "--output", folder, command=SNIP)
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -51,10 +66,10 @@ def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator
 
 
 def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Path) -> None:
-    arguments = ("compare", NANO, "--data", data, "--gpus", "0", "--work", work)
+    arguments = (NANO, "--data", data, "--gpus", "0", "--work", work)
     first = tmp_path / "first"
     process = subprocess.Popen(
-        [*SNIP, *arguments, "--out", first], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
+        [*COMPARE, *arguments, "--out", first], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT
     )
     for _ in until_one_run_is_done(first, process):
         time.sleep(0.1)
@@ -95,20 +110,20 @@ def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     experiment = tmp_path / "ranks.json"
     experiment.write_text(json.dumps(body))
     out = tmp_path / "out"
-    done = alone("compare", experiment, "--data", data, "--gpus", "0", "--out", out)
+    done = alone(experiment, "--data", data, "--gpus", "0", "--out", out)
     assert done.returncode == 0, done.stderr
     (run,) = results(out)["runs"]
     assert (run["label"], run["status"]) == ("sums in fp8", "done")
     assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
 
-    planned = snip("compare", experiment, "--data", data, "--dry-run").stdout
+    planned = alone(experiment, "--data", data, "--dry-run").stdout
     assert planned.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 1
     body |= {"name": "one"}
     body["training"] |= {"ranks": 1, "arguments": []}
     one = tmp_path / "one.json"
     one.write_text(json.dumps(body))
-    mixed = ("compare", experiment, one, "--data", data, "--gpus", "0", "--out", tmp_path / "mixed")
-    assert refused(*mixed) == "training.ranks: 1, 2: compare these experiments one by one"
+    mixed = (experiment, one, "--data", data, "--gpus", "0", "--out", tmp_path / "mixed")
+    assert refused(*mixed) == "compare: training.ranks: 1, 2: compare these experiments one by one"
 
 
 def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
@@ -127,7 +142,7 @@ def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
 
 def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, work: Path, tmp_path: Path) -> None:
     arguments = ("--data", data, "--work", work, "--out", tmp_path, "--probe-microbatches", "1")
-    done = alone("validate-proxy", NANO, *arguments, "--gpus", "0")
+    done = alone(NANO, *arguments, "--gpus", "0", command=VALIDATE)
     assert done.returncode == 0, done.stderr
     early, validation = json.loads((tmp_path / "proxy.json").read_text())["validations"]
     assert early["step"] == 5
@@ -144,7 +159,7 @@ def test_a_warm_checkpoint_is_measured_and_its_estimators_compared(data: Path, w
 
 def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: Path) -> None:
     number = signal.SIGQUIT
-    arguments = [*SNIP, "validate-proxy", *map(str, (NANO, "--data", data, "--out", tmp_path, "--gpus", "0"))]
+    arguments = [*VALIDATE, *map(str, (NANO, "--data", data, "--out", tmp_path, "--gpus", "0"))]
     process = subprocess.Popen(heeding(number, arguments), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
     while not [*tmp_path.glob("work/logs/*")]:
         assert process.poll() is None
@@ -152,5 +167,5 @@ def test_a_measurement_that_is_stopped_leaves_no_process(data: Path, tmp_path: P
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number
-    assert err == f"snip validate-proxy: stopped by {number.name}; the same command measures again\n"
+    assert err == f"validate_proxy: stopped by {number.name}; the same command measures again\n"
     assert [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])] == []

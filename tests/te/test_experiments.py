@@ -9,9 +9,9 @@ import torch  # noqa: F401  Transformer Engine needs torch's libraries
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
 
-from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.models import Data
-from snip_megatron.evaluation.runs import experiment_runs
+from benchmarks.quality.experiment import load_experiment
+from benchmarks.quality.models import Data
+from benchmarks.quality.runs import experiment_runs
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import fp4_fraction
 from snip_megatron.runtime.config import parse_snip_arguments

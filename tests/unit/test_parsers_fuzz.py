@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sensitivity.synthetic import make_table
 
-from snip_megatron.evaluation.experiment import load_experiment
+from benchmarks.quality.experiment import load_experiment
 from snip_megatron.megatron.prepare_data import read_manifest
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget

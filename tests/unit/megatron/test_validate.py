@@ -127,7 +127,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          f"{OF_FP8} with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned", ""),
         (LOW | SCATTERS | {"grad_reduce_in_bf16": True}, FP8,
          "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
-        (LOW | {"main_grads_dtype": "bf16"}, {"truth": True}, "gradients in 16 bits: the oracle", ""),
         *(({"optimizer": name}, {}, f"--optimizer {name} cannot be combined with --snip-estimator noise",
            "knows the updates of adam, sgd, lion, muon") for name in ("soap", "adaptive_muon")),
         ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,

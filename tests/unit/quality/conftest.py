@@ -2,11 +2,27 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.quality.compare import main
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return the line with which the command refuses its arguments, after its name."""
+
+    def line(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        return err.removeprefix("compare: ").strip()
+
+    return line
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.evaluation.runner import Job, Outcome, Pool
+from benchmarks.quality.runner import Job, Outcome, Pool
 
 
 def job(tmp: Path, name: str, code: str, **fields: object) -> Job:

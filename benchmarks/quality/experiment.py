@@ -1,4 +1,4 @@
-"""The experiment file of ``snip compare``. README.md beside this file describes the format."""
+"""The experiment file of ``compare``. README.md beside this file describes the format."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from snip_megatron.evaluation.models import model
+from benchmarks.quality.models import model
 from snip_megatron.precision import Format, strict_json
 from snip_megatron.precision.errors import SnipError, located, quoted
 from snip_megatron.precision.strict_json import JsonFields

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.evaluation.runs import Run
+from benchmarks.quality.runs import Run
 from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.runtime.run_data import read_events, read_metrics
 from snip_megatron.runtime.storage import deliver, dump_json
@@ -55,7 +55,7 @@ def load_results(path: Path) -> Results:
         runs = {str(run["id"]): dict(run) for run in body["runs"]}
         return Results(path, dict(body["experiment"]), dict(body["data"]), dict(body["warm"]), runs)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise SnipError(f"{path}: is no result file of snip compare ({cut(error)})") from None
+        raise SnipError(f"{path}: is no result file of compare ({cut(error)})") from None
 
 
 def measure(run: Run, directory: Path) -> dict[str, Any]:

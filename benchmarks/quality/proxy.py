@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from benchmarks.quality.truth import Truth
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import step_files
@@ -19,7 +20,6 @@ from snip_megatron.sensitivity.divergence import FPROP, FloatArray, first_order,
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.sensitivity.truth import Truth
 
 QUANTITIES = ("loss", "drift: all", *(f"drift: {gemm.value}" for gemm in Gemm))
 """Compared quantities. ``loss`` covers fprop options only, since dgrad and wgrad do not change the loss of the same
@@ -122,21 +122,18 @@ def _measured(table: StatisticsTable, truth: Truth, fmt: str) -> tuple[_Scores, 
     return {"loss": column["loss"], "drift": column["drift"]}, trusted
 
 
-def validate(table: StatisticsTable, fmt: str, source: str) -> Validation:
-    """Compare every estimator and every rule of other methods with ``table.truth`` in the candidate format ``fmt``.
-    ``source`` names the table's run or file. Raises SnipError if the table holds no truth, or was recorded without
-    ``fmt``.
+def validate(table: StatisticsTable, truth: Truth, again: Truth, fmt: str, source: str) -> Validation:
+    """Compare every estimator and every rule of other methods with the truth in the candidate format ``fmt``.
+
+    ``truth`` and ``again`` were measured at the step of ``table``, on two batches; ``source`` names the table's run or
+    file. Raises SnipError if the table was recorded without ``fmt``.
     """
-    if table.truth is None:
-        raise SnipError(f"the statistics of step {table.step} hold no truth; give snip validate-proxy an experiment")
     base = SolveRequest(formats=(fmt,))
-    true, trusted = _measured(table, table.truth, fmt)
+    true, trusted = _measured(table, truth, fmt)
     columns = {name: _estimated(*divergences(table, replace(base, estimator=name))) for name in ESTIMATORS}
     columns |= _rules(table, base)
-    again: _Trusted = {}
-    if table.truth_again is not None:
-        columns[CEILING], again = _measured(table, table.truth_again, fmt)
-    both = {kind: above & again.get(kind, above) for kind, above in trusted.items()}
+    columns[CEILING], trusted_again = _measured(table, again, fmt)
+    both = {kind: above & trusted_again[kind] for kind, above in trusted.items()}
     compared = [
         _compare(quantity, name, scores, true, both if name == CEILING else trusted)
         for quantity in QUANTITIES
@@ -197,8 +194,7 @@ def _points(
     kind: str, table: StatisticsTable, true: _Scores, columns: Mapping[str, _Scores]
 ) -> dict[str, dict[str, float]]:
     named = {"measured": true, **columns}
-    if CEILING in named:
-        named["measured again"] = named.pop(CEILING)
+    named["measured again"] = named.pop(CEILING)
     return {
         option_id(row.name, list(Gemm)[j]): {name: float(scores[kind][i, j]) for name, scores in named.items()}
         for i, row in enumerate(table.linears)

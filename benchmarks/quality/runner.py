@@ -193,10 +193,10 @@ def describe(gpus: list[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this package: the variable ``SNIP_COMMIT`` if it is set, else git's answer."""
+    """Return the commit of the repository: the variable ``SNIP_COMMIT`` if it is set, else git's answer."""
     if named := os.environ.get("SNIP_COMMIT"):
         return named
-    git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
+    git = ("git", "-C", str(Path(__file__).resolve().parents[2]))
     head = _output(*git, "rev-parse", "HEAD")
     changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
     return head + ("+changes" if changed else "") if head else "unknown"

@@ -1,34 +1,42 @@
-"""``snip validate-proxy``: compares the scores of estimators with measured divergences."""
+"""Compares the scores of estimators with measured divergences.
+
+python -m benchmarks.quality.validate_proxy EXPERIMENT.json --data … --work …    # measure at its warm checkpoints
+python -m benchmarks.quality.validate_proxy RUN … [--format fp4]                 # compare in a run that has measured
+"""
 
 import argparse
 import dataclasses
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.models import load_data
-from snip_megatron.evaluation.proxy import Validation, find_tables, proxy_markdown, validate
-from snip_megatron.evaluation.runner import Pool, describe
-from snip_megatron.evaluation.warm import record_truth
-from snip_megatron.precision.errors import SnipError
-from snip_megatron.precision.formats import FORMATS, Format, Gemm
-from snip_megatron.runtime.storage import deliver, dump_json
-from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.tools.compare import (
+from benchmarks.quality.compare import (
     ENVIRONMENT,
     add_training_arguments,
     alone,
+    command,
     devices,
     select_gpus,
     stop_on_signals,
 )
+from benchmarks.quality.experiment import load_experiment
+from benchmarks.quality.models import load_data
+from benchmarks.quality.proxy import Validation, find_tables, proxy_markdown, validate
+from benchmarks.quality.runner import Pool, describe
+from benchmarks.quality.truth import load_truth
+from benchmarks.quality.warm import record_truth
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.formats import FORMATS, Format, Gemm
+from snip_megatron.runtime.storage import deliver, dump_json
+from snip_megatron.sensitivity.table import StatisticsTable
 
 PROXY_SCHEMA = "snip.proxy/1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``snip validate-proxy``."""
+    """Add the arguments of the command."""
     text = (
         "experiment file, at whose warm checkpoints every option is forced alone; or statistics of such a measurement"
     )
@@ -61,12 +69,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit code."""
+    return command("validate_proxy", __doc__, add_arguments, run, argv)
+
+
 def _validate(source: Path, fmt: str, name: str) -> list[Validation]:
-    tables = [StatisticsTable.load(path) for path in find_tables(source)]
-    measured = [table for table in tables if table.truth is not None]
-    if not measured:
-        raise SnipError(f"{source}: no option was forced alone there; give the experiment file")
-    return [validate(table, fmt, name) for table in measured]
+    return [validate(StatisticsTable.load(path), *load_truth(path), fmt, name) for path in find_tables(source)]
 
 
 def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
@@ -85,3 +94,7 @@ def _record(args: argparse.Namespace, path: Path) -> list[tuple[int, Path]]:
                 raise
             why = f"stopped by {signal.Signals(stopped[0]).name}; the same command measures again"
             raise SnipError(why, exit_code=128 + stopped[0]) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

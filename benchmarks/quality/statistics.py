@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from snip_megatron.evaluation.experiment import VALIDATIONS
+from benchmarks.quality.experiment import VALIDATIONS
 
 CONFIDENCE = 0.95
 ALPHA = 0.05

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.quality.truth import plan_trials, truth_of
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
-from snip_megatron.sensitivity.truth import plan_trials, truth_of
 
 NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]
 FORMATS = ["fp8", "fp4"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from snip_megatron.evaluation.results import LAST_STEPS, measure
-from snip_megatron.evaluation.runs import Run
+from benchmarks.quality.results import LAST_STEPS, measure
+from benchmarks.quality.runs import Run
 
 
 def run_of(policy: str, kind: str = "from_warm") -> Run:

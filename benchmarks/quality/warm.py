@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.evaluation.experiment import Experiment, Warm
-from snip_megatron.evaluation.models import Data
-from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import fill, training_arguments, training_command, warm_arguments, warm_identity
+from benchmarks.quality.experiment import Experiment, Warm
+from benchmarks.quality.models import Data
+from benchmarks.quality.runner import Job, Outcome, Pool
+from benchmarks.quality.runs import fill, training_arguments, training_command, warm_arguments, warm_identity
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.runtime.storage import dump_json, write_atomically
 
 HASHES = "weights.json"
+MEASURED = "benchmarks.quality.measured_pretrain"
 _OPTIMIZER = "optimizer."
 
 
@@ -130,7 +131,7 @@ def _run(pool: Pool, jobs: Sequence[Job]) -> None:
     failed: list[Outcome] = []
 
     def ended(outcome: Outcome) -> None:
-        print(f"snip validate-proxy: {outcome.job.name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"validate_proxy: {outcome.job.name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
         if outcome.error is not None:
             failed.append(outcome)
 
@@ -148,8 +149,7 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
         *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
-        *("--snip", "--snip-settings", '{"truth": true}'),
-        *("--snip-probe-microbatches", str(microbatches)),
+        *("--snip", "--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
         *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
         *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-wait", "600", "--snip-dir", "{run}"),
@@ -158,12 +158,12 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
     folders = {"data": str(warm.data.folder), "warm": str(warm.folder), "run": str(folder)}
 
     def check() -> None:
-        if not (folder / "stats" / f"step_{step + 1}.npz").is_file():
-            raise ValueError("no statistics were written")
+        if not (folder / "truth" / f"step_{step + 1}.npz").is_file():
+            raise ValueError("nothing was measured")
 
     return Job(
         name=f"truth after {step} steps",
-        command=training_command(fill(arguments, folders), warm.experiment.training.ranks),
+        command=training_command(fill(arguments, folders), warm.experiment.training.ranks, module=MEASURED),
         log=logs / f"{folder.name}.txt",
         before=lambda: shutil.rmtree(folder, ignore_errors=True),
         check=check,

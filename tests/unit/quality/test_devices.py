@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from snip_command import refused
 
+from benchmarks.quality.compare import devices
+from benchmarks.quality.validate_proxy import main
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.tools.compare import devices
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -36,7 +36,11 @@ def test_too_few_gpus_and_no_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp9", "bf16", "nvfp4_hadamard"])
-def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(fmt: str, prepared: Path) -> None:
-    arguments = ("validate-proxy", NANO, "--data", prepared, "--out", prepared / "out", "--gpus", "0")
-    assert fmt in refused(*arguments, "--format", fmt)
+def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(
+    fmt: str, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = map(str, (NANO, "--data", prepared, "--out", prepared / "out", "--gpus", "0", "--format", fmt))
+    with pytest.raises(SystemExit, match="2"):
+        main(list(arguments))
+    assert fmt in capsys.readouterr().err
     assert not (prepared / "out").exists()

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snip_megatron.evaluation.experiment import Candidate, Experiment, Phase, Warm
-from snip_megatron.evaluation.models import Data, model
+from benchmarks.quality.experiment import Candidate, Experiment, Phase, Warm
+from benchmarks.quality.models import Data, model
 from snip_megatron.sensitivity.policies import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"
@@ -102,10 +102,12 @@ def training_arguments(experiment: Experiment, data: Data, seed: int, kind: str 
     ]
 
 
-def training_command(arguments: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+def training_command(
+    arguments: Sequence[str], ranks: int, python: str = sys.executable, module: str = MODULE
+) -> list[str]:
     """Return the command line of a training of ``ranks`` ranks on this machine."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    return [python, *torchrun, "-m", MODULE, *arguments]
+    return [python, *torchrun, "-m", module, *arguments]
 
 
 def fill(arguments: Sequence[str], folders: Mapping[str, str]) -> list[str]:

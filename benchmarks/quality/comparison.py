@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.evaluation.experiment import PHASES, Experiment
-from snip_megatron.evaluation.models import Data
-from snip_megatron.evaluation.results import Results, measure, record
-from snip_megatron.evaluation.runner import Job, Outcome, Pool
-from snip_megatron.evaluation.runs import Run, experiment_runs, fill, training_command
-from snip_megatron.evaluation.warm import WarmCheckpoint, warm_checkpoint
+from benchmarks.quality.experiment import PHASES, Experiment
+from benchmarks.quality.models import Data
+from benchmarks.quality.results import Results, measure, record
+from benchmarks.quality.runner import Job, Outcome, Pool
+from benchmarks.quality.runs import Run, experiment_runs, fill, training_command
+from benchmarks.quality.warm import WarmCheckpoint, warm_checkpoint
 
 PROGRESS_S = 15.0
 
@@ -175,4 +175,4 @@ class Comparison:
         )
 
     def _say(self, text: str) -> None:
-        print(f"snip compare: {text}", file=sys.stderr, flush=True)
+        print(f"compare: {text}", file=sys.stderr, flush=True)

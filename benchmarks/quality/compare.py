@@ -1,4 +1,7 @@
-"""``snip compare``: trains the policies of experiment files side by side and compares their losses."""
+"""Trains the policies of experiment files side by side and compares their losses.
+
+python -m benchmarks.quality.compare EXPERIMENT.json … --data DIR [--out DIR] [--resume] [--dry-run] [--report]
+"""
 
 import argparse
 import dataclasses
@@ -9,18 +12,18 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from snip_megatron.evaluation.compare import Comparison, make_part
-from snip_megatron.evaluation.experiment import Experiment, load_experiment
-from snip_megatron.evaluation.models import Data, load_data
-from snip_megatron.evaluation.results import Results, load_results
-from snip_megatron.evaluation.runner import Pool, describe, visible_gpus
-from snip_megatron.evaluation.runs import experiment_runs, fill, training_command, warm_arguments
-from snip_megatron.evaluation.tables import markdown
+from benchmarks.quality.comparison import Comparison, make_part
+from benchmarks.quality.experiment import Experiment, load_experiment
+from benchmarks.quality.models import Data, load_data
+from benchmarks.quality.results import Results, load_results
+from benchmarks.quality.runner import Pool, describe, visible_gpus
+from benchmarks.quality.runs import experiment_runs, fill, training_command, warm_arguments
+from benchmarks.quality.tables import markdown
 from snip_megatron.precision.errors import SnipError, cut, located
 from snip_megatron.runtime.config import parse_snip_arguments
 from snip_megatron.runtime.storage import deliver
@@ -46,7 +49,7 @@ ENVIRONMENT = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``snip compare``."""
+    """Add the arguments of the command."""
     text = "experiment files (snip.experiment/1); with --report, result files"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
     add_training_arguments(parser, Path("runs/compare"), "NAME.json and NAME.md")
@@ -130,6 +133,28 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
     return _exit_code(comparison, left, stopped)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit code."""
+    return command("compare", __doc__, add_arguments, run, argv)
+
+
+def command(
+    name: str,
+    description: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse the arguments and run. Returns the exit code. A SnipError is printed as one line."""
+    parser = argparse.ArgumentParser(name, description=description, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except SnipError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
 @contextmanager
 def alone(work: Path) -> Iterator[None]:
     """Lock the folder ``work``: two comparisons there would remove each other's run directories.
@@ -185,7 +210,7 @@ def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | N
 
 def _exit_code(comparison: Comparison, left: int, stopped: list[int]) -> int:
     if left:
-        print(f"snip compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
+        print(f"compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
     if stopped:
         return 128 + stopped[0]
     if comparison.failed:
@@ -222,7 +247,7 @@ def _checked_results(path: Path) -> Results:
         markdown(results)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = cut(f"{type(error).__name__}: {error}")
-        raise SnipError(f"{path}: is no result file of snip compare ({why})") from None
+        raise SnipError(f"{path}: is no result file of compare ({why})") from None
     return results
 
 
@@ -278,3 +303,7 @@ def _report(results: Results, out: Path) -> None:
     text = markdown(results)
     deliver("--out", out / f"{results.path.stem}.md", text)
     print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

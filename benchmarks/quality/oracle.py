@@ -1,4 +1,4 @@
-"""The oracle of ``snip validate-proxy``: forces every option alone, and reads what it does to loss and update.
+"""The oracle of ``validate_proxy``: forces every option alone, and reads what it does to loss and update.
 
 An option is a format for one GEMM of one linear. Every microbatch of a trial runs twice in one call of Megatron's
 schedule: with the option and the loss times +1, and without it and the loss times −1. Each ``main_grad`` then holds the
@@ -7,25 +7,28 @@ change of the gradient and nothing else, in FP32. All other GEMMs run in bf16.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.quality.truth import Trial, Truth, plan_trials, save_truth, truth_of
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.megatron import compat
+from snip_megatron.megatron import compat, setup
 from snip_megatron.megatron.host import MegatronStep
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, ProbeResult
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.sensitivity.truth import Trial, Truth, plan_trials, truth_of
 from snip_megatron.sensitivity.update_error import StepScale
 from snip_megatron.sensitivity.updates import Update
 
@@ -60,30 +63,23 @@ class _Owner:
 class Oracle:
     """Forces options. Every rank has one, and all ranks call its methods at the same step.
 
-    Raises SnipError if experts are parallel.
+    Raises SnipError if experts are parallel, or gradients are not summed in FP32.
     """
 
     def __init__(self, registry: LinearRegistry, host: Host) -> None:
         context, experts = registry.context, any(handle.expert is not None for handle in registry)
         if experts and context.expert_dp_size != context.dp_size:
             raise SnipError("options of parallel experts are not forced alone; use --expert-model-parallel-size 1")
+        if any(getattr(handle.weight, "main_grad", handle.weight).dtype != torch.float32 for handle in registry):
+            raise SnipError("differences of gradients are small: add --accumulate-allreduce-grads-in-fp32")
         self._registry = registry
         self._host = host
         self._tp_rank = host.groups.tp_rank
 
-    def add(self, step: MegatronStep, result: ProbeResult) -> ProbeResult:
-        """Return what an update measured together with the truth, on its microbatches and on others. Collective."""
-        started, used = time.perf_counter(), result.passes["statistics"]
-        truth, passes = self.measure(step, result.table, range(used), result.scale)
-        again, more = self.measure(step, result.table, range(used, 2 * used), result.scale)
-        table = replace(result.table, truth=truth, truth_again=again)
-        seconds = result.seconds | {"truth": time.perf_counter() - started}
-        return replace(result, table=table, seconds=seconds, passes=result.passes | {"truth": passes + more})
-
     def measure(
         self, step: MegatronStep, table: StatisticsTable, microbatches: Sequence[int], scale: StepScale
-    ) -> tuple[Truth, int]:
-        """Force every option of ``table``. Returns the truth, equal on all ranks, and the number of microbatch passes.
+    ) -> Truth:
+        """Force every option of ``table``. Returns the truth, equal on all ranks.
 
         ``table`` holds the statistics of the same step; ``microbatches`` are those that each trial runs, 0 being the
         first of the step.
@@ -112,8 +108,7 @@ class Oracle:
         for sums in (drift2, loss):
             dist.all_reduce(sums)
         w2 = np.concatenate([table.linear["w2"], table.sink_w2])
-        truth = truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
-        return truth, len(plain) + len(both) * len(trials)
+        return truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
 
     def _owners(self, step: MegatronStep, names: Sequence[str]) -> list[_Owner]:
         owned = [(names.index(handle.name), handle.weight, True) for handle in self._registry]
@@ -244,3 +239,34 @@ def _only(gemm: Gemm, fmt: Format) -> Formats:
     formats = list(ALL_BF16)
     formats[GEMM_INDEX[gemm]] = fmt
     return formats[0], formats[1], formats[2]
+
+
+# -- in a training -------------------------------------------------------------------------------------------------
+Action = Callable[[Oracle, SnipConfig, MegatronStep, ProbeResult], None]
+
+
+@contextmanager
+def after_each_probe(action: Action) -> Iterator[None]:
+    """Call ``action`` on all ranks after each probe of a training that runs in this context."""
+
+    class Probes(setup.ProbeRunner):
+        def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, **options: Any) -> None:
+            super().__init__(host, registry, config, **options)
+            self._oracle, self._run_config = Oracle(registry, host), config
+
+        def run(self, step: Any, clip: float, sequences: int) -> ProbeResult:
+            result = super().run(step, clip, sequences)
+            action(self._oracle, self._run_config, step, result)
+            return result
+
+    with mock.patch.object(setup, "ProbeRunner", Probes):
+        yield
+
+
+def record(oracle: Oracle, config: SnipConfig, step: MegatronStep, result: ProbeResult) -> None:
+    """Measure on the microbatches of a probe and on as many others, and write the truth. Collective."""
+    used = result.passes["statistics"]
+    both = (range(used), range(used, 2 * used))
+    truth, again = (oracle.measure(step, result.table, microbatches, result.scale) for microbatches in both)
+    if dist.get_rank() == 0:
+        save_truth(Path(config.dir), result.table.step, truth, again)

@@ -2,16 +2,16 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusal import refusal
-from snip_command import refused
 
-from snip_megatron.evaluation.experiment import Experiment, load_experiment, parse_experiment
-from snip_megatron.evaluation.models import Data, load_data
-from snip_megatron.evaluation.runs import experiment_runs, fill, warm_arguments
+from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
+from benchmarks.quality.models import Data, load_data
+from benchmarks.quality.runs import experiment_runs, fill, warm_arguments
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig
@@ -160,10 +160,10 @@ def test_a_warm_up_ends_before_its_schedule() -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
-    path: str, value: Any, message: str, prepared: Path, tmp_path: Path
+    path: str, value: Any, message: str, prepared: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "e.json").write_text(json.dumps(changed(path, value)))
-    line = refused("compare", tmp_path / "e.json", "--data", prepared, "--dry-run")
+    line = refused(tmp_path / "e.json", "--data", prepared, "--dry-run")
     assert line.startswith(f"nano: {message}")
 
 

@@ -1,4 +1,7 @@
-"""What forcing each option alone did: the truth that ``snip validate-proxy`` compares the estimators with. NumPy only.
+"""What forcing each option alone did: the truth that ``validate_proxy`` compares the estimators with.
+
+It stands in ``truth/step_<N>.npz`` of a run directory: the columns ``truth.<column>``, measured on the microbatches of
+the statistics ``stats/step_<N>.npz``, and ``truth_again.<column>``, measured on other microbatches.
 
 An error of wgrad changes the gradient of its own weight only, so the wgrads of all linears are forced at once. Rounding
 noise depends on where it starts and hardly on how, so one *perturbation* below a rounding step measures the noise of
@@ -7,11 +10,13 @@ all fprops of a layer, and another one that of all its dgrads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from snip_megatron.precision import Format, Gemm, LinearId
+from snip_megatron.precision.errors import SnipError, cut
 
 TRUTH_COLUMNS = (
     "loss",  # change of the mean token loss minus its first-order part ⟨G, E⟩, whose mean over batches is 0; nats
@@ -22,9 +27,7 @@ TRUTH_COLUMNS = (
 )
 """One value per option: float64 [linears, 3 GEMMs, formats]. Those of losses are 0 for dgrad and wgrad."""
 
-SIGNED = ("loss",)
-"""Columns that may be negative."""
-
+_GROUPS = ("truth", "truth_again")
 Truth = Mapping[str, NDArray[np.float64]]
 """Every name of :data:`TRUTH_COLUMNS` → its values."""
 
@@ -86,3 +89,27 @@ def truth_of(
             for kind, value in found.items():
                 truth[kind][row, gemm, column] = value
     return truth
+
+
+def save_truth(run: Path, step: int, truth: Truth, again: Truth) -> None:
+    """Write what was measured before a step into a run directory."""
+    file = run / "truth" / f"step_{step}.npz"
+    file.parent.mkdir(exist_ok=True)
+    groups = zip(_GROUPS, (truth, again), strict=True)
+    arrays = {f"{group}.{name}": values for group, columns in groups for name, values in columns.items()}
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def load_truth(statistics: Path) -> tuple[Truth, Truth]:
+    """Read what was measured beside a statistics file of a run. Raises SnipError if it is missing or damaged."""
+    file = statistics.parent.parent / "truth" / statistics.name
+    try:
+        with np.load(file, allow_pickle=False) as data:
+            truth, again = ({name: data[f"{group}.{name}"] for name in TRUTH_COLUMNS} for group in _GROUPS)
+    except FileNotFoundError:
+        raise SnipError(f"{statistics}: its run holds no truth; give an experiment file") from None
+    except Exception as error:  # whatever NumPy and zipfile raise on bytes that are no such file
+        raise SnipError(f"{file}: not a file of measured options ({cut(error)})") from None
+    if not all(np.isfinite(values).all() for columns in (truth, again) for values in columns.values()):
+        raise SnipError(f"{file}: holds values that are not finite")
+    return truth, again

@@ -7,23 +7,22 @@ import json
 import operator
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from snip_command import refused
 
-from snip_megatron.evaluation.compare import Comparison, make_part
-from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.models import Data
-from snip_megatron.evaluation.results import Results, record
-from snip_megatron.evaluation.runner import Pool
-from snip_megatron.evaluation.runs import experiment_runs
+from benchmarks.quality import compare, validate_proxy
+from benchmarks.quality.compare import _results, alone, main
+from benchmarks.quality.comparison import Comparison, make_part
+from benchmarks.quality.experiment import load_experiment
+from benchmarks.quality.models import Data
+from benchmarks.quality.results import Results, record
+from benchmarks.quality.runner import Pool
+from benchmarks.quality.runs import experiment_runs
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.tools import compare, validate_proxy
-from snip_megatron.tools.cli import main
-from snip_megatron.tools.compare import _results, alone
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -59,7 +58,9 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     ],
     ids=str,
 )
-def test_a_damaged_result_is_one_line(place: tuple[Any, ...], value: Any, prepared: Path) -> None:
+def test_a_damaged_result_is_one_line(
+    place: tuple[Any, ...], value: Any, prepared: Path, refused: Callable[..., str]
+) -> None:
     """``None`` stands for a field that is missing."""
     body = json.loads((NANO.parents[2] / "results/quality/compare_26m-cost_h200_2026-11-21.json").read_text())
     owner = functools.reduce(operator.getitem, place[:-1], body)
@@ -71,7 +72,7 @@ def test_a_damaged_result_is_one_line(place: tuple[Any, ...], value: Any, prepar
     path.write_text(json.dumps(body))
     again = (NANO, "--data", prepared, "--gpus", "0", "--out", prepared, "--resume")
     for arguments in (("--report", path), again):
-        assert refused("compare", *arguments).startswith(f"{path}: is no result file of snip compare (")
+        assert refused(*arguments).startswith(f"{path}: is no result file of compare (")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_two_comparisons_do_not_write_one_result(
 ) -> None:
     """Each would overwrite the runs of the other."""
     out = prepared / "out"
-    arguments = ["compare", str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]
+    arguments = [str(NANO), "--data", str(prepared), "--gpus", "0", "--out", str(out)]
     codes = []
 
     def run(comparison: Comparison) -> int:
@@ -97,14 +98,14 @@ def test_two_comparisons_do_not_write_one_result(
     assert main([*arguments, "--work", str(prepared / "first")]) == 0
     assert codes == [2]
     assert capsys.readouterr().err == (
-        f"snip compare: {out / 'nano.json'}: another comparison writes it; wait for it or give another --out\n"
+        f"compare: {out / 'nano.json'}: another comparison writes it; wait for it or give another --out\n"
     )
 
 
-def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path) -> None:
+def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, refused: Callable[..., str]) -> None:
     (prepared / "file").write_text("")
     out = prepared / "file" / "out"
-    line = refused("compare", NANO, "--data", prepared, "--gpus", "0", "--out", out)
+    line = refused(NANO, "--data", prepared, "--gpus", "0", "--out", out)
     assert line.startswith(f"{out / 'work'}: cannot be written (")
 
 
@@ -114,8 +115,8 @@ def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path
     killed = f"""
 import os, signal, sys
 from pathlib import Path
-from snip_megatron.tools.compare import alone
-from snip_megatron.evaluation.runner import Job, Pool
+from benchmarks.quality.compare import alone
+from benchmarks.quality.runner import Job, Pool
 training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
 with alone(Path({str(work)!r})):
     pool = Pool([None], {{}})

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from snip_megatron.evaluation.experiment import VALIDATIONS
-from snip_megatron.evaluation.results import Results
-from snip_megatron.evaluation.statistics import (
+from benchmarks.quality.experiment import VALIDATIONS
+from benchmarks.quality.results import Results
+from benchmarks.quality.statistics import (
     Difference,
     Row,
     differences,

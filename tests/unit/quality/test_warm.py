@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from snip_megatron.evaluation.experiment import load_experiment
-from snip_megatron.evaluation.models import Data
-from snip_megatron.evaluation.runner import Job, Pool
-from snip_megatron.evaluation.warm import HASHES, record_truth, warm_checkpoint
+from benchmarks.quality.experiment import load_experiment
+from benchmarks.quality.models import Data
+from benchmarks.quality.runner import Job, Pool
+from benchmarks.quality.warm import HASHES, record_truth, warm_checkpoint
 from snip_megatron.runtime.config import parse_snip_arguments
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from sensitivity.synthetic import make_table
 
-from snip_megatron.evaluation.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
+from benchmarks.quality.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
+from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, load_truth, save_truth
+from benchmarks.quality.validate_proxy import main
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
-from snip_megatron.sensitivity.truth import TRUTH_COLUMNS
-from snip_megatron.tools.cli import main
 
 FORMATS = ("fp8", "fp4")
 
 
-def truth_from(table: StatisticsTable, noise: float, seed: int) -> dict[str, np.ndarray]:
+def truth_from(table: StatisticsTable, noise: float, seed: int) -> Truth:
     """What the recipe says, times a random factor: truth that the estimators know up to ``noise``."""
     rng = np.random.default_rng(seed)
     shape = (len(table.linears), 3, len(table.formats))
@@ -28,14 +28,13 @@ def truth_from(table: StatisticsTable, noise: float, seed: int) -> dict[str, np.
     return truth | {"loss": second_order(table, FORMATS) * factor, "drift": drift, "raw_drift": drift.copy()}
 
 
-def table_with_truth(noise: float = 0.0, *, again: float | None = None, step: int = 7) -> StatisticsTable:
+def measured(noise: float = 0.0, again: float = 0.0, step: int = 7) -> tuple[StatisticsTable, Truth, Truth]:
     table = replace(make_table(layers=4, seed=3), step=step)
-    twice = None if again is None else truth_from(table, again, 2)
-    return replace(table, truth=truth_from(table, noise, 1), truth_again=twice)
+    return table, truth_from(table, noise, 1), truth_from(table, again, 2)
 
 
 def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
-    validation = validate(table_with_truth(again=0.0), "fp4", "run")
+    validation = validate(*measured(), "fp4", "run")
     for quantity in QUANTITIES:
         for name in ("noise", CEILING):
             comparison = validation.of(quantity, name)
@@ -46,10 +45,10 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
 
 
 def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> None:
-    table = table_with_truth()
+    table, truth, again = measured()
     fc2 = [row.id.path == "mlp.linear_fc2" for row in table.linears]
-    table.truth["loss"][fc2] *= 2.0
-    kinds = {(each.kind, each.quantity): each for each in validate(table, "fp4", "run").kinds}
+    truth["loss"][fc2] *= 2.0
+    kinds = {(each.kind, each.quantity): each for each in validate(table, truth, again, "fp4", "run").kinds}
     assert {quantity for _, quantity in kinds} == {"loss", "drift: all"}
     for (kind, quantity), each in kinds.items():
         assert each.rho == pytest.approx(1.0)
@@ -58,12 +57,12 @@ def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> No
 
 
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
-    table = table_with_truth(0.3)
+    table, truth, again = measured(0.3)
     drowned = np.zeros((16, 3, 2), dtype=bool)
     drowned[:8, FPROP] = True
-    table.truth["floor"][drowned] = 1e6
-    table.truth["drift"][drowned] = 0.0
-    comparison = validate(table, "fp4", "run").of("drift: fprop", "noise")
+    truth["floor"][drowned] = 1e6
+    truth["drift"][drowned] = 0.0
+    comparison = validate(table, truth, again, "fp4", "run").of("drift: fprop", "noise")
     assert (comparison.options, comparison.trusted) == (16, 8)
     assert comparison.trusted_rho != comparison.rho
 
@@ -74,27 +73,33 @@ def test_spearman_of_too_little_is_none() -> None:
     assert spearman([1.0, 2.0, 3.0], [1.0, 4.0, 9.0]) == pytest.approx(1.0)
 
 
-def save(folder: Path, *tables: StatisticsTable) -> Path:
+def save(folder: Path, *measurements: tuple[StatisticsTable, Truth, Truth]) -> Path:
     (folder / "stats").mkdir(parents=True)
-    for table in tables:
+    for table, truth, again in measurements:
         (folder / "stats" / f"step_{table.step}.npz").write_bytes(table.to_bytes())
+        save_truth(folder, table.step, truth, again)
     return folder
 
 
 def test_the_command_reads_runs_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save(tmp_path / "run", table_with_truth(0.1, again=0.1, step=5), table_with_truth(0.1, step=11))
-    assert main(["validate-proxy", str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 0
+    run = save(tmp_path / "run", measured(0.1, 0.1, 5), measured(0.1, 0.1, 11))
+    assert main([str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 0
     body = json.loads((tmp_path / "out" / "proxy.json").read_text())
     assert [v["step"] for v in body["validations"]] == [5, 11]
     shown = capsys.readouterr().out
     assert "| loss | 16 (16 above noise) | " in shown
 
 
-def test_tables_without_truth_are_one_line(tmp_path: Path) -> None:
+def test_runs_without_truth_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SnipError, match="no run directory with statistics"):
         find_tables(tmp_path)
-    run = save(tmp_path / "run", make_table())
-    assert main(["validate-proxy", str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 2
+    table, truth, again = measured()
+    run = save(tmp_path / "run", (table, truth | {"loss": truth["loss"] * np.nan}, again))
+    with pytest.raises(SnipError, match="values that are not finite"):
+        load_truth(run / "stats" / "step_7.npz")
+    (run / "truth" / "step_7.npz").unlink()
+    assert main([str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 2
+    assert "its run holds no truth; give an experiment file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fp3", "bf16", "nvfp4_46"])
@@ -102,5 +107,5 @@ def test_a_format_that_not_all_gemms_can_be_forced_to_is_refused_by_the_name_of_
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["validate-proxy", str(tmp_path), "--format", name])
+        main([str(tmp_path), "--format", name])
     assert f"argument --format: invalid choice: '{name}'" in capsys.readouterr().err

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from snip_megatron.evaluation.results import Results
-from snip_megatron.evaluation.statistics import differences, holm, paired, recovered, rows
-from snip_megatron.evaluation.tables import markdown
+from benchmarks.quality.results import Results
+from benchmarks.quality.statistics import differences, holm, paired, recovered, rows
+from benchmarks.quality.tables import markdown
 
 PLAN = {"kind": "from_warm", "budgets": [0.75], "validation": "map"}
 FACTS = dict.fromkeys(("commit", "hardware", "torch", "date", "side_by_side"), "-")

@@ -1,1 +1,0 @@
-"""Comparison of policies by trained loss, and of estimators with measured sensitivities."""
