@@ -40,7 +40,7 @@ from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, say
 from snip_megatron.numerics.products.selection import native_backend
-from snip_megatron.numerics.quantize.kernels.listing import share_cache
+from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig

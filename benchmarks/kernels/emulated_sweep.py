@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
-from snip_megatron.numerics.quantize import exact as reference
-from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize import operands as reference
 from snip_megatron.numerics.quantize.kernels import exact
 from snip_megatron.numerics.quantize.kernels.exact import SHAPES, Shape
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format
 
 SIZES = ((4096, 4096), (8192, 14336))

@@ -23,8 +23,7 @@ from benchmarks.common import header, interleaved, refuse_without_cuda, write
 from benchmarks.layers.linear import TOKENS, WEIGHTS
 from snip_megatron.numerics.products.cublaslt import CublasLt, CublasLtError, cublaslt
 from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
-from snip_megatron.numerics.quantize.operands import OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
 from snip_megatron.precision import Format
 
 PROPOSALS = 8

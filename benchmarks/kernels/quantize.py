@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, refuse_without_cuda, write
-from snip_megatron.numerics.quantize import packed
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.kernels import programs as triton_kernels
 from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
-from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format
 
 FP8, FP4, WHOLE = Format.FP8, Format.FP4, Format.FP8_TENSOR
@@ -102,8 +101,8 @@ def all_quotients() -> torch.Tensor:
     return torch.cat([amax, smaller], dim=2).flatten(1).to("cuda", torch.bfloat16)
 
 
-def parts(operands: OperandPair) -> Iterable[tuple[str, Operand]]:
-    return ((name, side) for name, side in zip(("row", "col"), operands, strict=True) if side is not None)
+def parts(pair: OperandPair) -> Iterable[tuple[str, Operand]]:
+    return ((name, side) for name, side in zip(("row", "col"), pair, strict=True) if side is not None)
 
 
 def difference(found: OperandPair, expected: OperandPair) -> str | None:
@@ -130,9 +129,9 @@ def bias(x: torch.Tensor, draws: int = 64) -> float:
     return float(total / square**0.5)
 
 
-def moved_bytes(name: str, x: torch.Tensor, operands: OperandPair) -> int:
+def moved_bytes(name: str, x: torch.Tensor, pair: OperandPair) -> int:
     reads = [x, x] if name == "tensor fp8 row+col" else [x]
-    tensors = reads + [t for _, side in parts(operands) for t in (side.values, side.scale)]
+    tensors = reads + [t for _, side in parts(pair) for t in (side.values, side.scale)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -178,7 +177,7 @@ def host_microseconds(call: Callable[[], object], count: int = 50) -> float:
 
 def check() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    ours, reference = cases(triton_quantize), cases(packed)
+    ours, reference = cases(triton_quantize), cases(operands)
     inputs = [(f"{m}x{k} bf16", sample(m, k)) for m, k in CORRECTNESS]
     inputs += [("333x777 fp32", sample(333, 777, torch.float32)), ("333x777 fp16", sample(333, 777).half())]
     inputs += [("all bf16 quotients", all_quotients()), ("all bf16 quotients, along rows", all_quotients().t())]

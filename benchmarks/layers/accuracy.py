@@ -10,8 +10,7 @@ from torch import Tensor
 
 from benchmarks.layers.contenders import Contender, Problem
 from snip_megatron.numerics.products.backend import GemmBackend
-from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 ROWS = 48

@@ -12,8 +12,7 @@ from benchmarks.layers.contenders import MICROBATCHES, Problem
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.cublaslt import CublasLtError, cublaslt
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 ROUNDS = 5

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from snip_megatron.numerics.quantize.formats import SPECS, Scaling
-from snip_megatron.numerics.quantize.hadamard import ROTATED
+from snip_megatron.numerics.quantize.reference import ROTATED
 from snip_megatron.precision import Format
 
 _SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))

@@ -30,10 +30,10 @@ from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.operands import GemmOperand
 from snip_megatron.numerics.products.shards import QuantizedShard
 from snip_megatron.numerics.quantize import wire
-from snip_megatron.numerics.quantize.device_keys import has_kernels
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format
 
 Group = dist.ProcessGroup | None

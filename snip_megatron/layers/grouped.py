@@ -29,8 +29,8 @@ from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.operands import assemble, flatten
 from snip_megatron.numerics.quantize.formats import SPECS, TILE
-from snip_megatron.numerics.quantize.hadamard import ROTATED, Rotation
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import ROTATED, Rotation
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 

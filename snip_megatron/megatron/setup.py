@@ -31,7 +31,7 @@ from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.listing import share_cache
+from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller

@@ -26,7 +26,7 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.products.selection import launch_from_cpp
-from snip_megatron.numerics.quantize.device_keys import has_kernels
+from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.runtime.config import SnipConfig
@@ -36,9 +36,8 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_sinks, warm_up_update_error
 
 if TYPE_CHECKING:
-    from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-    from snip_megatron.numerics.quantize.kernels.listing import Variant
-    from snip_megatron.numerics.quantize.kernels.nvcc import Source
+    from snip_megatron.numerics.quantize.kernels.compiler import Compilation, Source
+    from snip_megatron.numerics.quantize.kernels.launch import Variant
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
@@ -151,7 +150,7 @@ class WarmUp:
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
     def _listed(self, *, in_force: bool) -> list[Variant | Source]:
-        from snip_megatron.numerics.quantize.kernels.listing import listed
+        from snip_megatron.numerics.quantize.kernels.launch import listed
 
         backend = self.registry.context.backend
         with listed(rows=self.host.tokens or 0) as listing:

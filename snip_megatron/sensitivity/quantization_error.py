@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize import Quantized, fake_quantize, quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, resolve
-from snip_megatron.numerics.quantize.hadamard import Rotation, turned
+from snip_megatron.numerics.quantize.reference import Rotation, turned
 from snip_megatron.numerics.quantize.rounding import spacing
 from snip_megatron.precision import Gemm
 

@@ -21,8 +21,8 @@ from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.numerics.products.reference import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
-from snip_megatron.numerics.quantize.hadamard import Rotation
 from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Gemm
 from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares, tensor_sums, weight_sums
 from snip_megatron.sensitivity.table import BOUNDARY_COLUMNS

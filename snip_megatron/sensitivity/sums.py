@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.device_keys import has_kernels
 from snip_megatron.numerics.quantize.formats import TILE, resolve
-from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.kernels.launch import launch
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format
 from snip_megatron.sensitivity import quantization_error as reference
 from snip_megatron.sensitivity.quantization_error import TensorSums

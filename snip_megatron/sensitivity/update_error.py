@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.layers.warm_up import WarmUpLinear
-from snip_megatron.numerics.quantize.device_keys import has_kernels
+from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.kernels.launch import launch
 from snip_megatron.numerics.quantize.rounding import MASK32, ROW_STEP, derive_seed, mix32
 from snip_megatron.sensitivity import quantization_error

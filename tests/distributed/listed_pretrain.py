@@ -24,7 +24,7 @@ phase, kernels = "launched", False
 def listing() -> Iterator[None]:
     """Kernels are there, and are listed."""
     global kernels
-    from snip_megatron.numerics.quantize.kernels.listing import listed
+    from snip_megatron.numerics.quantize.kernels.launch import listed
 
     with listed() as found:
         before, kernels = kernels, True
@@ -61,13 +61,13 @@ def install() -> None:
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.numerics.products import hopper, selection
     from snip_megatron.numerics.products.scaled import ScaledProducts
-    from snip_megatron.numerics.quantize import packed, swiglu, wire
+    from snip_megatron.numerics.quantize import operands, swiglu, wire
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.runtime import probe
     from snip_megatron.sensitivity import recorder, sums, update_error, updates
 
-    quantisers = {"quantize_operands": both(quantize.quantize_operands, packed.quantize_operands)}
+    quantisers = {"quantize_operands": both(quantize.quantize_operands, operands.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}

@@ -21,7 +21,7 @@ from warm_ranks import WarmRanks
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.hopper import NATIVE
 from snip_megatron.numerics.quantize import fake_quantize
-from snip_megatron.numerics.quantize.hadamard import ROTATED
+from snip_megatron.numerics.quantize.reference import ROTATED
 from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format
 

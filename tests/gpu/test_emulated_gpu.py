@@ -8,9 +8,9 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.selection import select_backend
-from snip_megatron.numerics.quantize import exact
-from snip_megatron.numerics.quantize.hadamard import Rotation
+from snip_megatron.numerics.quantize import operands as reference
 from snip_megatron.numerics.quantize.operands import CachedPair, GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Format, Gemm
 
 FORMATS = [fmt for fmt in Format if fmt is not Format.BF16]
@@ -62,7 +62,7 @@ def test_bits_of_hard_matrices(fmt: Format) -> None:
         if amax is not None:
             x[:64] = x[64:128]
         spec = OperandSpec(fmt, fmt, amax=amax, rotation=Rotation(seed, amax))
-        found, expected = quantize_exact(x, spec), exact.quantize_exact(x, spec)
+        found, expected = quantize_exact(x, spec), reference.quantize_exact(x, spec)
         for side, one, other in zip(("row", "col"), found, expected, strict=True):
             known = ~other.dequantize().isnan()
             assert torch.equal(~one.dequantize().isnan(), known), (side, seed)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import fake_quantize, packed
-from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize import fake_quantize, operands
+from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format
 
 FP8, FP4 = Format.FP8, Format.FP4
@@ -32,7 +31,7 @@ def assert_same(found: Operand, expected: Operand, drawn: float = 0.0) -> None:
 
 
 def check(x: torch.Tensor, spec: OperandSpec) -> None:
-    found, expected = quantize_operands(x, spec), packed.quantize_operands(x, spec)
+    found, expected = quantize_operands(x, spec), operands.quantize_operands(x, spec)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other, 0.0 if spec.keys is None else 1e-5)
 
@@ -61,7 +60,7 @@ def test_a_captured_graph_finds_the_amax_of_what_is_there() -> None:
     for source in (numbers, spoilt, numbers / 64, numbers * 4):
         x.copy_(source)
         graph.replay()
-        expected = packed.quantize_operands(source, WHOLE)
+        expected = operands.quantize_operands(source, WHOLE)
         if source is spoilt:
             assert found[0].scale.isnan().all()
         else:

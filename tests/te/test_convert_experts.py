@@ -21,7 +21,7 @@ from snip_megatron.megatron import convert_model, te_experts
 from snip_megatron.megatron.compat import tell_ddp_of_experts
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize import packed, swiglu
+from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 from tests.unit.numerics.products import emulated_grouped
@@ -119,7 +119,7 @@ def test_experts_are_those_of_torch(bias: bool) -> None:
 
 
 class Noting:
-    """The functions of ``quantization/swiglu.py``, which note what they are asked for."""
+    """The functions of ``quantize/swiglu.py``, which note what they are asked for."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -151,7 +151,7 @@ def test_rows_are_padded_once_an_mlp(backwards: bool, fused: bool) -> None:
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16 if fused else Format.FP8)
     experts, activations = chunk.decoder.layers[0].mlp.experts, Noting()
     registry.context.backend = HopperBackend(
-        packed, ScaledProducts(scaled_mm), activations=activations, groups=emulated_grouped
+        operands, ScaledProducts(scaled_mm), activations=activations, groups=emulated_grouped
     )
     in_memory(experts, backwards=backwards)
     splits = [5, 0, 130, 3]
@@ -176,12 +176,12 @@ def test_weights_are_quantised_while_the_host_would_wait_for_numbers_of_rows() -
         handle.state.formats = (Format.FP8, Format.FP8, Format.BF16)
 
     class Quantizers:
-        quantize_operands = staticmethod(packed.quantize_operands)
+        quantize_operands = staticmethod(operands.quantize_operands)
 
         @staticmethod
         def quantize_group_blocks(w: Tensor, spec: Any) -> Any:
             seen.append("weights")
-            return packed.quantize_group_blocks(w, spec)
+            return operands.quantize_group_blocks(w, spec)
 
     registry.context.backend = HopperBackend(
         Quantizers, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped

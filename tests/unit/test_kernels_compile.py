@@ -10,10 +10,8 @@ from triton.compiler import ASTSource
 
 from snip_megatron.numerics.products.grouped_wgrad import grouped_wgrad_kernel
 from snip_megatron.numerics.products.tiled_kernel import tiled_kernel
-from snip_megatron.numerics.quantize.kernels import exact_programs, keys, programs, rows, swiglu_programs, wire
-from snip_megatron.numerics.quantize.kernels.exact import SHAPES
+from snip_megatron.numerics.quantize.kernels import exact, programs, swiglu, wire
 from snip_megatron.numerics.quantize.kernels.quantize import LAUNCH
-from snip_megatron.numerics.quantize.kernels.swiglu import LAUNCH as SWIGLU_LAUNCH
 from snip_megatron.numerics.quantize.rounding import splitmix64
 from snip_megatron.sensitivity import sums_programs as statistics
 from snip_megatron.sensitivity import update_error, update_error_programs
@@ -53,21 +51,21 @@ QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
     (programs.block_kernel, SIDES | {"GROUP": 12}, LAUNCH["blocks"]),
     (programs.amax_kernel, BF16 | {"x_stride": 2048, "GUARDED": True}, LAUNCH["amax"]),
     (programs.tensor_kernel, SIDES | {"ROW": True, "COL": True, "GUARDED": True}, LAUNCH["tensor"]),
-    (rows.quantised_rows_kernel, ROWS, rows.LAUNCH["quantised rows"]),
-    (rows.quantised_rows_kernel, ROWS | {"ROW": 4, "ROW_RANDOM": True, "LOADED": True}, rows.LAUNCH["quantised rows"]),
-    (keys.key_kernel, {"FIRST_MIXED": splitmix64(1), "SECOND_MIXED": splitmix64(2)}, {"num_warps": 1}),
+    (programs.quantised_rows_kernel, ROWS, LAUNCH["quantised rows"]),
+    (programs.quantised_rows_kernel, ROWS | {"ROW": 4, "ROW_RANDOM": True, "LOADED": True}, LAUNCH["quantised rows"]),
+    (programs.key_kernel, {"FIRST_MIXED": splitmix64(1), "SECOND_MIXED": splitmix64(2)}, {"num_warps": 1}),
     (wire.pack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
     (wire.unpack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
-    (swiglu_programs.swiglu_kernel, SWIGLU | {"ROW": 8, "COL": 4}, SWIGLU_LAUNCH["swiglu"]),
-    (swiglu_programs.swiglu_kernel, SWIGLU | WEIGHTED, SWIGLU_LAUNCH["swiglu"]),
-    (swiglu_programs.swiglu_gradient_kernel, GRADIENT | DRAWN, SWIGLU_LAUNCH["gradient"]),
+    (swiglu.swiglu_kernel, SWIGLU | {"ROW": 8, "COL": 4}, swiglu.LAUNCH["swiglu"]),
+    (swiglu.swiglu_kernel, SWIGLU | WEIGHTED, swiglu.LAUNCH["swiglu"]),
+    (swiglu.swiglu_gradient_kernel, GRADIENT | DRAWN, swiglu.LAUNCH["gradient"]),
     (
-        swiglu_programs.swiglu_gradient_kernel,
+        swiglu.swiglu_gradient_kernel,
         GRADIENT | DRAWN | WEIGHTED | {"ROW_RANDOM": False, "COL_RANDOM": False, "LOADED": False},
-        SWIGLU_LAUNCH["gradient of experts"],
+        swiglu.LAUNCH["gradient of experts"],
     ),
-    (swiglu_programs.swiglu_amax_kernel, WITH_AMAX, SWIGLU_LAUNCH["swiglu, amax"]),
-    (swiglu_programs.swiglu_gradient_amax_kernel, WITH_AMAX | {"d_stride": 2048}, SWIGLU_LAUNCH["gradient, amax"]),
+    (swiglu.swiglu_amax_kernel, WITH_AMAX, swiglu.LAUNCH["swiglu, amax"]),
+    (swiglu.swiglu_gradient_amax_kernel, WITH_AMAX | {"d_stride": 2048}, swiglu.LAUNCH["gradient, amax"]),
 ]
 
 # -- emulation, experts, sums --------------------------------------------------------------------------------------
@@ -77,14 +75,14 @@ FIXED = {"SIGNS_LOADED": True, "GUARDED": True, "K": 4096, "x_stride": 4096}
 def side(
     bits: int, scaling: str, tile: tuple[int, int], *, random: bool = False, four: bool = False, turned: bool = False
 ) -> tuple[Any, Constants, Mapping[str, int]]:
-    shape = SHAPES["tiles of 128" if scaling == "fp32" else "columns" if tile[0] > 1 else "rows"]
+    shape = exact.SHAPES["tiles of 128" if scaling == "fp32" else "columns" if tile[0] > 1 else "rows"]
     values = {"ELEMENT": bits, "SCALING": scaling, "TILE_ROWS": tile[0], "TILE_COLS": tile[1], "RANDOM": random}
     values |= {"KEY_LOADED": random, "FOUR": four, "TURNED": turned, "R": max(shape.rows, tile[0])}
     constants = FIXED | values | {"C": shape.cols, "WIDE": shape.wide}
-    return exact_programs.side_kernel, constants, {"num_warps": shape.warps}
+    return exact.side_kernel, constants, {"num_warps": shape.warps}
 
 
-AMAX = SHAPES["amax"]
+AMAX = exact.SHAPES["amax"]
 PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True, "TURNED": True}
 TILED = {"TILES": 32, "A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
 WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
@@ -98,10 +96,10 @@ OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [
     (*side(4, "e8m0", (32, 1), turned=True, random=True), 90),
     (*side(8, "e8m0", (1, 32)), 90),
     (*side(8, "fp32", (128, 1)), 80),
-    (exact_programs.amax_kernel, PART, {"num_warps": AMAX.warps}, 90),
+    (exact.amax_kernel, PART, {"num_warps": AMAX.warps}, 90),
     (tiled_kernel, TILED | {"GPU": True}, {"num_warps": 8}, 80),
-    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, rows.LAUNCH["moved rows"], 90),
-    (rows.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, rows.LAUNCH["moved rows"], 90),
+    (programs.rows_kernel, {"ROWS": 16, "WIDTH": 512, "PAD": True}, LAUNCH["moved rows"], 90),
+    (programs.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, LAUNCH["moved rows"], 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, {"num_warps": 4}, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, {"num_warps": 8}, 90),
     (wire.add_kernel, {"RANKS": 4, "PIECE": 16}, wire.LAUNCH["sums"], 90),

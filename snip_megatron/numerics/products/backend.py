@@ -17,8 +17,8 @@ from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.products.shards import QuantizedShard, unquantized_shard
-from snip_megatron.numerics.quantize.hadamard import ROTATED
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.reference import ROTATED
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 

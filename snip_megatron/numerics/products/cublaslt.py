@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.kernels.replay import Argument, Recording, recording
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.kernels.launch import recording
+from snip_megatron.numerics.quantize.kernels.replay import Argument, Recording
+from snip_megatron.numerics.quantize.operands import Operand
 
 _Function = ctypes._CFuncPtr  # type: ignore[attr-defined]  # the class of functions that have an address
 _SET_OPERATION = "cublasLtMatmulDescSetAttribute"

@@ -1,7 +1,7 @@
 """Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt on Hopper.
 
 ``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use, unless
-:mod:`numerics.quantize.kernels.nvcc` has done so before, and keeps it in a cache on disk. The results of its
+:mod:`numerics.quantize.kernels.compiler` has done so before, and keeps it in a cache on disk. The results of its
 fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a training. Wgrad runs by cuBLASLt.
 """
 
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.cublaslt import CublasLt
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.listing import active
+from snip_megatron.numerics.quantize.kernels.launch import active
 from snip_megatron.numerics.quantize.kernels.replay import run_opaque
-from snip_megatron.numerics.quantize.operands import OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand, quantize_operands
+from snip_megatron.numerics.quantize.operands import Operand, OperandSpec, quantize_operands
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import installed_version
 
@@ -50,7 +49,7 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
     if listing is None:
         run_opaque(gemm, a, b, out, *experts)
         return
-    from snip_megatron.numerics.quantize.kernels.nvcc import listed_source
+    from snip_megatron.numerics.quantize.kernels.compiler import listed_source
 
     values, scale = a
     rows = max(len(out), _MANY if listing.rows and experts else listing.rows)
@@ -91,7 +90,7 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
     Returns:
         DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
     """
-    from snip_megatron.numerics.quantize.kernels.nvcc import take_nvcc
+    from snip_megatron.numerics.quantize.kernels.compiler import take_nvcc
 
     missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
     found: DeepGemm | None = None

@@ -1,7 +1,7 @@
 """The GEMMs of a linear in any format on the bf16 tensor cores of a GPU since Ampere, with the numerics of the format.
 
 A Triton kernel writes the quantised numbers of an operand in bf16, where they are exact
-(:mod:`numerics.quantize.exact`). Products of bf16 numbers are exact too, and are added in FP32. So the result
+(:mod:`numerics.quantize.operands`). Products of bf16 numbers are exact too, and are added in FP32. So the result
 is that of the format's own GEMM, up to the order of the FP32 additions, at nearly the speed of bf16. See README.md.
 """
 
@@ -14,17 +14,16 @@ from snip_megatron.numerics.products.backend import NOT_GATHERED, GemmBackend, r
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.operands import GemmOperand
-from snip_megatron.numerics.quantize.exact import ExactOperand
 from snip_megatron.numerics.quantize.formats import SPECS
-from snip_megatron.numerics.quantize.kernels.listing import active
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.kernels.launch import active
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 
 class EmulatedBackend(GemmBackend):
     """GEMMs of quantised formats by bf16 tensor cores.
 
-    :func:`numerics.quantize.exact.quantize_exact`, or the same function in Triton, quantises, and ``products``
+    :func:`numerics.quantize.operands.quantize_exact`, or the same function in Triton, quantises, and ``products``
     multiply.
     """
 

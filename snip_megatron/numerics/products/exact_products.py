@@ -9,7 +9,7 @@ from torch import Tensor
 from snip_megatron.numerics.products.cublaslt import CublasLt
 from snip_megatron.numerics.products.reference import unrounded
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize.exact import ExactOperand
+from snip_megatron.numerics.quantize.operands import ExactOperand
 
 _ALIGNED = 16  # bytes, of rows of a result that cuBLASLt writes
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.device_keys import has_kernels
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.row_map import RowMap
+from snip_megatron.numerics.quantize.kernels import has_kernels
+from snip_megatron.numerics.quantize.operands import RowMap
 
 
 class GroupRows(list[int]):
@@ -65,9 +65,9 @@ def _functions(x: Tensor) -> Any:
     """Return what moves rows on the device of x."""
     if not has_kernels(x):
         return RowMap
-    from snip_megatron.numerics.quantize.kernels import rows
+    from snip_megatron.numerics.quantize.kernels import quantize
 
-    return rows
+    return quantize
 
 
 @functools.lru_cache(maxsize=16)  # a forward that is computed again has the same rows

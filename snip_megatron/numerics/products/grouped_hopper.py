@@ -21,8 +21,7 @@ from torch import Tensor
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.products.group_rows import GroupRows, rows_of
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import STORED, Operand
+from snip_megatron.numerics.quantize.operands import STORED, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
@@ -47,7 +46,7 @@ class HopperGroups(GroupLoop):
 
     Args:
         quantize, multiply: see :class:`GroupLoop`.
-        quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``.
+        quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``.
         library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: formats other than bf16 run expert by
             expert.
         swiglu: see :meth:`snip_megatron.numerics.products.backend.GemmBackend.swiglu`; None if SwiGLU is not fused.

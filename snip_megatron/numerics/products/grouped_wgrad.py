@@ -72,7 +72,7 @@ def add_wgrad(g, x, table, unpadded, out):
 
     Args:
         g, x: bf16 [rows, N] and [rows, K], contiguous; N is a multiple of 128, K of 128.
-        table: that of a :class:`snip_megatron.numerics.quantize.row_map.RowMap`.
+        table: that of a :class:`snip_megatron.numerics.quantize.operands.RowMap`.
         unpadded: which of the two has no padding.
         out: FP32 [experts, N, K], contiguous.
     """

@@ -19,9 +19,7 @@ from snip_megatron.numerics.products.operands import GemmOperand, UnquantizedOpe
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.products.shards import QuantizedShard, operand_shard
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import STORED, Operand
-from snip_megatron.numerics.quantize.row_map import RowMap
+from snip_megatron.numerics.quantize.operands import STORED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.precision import Format, Gemm
 
 NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
@@ -34,10 +32,10 @@ class HopperBackend(GemmBackend):
     """GEMMs on the FP8 tensor cores of a Hopper GPU.
 
     Args:
-        quantizers: the module ``quantization.packed``, or ``quantization.kernels.quantize``, its functions in Triton.
+        quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``, its functions in Triton.
         products: the library GEMMs.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
-        activations: the module ``quantization.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
+        activations: the module ``quantize.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
         groups: DeepGEMM's module, for grouped products in fp8 and fp4; None: these run expert by expert.
         add_wgrad: :func:`snip_megatron.numerics.products.grouped_wgrad.add_wgrad`, or its reference.
     """

@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.exact import ExactOperand
-from snip_megatron.numerics.quantize.operands import OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import ExactOperand, Operand, OperandSpec
 from snip_megatron.precision import Format
 
 

@@ -17,7 +17,7 @@ from snip_megatron.numerics.products.cublaslt import CublasLt
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
 from snip_megatron.numerics.products.proposals import Choices
 from snip_megatron.numerics.products.reference import unrounded
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize.operands import Operand
 
 _ROWS_OF_A, _ROWS_OF_B = 4, 16
 _RECIPES = {

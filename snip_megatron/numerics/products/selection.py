@@ -16,7 +16,7 @@ from snip_megatron.numerics.products.transformer_engine import (
     transformer_engine_gemms,
     why_not_transformer_engine,
 )
-from snip_megatron.numerics.quantize.device_keys import has_triton
+from snip_megatron.numerics.quantize.kernels import has_triton
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 
@@ -230,7 +230,7 @@ def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.
 
     The replayed numbers of ``formats`` are checked.
     """
-    from snip_megatron.numerics.quantize.kernels.replay_build import replay_extension
+    from snip_megatron.numerics.quantize.kernels.replay import replay_extension
 
     extension, host = replay_extension()
     if extension is None or backend.replayed:

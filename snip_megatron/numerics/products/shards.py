@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.quantize import wire
-from snip_megatron.numerics.quantize.packed import Operand, quantize_operands
+from snip_megatron.numerics.quantize.operands import Operand, quantize_operands
 from snip_megatron.numerics.quantize.reference import fake_quantize
 from snip_megatron.numerics.quantize.wire import side_by_side
 from snip_megatron.precision import FOUR_BIT, Format

@@ -52,7 +52,7 @@ class FormatSpec:
         stochastic: whether the elements of gradients are rounded stochastically.
         four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
             2512.02010).
-        hadamard: whether the operands of wgrad are transformed first (``hadamard.py``).
+        hadamard: whether the operands of wgrad are transformed first (``reference.rotate``).
         random_signs: whether that transform has signs drawn anew in every step.
     """
 

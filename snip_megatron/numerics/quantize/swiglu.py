@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import quantize_operands
+from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec, quantize_operands
 from snip_megatron.precision import Format
 
 

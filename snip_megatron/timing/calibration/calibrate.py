@@ -135,7 +135,7 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
     from triton.runtime import driver
 
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-    from snip_megatron.numerics.quantize.kernels.listing import listed
+    from snip_megatron.numerics.quantize.kernels.launch import listed
 
     with listed() as listing:
         run_once(measurer.backend, measurer.formats, workload, device)

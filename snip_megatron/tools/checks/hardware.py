@@ -73,7 +73,7 @@ def _host_path() -> Iterator[Check]:
 
     if why_not_hopper() is not None:
         return
-    from snip_megatron.numerics.quantize.kernels.replay_build import replay_extension
+    from snip_megatron.numerics.quantize.kernels.replay import replay_extension
 
     extension, how = replay_extension()
     if extension is not None:

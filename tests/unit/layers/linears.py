@@ -12,7 +12,7 @@ from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
 from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC
-from snip_megatron.numerics.quantize.hadamard import ROTATED, rotate
+from snip_megatron.numerics.quantize.reference import ROTATED, rotate
 from snip_megatron.precision import Format, Formats, LinearId
 
 FC1 = LinearId("decoder", 2, "mlp.linear_fc1")

@@ -19,7 +19,7 @@ from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
-from snip_megatron.numerics.quantize.kernels.listing import Variant, listed
+from snip_megatron.numerics.quantize.kernels.launch import Variant, listed
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
@@ -200,7 +200,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], probs: Tensor, splits: Sequence[in
 
 
 class Noting:
-    """The functions of ``quantization/swiglu.py``, which note the formats that they are asked for."""
+    """The functions of ``quantize/swiglu.py``, which note the formats that they are asked for."""
 
     def __init__(self) -> None:
         self.formats: list[Any] = []

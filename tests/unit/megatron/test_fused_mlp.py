@@ -1,6 +1,6 @@
 """A real MLP of Megatron with SwiGLU fused into quantisation: the bits of the unfused sequence, in every combination.
 
-The fused functions are those of ``quantization/swiglu.py`` in torch; kernels have the same interface and are compared
+The fused functions are those of ``quantize/swiglu.py`` in torch; kernels have the same interface and are compared
 elsewhere. Unfused is the same MLP with SwiGLU as an autograd function of its own between the two linears.
 """
 
@@ -22,7 +22,7 @@ from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.quantize import packed, swiglu
+from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.numerics.quantize.kernels import swiglu as kernels
 from snip_megatron.precision import Format, Formats, Gemm, PrecisionMap
 from snip_megatron.precision.errors import SnipError
@@ -56,7 +56,7 @@ BACKWARD = {
 
 
 class Counting:
-    """The functions of ``quantization/swiglu.py``, which note what they are asked for, where the kernels would run."""
+    """The functions of ``quantize/swiglu.py``, which note what they are asked for, where the kernels would run."""
 
     fits = staticmethod(kernels.fits)
 
@@ -97,7 +97,7 @@ def recomputed(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = Counting()
-BACKEND = HopperBackend(packed, Dequantised(), activations=ACTIVATIONS)
+BACKEND = HopperBackend(operands, Dequantised(), activations=ACTIVATIONS)
 
 
 class Run:

@@ -17,7 +17,7 @@ from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize import packed
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
@@ -93,7 +93,7 @@ def test_times_of_another_library_are_not_taken() -> None:
     """DeepGEMM that is installed may be loaded by one start and not by the next, which finds no CUDA toolkit."""
     without, having = GemmBackend(), GemmBackend()
     without.products, having.products = (
-        HopperBackend(packed, ScaledProducts(None), groups=groups).products for groups in (None, object())
+        HopperBackend(operands, ScaledProducts(None), groups=groups).products for groups in (None, object())
     )
     measured = own(None, FakeClock(), backend=without).measure()
     assert own(None, backend=without).known() == measured

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import fake_quantize
-from snip_megatron.numerics.quantize.hadamard import Rotation, rotate
+from snip_megatron.numerics.quantize.reference import Rotation, rotate
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.quantization_error import output_sums, squared_errors, tensor_sums, weight_sums

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # Device code: Triton's values have no static types.
-"""Device code of the quantisers: each program quantises one 128×128 part of a matrix.
+"""Kernels of the tile quantisers: each program quantises one 128×128 part of a matrix. Keys of stochastic rounding.
 
 A kernel that is compiled with ``GUARDED`` returns at once where ``current_ptr`` holds another number than zero.
 """
@@ -8,25 +8,24 @@ A kernel that is compiled with ``GUARDED`` returns at once where ``current_ptr``
 import triton
 import triton.language as tl
 
-from snip_megatron.numerics.quantize.kernels.elements import (
-    bytes_of,
-    lift_of,
-    nearest_e2m1,
-    quotient,
-    tile_scale,
-)
-from snip_megatron.numerics.quantize.kernels.pairs import (
+from snip_megatron.numerics.quantize.kernels.device import (
     EDGE,
     HALF,
     PAIRS,
     amax_pairs,
+    bytes_of,
+    lift_of,
     lifted,
     load_pairs,
+    nearest_e2m1,
     over_rows,
+    quotient,
+    random_pairs,
+    stochastic_bytes,
     store_columns,
     store_rows,
+    tile_scale,
 )
-from snip_megatron.numerics.quantize.kernels.stochastic import random_pairs, stochastic_bytes
 
 MAXIMA = tl.constexpr(512)
 """Largest number of maxima from which a quantiser finds the amax of a matrix, and of programs that find them: four on
@@ -263,3 +262,89 @@ def tensor_kernel(
         if ROW:
             words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
         _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, DTYPE, HARDWARE)
+
+
+# -- rows of experts -------------------------------------------------------------------------------------------------
+_WORDS = ["row_word_0", "row_word_1", "col_word_0", "col_word_1"]
+
+
+@triton.jit
+def _own_rows(experts_ptr, table_ptr, EXPERTS, m):
+    """Return the row without padding of the first padded row of part m, and how many of its rows are no padding."""
+    expert = tl.load(experts_ptr + m * EDGE)
+    before = m * EDGE - tl.load(table_ptr + expert)
+    first = tl.load(table_ptr + EXPERTS + expert) + before
+    return first.to(tl.int64), tl.load(table_ptr + 2 * EXPERTS + expert) - before
+
+
+@triton.jit(do_not_specialize=["EXPERTS"])
+def rows_kernel(
+    from_ptr, to_ptr, experts_ptr, table_ptr, COLS, EXPERTS,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Copy ROWS rows. With PAD, rows of the target that have no source become zero."""
+    parts: tl.constexpr = EDGE // ROWS
+    part = tl.program_id(0) // parts
+    first, count = _own_rows(experts_ptr, table_ptr, EXPERTS, part)
+    row = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    narrow = (first + row)[:, None] * COLS + col[None, :]
+    padded = (part.to(tl.int64) * EDGE + row)[:, None] * COLS + col[None, :]
+    inside, valid = col[None, :] < COLS, (row[:, None] < count) & (col[None, :] < COLS)
+    if PAD:
+        tl.store(to_ptr + padded, tl.load(from_ptr + narrow, mask=valid, other=0.0), mask=inside)
+    else:
+        tl.store(to_ptr + narrow, tl.load(from_ptr + padded, mask=valid), mask=valid)
+
+
+@triton.jit(do_not_specialize=["EXPERTS", *_WORDS])
+def quantised_rows_kernel(
+    x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr, experts_ptr, table_ptr,
+    M, K, col_stride, EXPERTS, row_word_0, row_word_1, col_word_0, col_word_1,
+    x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr,
+    COL_RANDOM: tl.constexpr, LOADED: tl.constexpr, PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise the M padded rows of bf16 x [rows, K] as ``tile_kernel`` quantises a matrix; K is a multiple of 128."""
+    k, m = tl.program_id(0), tl.program_id(1)
+    first, count = _own_rows(experts_ptr, table_ptr, EXPERTS, m)
+    words = load_pairs(x_ptr + (first - m * EDGE) * x_stride, x_stride, m * EDGE + count, K // 2, m, k, False)
+    quantize_both(
+        words, x_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+        M, K, m, k, row_stride, col_stride, 0, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
+    )  # fmt: skip
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+@triton.jit
+def _mixed(value):
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _store(words_ptr, state, gemm_mixed):
+    key = _mixed(_mixed(state ^ gemm_mixed))
+    tl.store(words_ptr, key.to(tl.int32))
+    tl.store(words_ptr + 1, (key >> 32).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["place"])
+def key_kernel(
+    state_ptr, counts_ptr, identities_ptr, words_ptr, place, FIRST_MIXED: tl.constexpr, SECOND_MIXED: tl.constexpr
+):
+    """Write the key words of both GEMMs of the linear at ``place`` and increment its count.
+
+    A linear has 4 numbers in the identities and 8 words.
+    """
+    count = tl.load(counts_ptr + place)
+    tl.store(counts_ptr + place, count + 1)
+    identity = identities_ptr + 4 * place
+    microbatch = count * tl.load(identity + 1) + tl.load(identity + 2)
+    state = tl.load(state_ptr).to(tl.uint64, bitcast=True)
+    state = _mixed(state ^ _mixed(microbatch.to(tl.uint64, bitcast=True)))
+    state = _mixed(state ^ tl.load(identity).to(tl.uint64, bitcast=True))
+    _store(words_ptr + 8 * place, state, FIRST_MIXED)
+    _store(words_ptr + 8 * place + 4, state, SECOND_MIXED)

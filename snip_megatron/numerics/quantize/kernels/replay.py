@@ -8,27 +8,43 @@ cuBLASLt), and calls of Python functions for everything else that computes.
 
 A recording is refused, and Python runs the function in every call, if it used memory that is neither an argument nor
 its own, looked at numbers on the device, or launched what has no address.
+
+``replay.cpp`` is compiled into Triton's cache on disk. It needs a C++ compiler, which Triton needs as well, and the
+headers of Python and of torch. It needs no CUDA toolkit: functions of libraries are called by their addresses.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snip_megatron.numerics.quantize.kernels.listing import _active as listings
+from snip_megatron.numerics.quantize.kernels.launch import _active as listings
+from snip_megatron.numerics.quantize.kernels.launch import current, recording
 from snip_megatron.numerics.quantize.rounding import key_words
+from snip_megatron.precision import Format, Gemm
 
 _ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _ZEROING = ("zeros", "zeros_like", "new_zeros")
 _KERNEL_NUMBERS = ("i32", "u32", "i64", "u64")
 _SEED = 1 << 31  # a larger number among the arguments is a seed, which differs from call to call
-_current = threading.local()
 
 Argument = int | tuple[Any, ...]
 """An argument of a C function: a number, ("address", slot, offset in bytes from its first element), ("word", place of a
@@ -86,13 +102,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Recording:
         """Record the calls of this thread."""
-        _current.recording = self
+        current.recording = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        _current.recording = None
+        current.recording = None
 
     def refuse(self, reason: str) -> None:
         """Give up this recording. The call itself goes on."""
@@ -117,7 +133,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse(f"{name} has a tensor among its named arguments")
             arguments = self.placed(tuple(args))
             slots = tuple(-1 if _storage(t) in self._slots else self._new_slot(t) for t in found)
-            self._steps.append(("python", partial(func, **kwargs), arguments, slots))
+            self._steps.append(("python", functools.partial(func, **kwargs), arguments, slots))
 
     def _new_slot(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -215,11 +231,6 @@ def launcher(address: int | None = None) -> int:
     if address is not None:
         _address_of_launch[:] = [address]
     return _address_of_launch[0] if _address_of_launch else 0
-
-
-def recording() -> Recording | None:
-    """Return the recording of this thread in progress, or None."""
-    return getattr(_current, "recording", None)
 
 
 def run_opaque(function: Callable[..., object], *arguments: object) -> None:
@@ -322,3 +333,88 @@ def _with_seeds(value: Any, seeds: list[Seed]) -> Any:
         seeds.append(Seed(value, len(seeds)))
         return seeds[-1]
     return value
+
+
+# -- compilation of replay.cpp ---------------------------------------------------------------------------------------
+_SOURCE = Path(__file__).with_name("replay.cpp")
+_NAME = "snip_replay"
+_PATIENCE = 120.0  # seconds for the compilation
+CONSTANTS = (type(None), bool, str, Format, Gemm, torch.dtype, type(...), functools.partial)
+"""Classes of arguments of which equal values are one object. Equal values that are two objects are recorded twice."""
+
+
+@functools.cache
+def replay_extension() -> tuple[Any | None, str]:
+    """Return the extension, configured for this process's CUDA driver, and a phrase for the log.
+
+    The first call on a machine compiles it, which takes about 15 seconds. The extension is None if it cannot be built
+    or there is no driver; the phrase then says why.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = compiled_extension()
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        return None, f"Python launches kernels ({' '.join(str(error).split())[:200]})"
+    launcher(int(ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0))
+    found.configure(CONSTANTS, torch._C._cuda_getCurrentRawStream)
+    return found, "C++ launches kernels"
+
+
+def compiled_extension() -> Any:
+    """Import the extension that :func:`compiled_library` returns. Raises ImportError if it cannot be loaded."""
+    spec = importlib.util.spec_from_file_location(_NAME, compiled_library())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled_library() -> Path:
+    """Return the path of the extension in the cache, which is compiled if it is not there.
+
+    Processes of a node may compile it side by side. If it cannot be compiled, OSError or subprocess.SubprocessError has
+    the compiler's first error.
+    """
+    import triton
+
+    command = _command()
+    identity = "\0".join(
+        [_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.version, platform.platform(), *command]
+    )
+    library = Path(triton.knobs.cache.dir) / f"{_NAME}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
+    if not library.exists():
+        _compile(command, library)
+    return library
+
+
+def _compile(command: list[str], library: Path) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        # Commands print JSON to standard output.
+        print("snip: compiling the launches of kernels in C++ ...", file=sys.stderr, flush=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [*command, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_PATIENCE)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise subprocess.SubprocessError(f"{command[0]}: {errors[0] if errors else done.returncode}")
+        with contextlib.suppress(FileExistsError):  # another process was faster, and may have loaded it
+            os.link(made, library)
+
+
+def _command() -> list[str]:
+    """Return the compiler's command without the name of its result."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("there is no C++ compiler")
+    root = Path(torch.__file__).parent
+    headers = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    libraries = root / "lib"
+    return [
+        *compiler.split(), "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
+        f"-DTORCH_EXTENSION_NAME={_NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{path}" for path in headers), str(_SOURCE),
+        f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_python", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip

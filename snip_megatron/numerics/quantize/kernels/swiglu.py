@@ -1,12 +1,22 @@
-"""The functions of ``quantization/swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The functions of ``../swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory.
+
+Kernels quantise the result in the program that computes it, or store it as bf16 and find its amax. Numbers are FP32
+throughout, and rounded once.
+"""
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.arguments import (
+from snip_megatron.numerics.quantize.kernels.device import EDGE, amax_pairs, load_pairs, numbers, store_rows
+from snip_megatron.numerics.quantize.kernels.launch import Seen, launch
+from snip_megatron.numerics.quantize.kernels.programs import quantize_both
+from snip_megatron.numerics.quantize.kernels.quantize import (
     draws_of,
     has_hopper_instructions,
     memory_of,
@@ -16,16 +26,211 @@ from snip_megatron.numerics.quantize.kernels.arguments import (
     tile_output,
     widths_of,
 )
-from snip_megatron.numerics.quantize.kernels.launch import Seen, launch
-from snip_megatron.numerics.quantize.kernels.swiglu_programs import (
-    swiglu_amax_kernel,
-    swiglu_gradient_amax_kernel,
-    swiglu_gradient_kernel,
-    swiglu_kernel,
-)
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format
 
+
+# -- device code -----------------------------------------------------------------------------------------------------
+@triton.jit
+def _bf16_bits(x):
+    """Return FP32 x rounded to bf16, to nearest even, in the upper half of int32; the lower half has no meaning."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded)
+
+
+@triton.jit
+def rounded_words(lo, hi, HARDWARE: tl.constexpr):
+    """Round FP32 pairs to bf16, and return them as the int32 words that a load of a bf16 matrix gives."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((_bf16_bits(lo) >> 16) & 0xFFFF) | (_bf16_bits(hi) & -65536)
+
+
+@triton.jit
+def load_numbers(ptr, stride, M, width, m, k):
+    """Return FP32 of the even and of the odd columns of part (m, k) of a bf16 matrix, [128, 64] each."""
+    return numbers(load_pairs(ptr, stride, M, width, m, k, False), "bf16")
+
+
+@triton.jit
+def _sigmoid(x, HARDWARE: tl.constexpr):
+    """Return 1 / (1 + exp(−x)) with the bits of ``tl.sigmoid``, in fewer instructions.
+
+    The reciprocal is that of a quarter of the divisor, which is in range for every x.
+    """
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"
+            " fma.rn.f32 e, e, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, e, 0f3E800000; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _silu(x, HARDWARE: tl.constexpr):
+    return x * _sigmoid(x, HARDWARE) if HARDWARE else x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _swiglu(gate, up, HARDWARE: tl.constexpr):
+    return _silu(gate, HARDWARE) * up
+
+
+@triton.jit
+def _gate_gradient(d, gate, up, HARDWARE: tl.constexpr):
+    sigmoid = _sigmoid(gate, HARDWARE)
+    return d * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+
+
+@triton.jit
+def _probabilities(probs_ptr, M, m):
+    """Return the factors [128, 1] of the rows of part m."""
+    rows = m * EDGE + tl.arange(0, EDGE)
+    return tl.load(probs_ptr + rows, mask=rows < M, other=0.0)[:, None]
+
+
+@triton.jit
+def _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return part (m, k) of SwiGLU [M, K] of y [M, 2K] as int32 [128, 64] of bf16 pairs, times ``PROBS``."""
+    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
+    up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
+    lo, hi = _swiglu(gate_lo, up_lo, HARDWARE), _swiglu(gate_hi, up_hi, HARDWARE)
+    if PROBS:
+        probs = _probabilities(probs_ptr, M, m)
+        lo, hi = lo * probs, hi * probs
+    return rounded_words(lo, hi, HARDWARE)
+
+
+@triton.jit
+def _gradient(
+    d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Return part (m, k) of a half of the gradient [M, 2K], of the gates (0) or the others (1), as bf16 pairs."""
+    d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
+    if PROBS:
+        probs = _probabilities(probs_ptr, M, m)
+        d_lo, d_hi = d_lo * probs, d_hi * probs
+    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
+    if half == 0:
+        up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
+        lo, hi = _gate_gradient(d_lo, gate_lo, up_lo, HARDWARE), _gate_gradient(d_hi, gate_hi, up_hi, HARDWARE)
+        words = rounded_words(lo, hi, HARDWARE)
+    else:
+        words = rounded_words(d_lo * _silu(gate_lo, HARDWARE), d_hi * _silu(gate_hi, HARDWARE), HARDWARE)
+    return words
+
+
+@triton.jit
+def _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE: tl.constexpr):
+    """Return Σ d·SwiGLU [128] over the columns of part (m, k)."""
+    d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
+    gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
+    up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
+    return tl.sum(d_lo * _swiglu(gate_lo, up_lo, HARDWARE) + d_hi * _swiglu(gate_hi, up_hi, HARDWARE), axis=1)
+
+
+@triton.jit
+def swiglu_kernel(
+    y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, probs_ptr, x_ptr, M, K, col_stride,
+    y_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise SwiGLU [M, K] of y [M, 2K], gates first. ``y_stride`` and ``row_stride`` count pairs.
+
+    K is a multiple of 128. ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none. ``PROBS``:
+    each row is multiplied by its factor. ``KEPT``: the result is stored in bf16 as well.
+    """
+    k, m = tl.program_id(0), tl.program_id(1)
+    words = _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS, HARDWARE)
+    if KEPT:
+        store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
+    quantize_both(
+        words, y_ptr, 0, 0, y_ptr, y_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+        M, K, m, k, row_stride, col_stride, 0, 0, 0, 0, 0,
+        ROW, COL, False, False, False, True, False, "bf16", HARDWARE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row_word_0", "row_word_1", "col_word_0", "col_word_1"])
+def swiglu_gradient_kernel(
+    d_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
+    probs_ptr, of_probs_ptr, g_ptr,
+    M, K, col_stride, row_word_0, row_word_1, col_word_0, col_word_1,
+    d_stride: tl.constexpr, y_stride: tl.constexpr, row_stride: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
+    PAIRED: tl.constexpr, PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K], from the gradient d [M, K] of its result.
+
+    Neighbouring programs compute the gates' part and that of the other half, so that the second reads from cache.
+    ``PROBS``: rows have factors, whose gradients are stored to ``of_probs`` [K / 128, M], to be added up.
+    """
+    k, m, half = tl.program_id(0) // 2, tl.program_id(1), tl.program_id(0) % 2
+    words = _gradient(d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS, HARDWARE)
+    rows = m * EDGE + tl.arange(0, EDGE)
+    if PROBS:  # noqa: SIM102 - decided when compiled, and when run
+        if half == 0:
+            sums = _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE)
+            tl.store(of_probs_ptr + k.to(tl.int64) * M + rows, sums, mask=rows < M)
+    if KEPT:
+        store_rows(g_ptr, words, m, half * (K // EDGE) + k, K, rows < M)
+    quantize_both(
+        words, y_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+        M, 2 * K, m, half * (K // EDGE) + k, row_stride, col_stride,
+        0, row_word_0, row_word_1, col_word_0, col_word_1,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest(words, HARDWARE: tl.constexpr):
+    """Return the FP32 bits of the amax of bf16 pairs."""
+    lo, hi = amax_pairs(words, False, "bf16", HARDWARE)
+    return tl.max(tl.maximum(lo, hi), axis=0)
+
+
+@triton.jit
+def _raise_amax(amax_ptr, amax):
+    # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
+    tl.atomic_max(amax_ptr, amax, mask=amax > tl.load(amax_ptr, cache_modifier=".cg"))
+
+
+@triton.jit
+def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HARDWARE: tl.constexpr):
+    """Store SwiGLU [M, K] of y [M, 2K] as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before.
+
+    K is a multiple of 128, and ``y_stride`` counts pairs.
+    """
+    k, m = tl.program_id(0), tl.program_id(1)
+    words = _result(y_ptr, y_ptr, y_stride, M, K, m, k, False, HARDWARE)
+    store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
+    _raise_amax(amax_ptr, _largest(words, HARDWARE))
+
+
+@triton.jit
+def swiglu_gradient_amax_kernel(
+    d_ptr, y_ptr, g_ptr, amax_ptr, M, K, d_stride: tl.constexpr, y_stride: tl.constexpr, HARDWARE: tl.constexpr
+):  # fmt: skip
+    """Store the gradient [M, 2K] of SwiGLU as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before.
+
+    A program computes both halves. The compiler merges their loads of d and of the gates (tested).
+    """
+    k, m = tl.program_id(0), tl.program_id(1)
+    gates = _gradient(d_ptr, y_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 0, False, HARDWARE)
+    ups = _gradient(d_ptr, y_ptr, y_ptr, d_stride, y_stride, M, K, m, k, 1, False, HARDWARE)
+    row_mask = m * EDGE + tl.arange(0, EDGE) < M
+    store_rows(g_ptr, gates, m, k, K, row_mask)
+    store_rows(g_ptr, ups, m, K // EDGE + k, K, row_mask)
+    _raise_amax(amax_ptr, tl.maximum(_largest(gates, HARDWARE), _largest(ups, HARDWARE)))
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
 LAUNCH: dict[str, dict[str, int]] = {
     "swiglu": {"num_warps": 8, "maxnreg": 80},
     "gradient": {"num_warps": 8, "maxnreg": 128},  # holds parts of three matrices

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.elements import to_float32
+from snip_megatron.numerics.quantize.kernels.device import to_float32
 from snip_megatron.numerics.quantize.kernels.launch import launch
 
 _BLOCK, _PIECE = 2048, 16  # bytes of packed fp4 and tiles of a program

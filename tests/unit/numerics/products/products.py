@@ -12,9 +12,8 @@ from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.operands import assemble, flatten
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize import packed
-from snip_megatron.numerics.quantize.exact import quantize_exact
-from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize import operands as quantizers_in_torch
+from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec, quantize_exact
 from snip_megatron.precision import Format, Gemm
 
 from .emulated_scaled_mm import scaled_mm
@@ -23,7 +22,9 @@ QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 EVEN = (256, 384, 512)  # T, N, K
 
 
-def hopper(quantizers: Any = packed, products: ScaledProducts | None = None, **options: Any) -> HopperBackend:
+def hopper(
+    quantizers: Any = quantizers_in_torch, products: ScaledProducts | None = None, **options: Any
+) -> HopperBackend:
     """The Hopper backend over emulated cuBLAS."""
     return HopperBackend(quantizers, products or ScaledProducts(scaled_mm), **options)
 

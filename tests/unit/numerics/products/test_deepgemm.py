@@ -11,10 +11,9 @@ from torch import Tensor
 from snip_megatron.numerics.products import deepgemm
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize import packed
-from snip_megatron.numerics.quantize.kernels.listing import listed
-from snip_megatron.numerics.quantize.operands import OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize import operands
+from snip_megatron.numerics.quantize.kernels.launch import listed
+from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
 from snip_megatron.precision import Format
 
 from .emulated_scaled_mm import TILE, scaled_mm
@@ -53,7 +52,7 @@ def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
-    return packed.quantize_operands(x, OperandSpec(fmt, None, weight=weight))[0]  # type: ignore[no-any-return]
+    return operands.quantize_operands(x, OperandSpec(fmt, None, weight=weight))[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("rows", [48, 256])  # one row of blocks and two
@@ -122,7 +121,9 @@ def test_an_installation_that_does_not_load_is_passed_over(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     monkeypatch.setattr(deepgemm, "why_not", lambda: None)
-    monkeypatch.setattr("snip_megatron.numerics.quantize.kernels.nvcc.take_nvcc", lambda nvcc: None)  # sets variables
+    monkeypatch.setattr(
+        "snip_megatron.numerics.quantize.kernels.compiler.take_nvcc", lambda nvcc: None
+    )  # sets variables
     library: Any = object()
     found, products = deepgemm.deepgemm(library)
     assert found is None

@@ -10,8 +10,8 @@ from torch import Tensor
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.emulated import EmulatedBackend
 from snip_megatron.numerics.products.exact_products import ExactProducts
-from snip_megatron.numerics.quantize.exact import ExactOperand, quantize_exact
-from snip_megatron.numerics.quantize.kernels.listing import listed
+from snip_megatron.numerics.quantize.kernels.launch import listed
+from snip_megatron.numerics.quantize.operands import ExactOperand, quantize_exact
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
 

@@ -9,8 +9,8 @@ from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
-from snip_megatron.numerics.quantize.hadamard import ROTATED, rotate
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
+from snip_megatron.numerics.quantize.reference import ROTATED, rotate
 from snip_megatron.precision import Format, Gemm
 
 from .products import QUANTISED

@@ -9,7 +9,7 @@ from snip_megatron.numerics.products.backend import REPLAYED
 from snip_megatron.numerics.products.check import decibel, wrong_numbers
 from snip_megatron.numerics.products.selection import replay
 from snip_megatron.numerics.quantize import swiglu
-from snip_megatron.numerics.quantize.kernels import replay_build
+from snip_megatron.numerics.quantize.kernels.replay import CONSTANTS, compiled_extension
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Formats
 
@@ -21,8 +21,8 @@ FORMATS = [(FP8, FP8, FP8), (TENSOR, TENSOR, TENSOR), (FP4, FP4, FP8), (BF16, FP
 
 @pytest.fixture(scope="module")
 def extension() -> Any:
-    found = replay_build.compiled_extension()
-    found.configure(replay_build.CONSTANTS, lambda _: 0)
+    found = compiled_extension()
+    found.configure(CONSTANTS, lambda _: 0)
     return found
 
 

@@ -11,8 +11,8 @@ from snip_megatron.layers.amax import gathered_amaxes
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.operands import GemmOperand, assemble, flatten
 from snip_megatron.numerics.products.shards import QuantizedShard
-from snip_megatron.numerics.quantize.hadamard import ROTATED
 from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.numerics.quantize.reference import ROTATED
 from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError

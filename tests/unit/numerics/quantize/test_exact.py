@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import fake_quantize
-from snip_megatron.numerics.quantize.exact import ExactOperand, quantize_exact
+from snip_megatron.numerics.quantize.operands import ExactOperand, quantize_exact
 
 from . import oracle
 from .specs import matrix, spec

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import fake_quantize
-from snip_megatron.numerics.quantize.packed import quantize_operands
+from snip_megatron.numerics.quantize.operands import quantize_operands
 
 from .specs import matrix, spec
 

@@ -9,7 +9,7 @@ from scipy.linalg import hadamard
 
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.quantize import fake_quantize, quantize
-from snip_megatron.numerics.quantize.hadamard import Rotation, rotate
+from snip_megatron.numerics.quantize.reference import Rotation, rotate
 from snip_megatron.precision import Gemm
 
 from . import variants_oracle

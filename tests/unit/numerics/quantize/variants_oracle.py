@@ -1,4 +1,4 @@
-"""Independent quantisers of the variants in numpy, from the descriptions in quantization/README.md."""
+"""Independent quantisers of the variants in numpy, from the descriptions in quantize/README.md."""
 
 from typing import NamedTuple
 

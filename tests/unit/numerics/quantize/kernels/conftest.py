@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.numerics.quantize.kernels import replay_build
+from snip_megatron.numerics.quantize.kernels import replay
 from snip_megatron.numerics.quantize.kernels.replay import launcher
 
 from .interpreter import Quantizers
@@ -24,7 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module")
 def extension(library: Library) -> Any:
-    found = replay_build.compiled_extension()
+    found = replay.compiled_extension()
     launcher(library.address("launch"))
-    found.configure(replay_build.CONSTANTS, lambda _: 0)
+    found.configure(replay.CONSTANTS, lambda _: 0)
     return found

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from snip_megatron.numerics.quantize.hadamard import Rotation
 from snip_megatron.numerics.quantize.operands import CachedPair
+from snip_megatron.numerics.quantize.reference import Rotation
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -36,14 +36,18 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.numerics.products import grouped_wgrad, tiled_kernel
-    from snip_megatron.numerics.quantize.kernels import exact, keys, rows, swiglu
+    from snip_megatron.numerics.quantize.kernels import exact, swiglu
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
 
-    writing = {"add_wgrad": grouped_wgrad.add_wgrad, "advance": keys.advance, "tiled_product": tiled_kernel.multiply}
+    writing = {
+        "add_wgrad": grouped_wgrad.add_wgrad,
+        "advance": triton_quantize.advance,
+        "tiled_product": tiled_kernel.multiply,
+    }
     if name in writing:
         writing[name](*arguments, **options)
         return arguments if name == "advance" else arguments[-1]
-    module = next(module for module in (exact, rows, swiglu, triton_quantize) if hasattr(module, name))
+    module = next(module for module in (exact, swiglu, triton_quantize) if hasattr(module, name))
     return getattr(module, name)(*arguments, **options)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.kernels.replay import recording
+from snip_megatron.numerics.quantize.kernels.launch import recording
 
 SOURCE = """
 #include <stdint.h>

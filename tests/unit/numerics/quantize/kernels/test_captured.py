@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import derive_seeds, packed
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity, advance
+from snip_megatron.numerics.quantize import derive_seeds, operands
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair
+from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity, advance
 
 from ..specs import matrix, spec
 from .interpreter import Quantizers
@@ -54,7 +54,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
 def test_a_kept_weight(quantizers: Quantizers, formats: tuple[str, str | None]) -> None:
     """Written anew where it is not current; untouched, whatever the weight, where it is."""
     how = spec(*formats, weight=True)
-    for quantize in (partial(quantizers.call, "quantize_operands"), packed.quantize_operands):
+    for quantize in (partial(quantizers.call, "quantize_operands"), operands.quantize_operands):
         first, second = (quantize(matrix(160, 128, seed), how) for seed in (0, 1))
         for current in (0, 1):
             flag = torch.tensor([current], dtype=torch.int32)

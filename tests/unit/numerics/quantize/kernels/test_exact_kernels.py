@@ -7,11 +7,10 @@ import torch
 
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
-from snip_megatron.numerics.quantize import derive_seeds, exact, packed
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
-from snip_megatron.numerics.quantize.exact import ExactOperand
-from snip_megatron.numerics.quantize.hadamard import Rotation
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair
+from snip_megatron.numerics.quantize import derive_seeds, operands
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair
+from snip_megatron.numerics.quantize.reference import Rotation
+from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity
 from snip_megatron.precision.errors import SnipError
 
 from ..specs import spec
@@ -37,7 +36,7 @@ def assert_same(found: OperandPair, expected: OperandPair, *, drawn: bool = Fals
 
 def check(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: Any) -> None:
     how = spec(row, col, **options)
-    assert_same(quantizers.call("quantize_exact", x, how), exact.quantize_exact(x, how), drawn=how.keys is not None)
+    assert_same(quantizers.call("quantize_exact", x, how), operands.quantize_exact(x, how), drawn=how.keys is not None)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -104,7 +103,7 @@ def test_keys_from_memory(quantizers: Quantizers) -> None:
     row, col = keys.next(0)
     found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))
     seeds = derive_seeds((1, 2, 3, 4), (1, 2))
-    assert_same(found, exact.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
+    assert_same(found, operands.quantize_exact(x, spec("nvfp4", "mxfp4", row_seed=seeds[0], col_seed=seeds[1])))
 
 
 @pytest.mark.parametrize(("row", "col"), [("nvfp4", None), (None, "nvfp4"), ("nvfp4", "mxfp8"), ("fp4", "nvfp4")])
@@ -125,13 +124,13 @@ def test_the_amax_of_a_shard(quantizers: Quantizers) -> None:
 @pytest.mark.parametrize("current", [0, 1])
 def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     how = spec(fmt, fmt, weight=True)
-    old = exact.quantize_exact(matrix(40, 70), how)
+    old = operands.quantize_exact(matrix(40, 70), how)
     flag = torch.tensor([current], dtype=torch.int32)
     held = CachedPair(tuple(ExactOperand(s.values.clone(), None if s.scale is None else s.scale.clone(), s.tile)
                           for s in old if s is not None), flag)  # type: ignore[arg-type]  # fmt: skip
     new = matrix(40, 70) * 3
     found = quantizers.call("quantize_exact", new, how, held)
-    assert_same(found, old if current else exact.quantize_exact(new, how))
+    assert_same(found, old if current else operands.quantize_exact(new, how))
 
 
 HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard")
@@ -148,7 +147,7 @@ def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     check(quantizers, x, "mxfp8", fmt)
     on_device = Rotation(torch.tensor([rotation.signs], dtype=torch.int32))
     found = quantizers.call("quantize_exact", x, spec("nvfp4", fmt, col_seed=5, rotation=on_device))
-    assert_same(found, exact.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
+    assert_same(found, operands.quantize_exact(x, spec("nvfp4", fmt, col_seed=5, rotation=rotation)))
     assert found[1].values.shape == (-(-rows // 16) * 16, 530)
 
 
@@ -239,4 +238,4 @@ def test_padded_rows_are_quantised_without_a_copy(
     found = quantizers.call("quantize_operands", x, how, None, rows.map)
     assert_operands(found, quantizers.call("quantize_operands", rows.pad(x), how))
     if seed is None:
-        assert_operands(found, packed.quantize_operands(x, how, None, rows.map))
+        assert_operands(found, operands.quantize_operands(x, how, None, rows.map))

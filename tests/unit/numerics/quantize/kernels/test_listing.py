@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from snip_megatron.numerics.quantize.kernels import swiglu
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-from snip_megatron.numerics.quantize.kernels.listing import Variant, listed, share_cache
+from snip_megatron.numerics.quantize.kernels.launch import Variant, listed, share_cache
 from snip_megatron.numerics.quantize.kernels.quantize import quantize_operands
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format
@@ -134,7 +134,7 @@ import json, pathlib, os, torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation, compile_for, compile_variant
-from snip_megatron.numerics.quantize.kernels.listing import listed
+from snip_megatron.numerics.quantize.kernels.launch import listed
 from snip_megatron.sensitivity import sums
 from snip_megatron.sensitivity.sums import output_sums, sum_squares
 sums.has_kernels = lambda x: True

@@ -35,12 +35,12 @@ launched = []
 TRAINING = """
 import json, torch
 from triton.backends.compiler import GPUTarget
-from snip_megatron.numerics.quantize.kernels.nvcc import take_nvcc
+from snip_megatron.numerics.quantize.kernels.compiler import take_nvcc
 take_nvcc({nvcc!r})
 exec({library!r})
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-from snip_megatron.numerics.quantize.kernels.listing import listed
+from snip_megatron.numerics.quantize.kernels.launch import listed
 def call(n, rows=256):
     a, b = (torch.zeros(rows, 256), torch.zeros(2, rows).t()), (torch.zeros(2, n, 256), torch.zeros(2, n // 128, 2))
     run(product, a, b, torch.zeros(rows, n), torch.zeros(rows, dtype=torch.int32))

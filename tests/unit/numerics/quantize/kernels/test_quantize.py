@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import packed
-from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.packed import Operand
+from snip_megatron.numerics.quantize import operands
+from snip_megatron.numerics.quantize.operands import Operand, OperandPair, OperandSpec
 from snip_megatron.precision.errors import SnipError
 
 from ..specs import spec
@@ -33,7 +32,7 @@ def assert_operands(found: OperandPair, expected: OperandPair, drawn: tuple[bool
 
 
 def check(quantizers: Quantizers, x: torch.Tensor, how: OperandSpec, drawn: tuple[bool, bool] = (False, False)) -> None:
-    assert_operands(quantizers.call("quantize_operands", x, how), packed.quantize_operands(x, how), drawn)
+    assert_operands(quantizers.call("quantize_operands", x, how), operands.quantize_operands(x, how), drawn)
 
 
 def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | None, **options: object) -> None:
@@ -80,7 +79,7 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers, dtype: torch.dtype) -
     for seeds in ({}, {"row_seed": 3, "col_seed": 4}):
         check_tiles(quantizers, x, "fp4", "fp8", **seeds)
         check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
-    found, _ = packed.quantize_operands(x, spec("fp4", row_seed=3))
+    found, _ = operands.quantize_operands(x, spec("fp4", row_seed=3))
     assert found.values.float().abs().max() == 6
 
 
@@ -140,7 +139,10 @@ def test_scales_of_16_bit_numbers_are_ieee_quotients(quantizers: Quantizers) -> 
     for fmt in ("fp8", "fp4"):
         for numbers in (tiny, mantissas, (1 + torch.arange(128) / 128).to(torch.bfloat16)):
             x = numbers.view(-1, 1)
-            found, expected = quantizers.call("quantize_operands", x, spec(fmt)), packed.quantize_operands(x, spec(fmt))
+            found, expected = (
+                quantizers.call("quantize_operands", x, spec(fmt)),
+                operands.quantize_operands(x, spec(fmt)),
+            )
             assert torch.equal(found[0].scale, expected[0].scale)
 
 
@@ -162,4 +164,4 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
         how = spec(*formats, weight=True)
-        assert_operands(quantizers.call("quantize_group_blocks", w, how), packed.quantize_group_blocks(w, how))
+        assert_operands(quantizers.call("quantize_group_blocks", w, how), operands.quantize_group_blocks(w, how))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.quantize.kernels.replay import Replayed, recording, run_opaque
+from snip_megatron.numerics.quantize.kernels.launch import recording
+from snip_megatron.numerics.quantize.kernels.replay import Replayed, run_opaque
 from snip_megatron.numerics.quantize.rounding import key_words
 from snip_megatron.precision import Format
 

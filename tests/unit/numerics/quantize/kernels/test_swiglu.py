@@ -1,6 +1,6 @@
 """The kernels that quantise SwiGLU and its gradient, bit for bit: interpreted on a CPU, compiled where a GPU is found.
 
-The expected activation comes from numpy on a CPU, whose exponential the interpreter uses; ``quantization/swiglu.py``
+The expected activation comes from numpy on a CPU, whose exponential the interpreter uses; ``quantize/swiglu.py``
 uses torch's, which differs in the last bit. On a GPU it comes from Megatron's own functions (tests/gpu).
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import packed, swiglu
+from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.numerics.quantize.rounding import key_words
 
 from ..specs import spec
@@ -58,7 +58,7 @@ def test_swiglu_and_its_gradient(quantizers: Quantizers, formats: tuple[str | No
     (d, y), how = tensors(200, 256), spec(*formats)
     found = quantizers.call("quantize_swiglu", y, how), quantizers.call("quantize_swiglu_gradient", d, y, how)[:2]
     for sides, matrix in zip(found, (activation(y), gradient(d, y)), strict=True):
-        assert_operands(sides, packed.quantize_operands(matrix, how))
+        assert_operands(sides, operands.quantize_operands(matrix, how))
 
 
 @pytest.mark.parametrize("formats", [("fp8", "bf16"), ("fp8", "fp4"), ("bf16", "bf16"), ("fp4", None)])
@@ -71,7 +71,7 @@ def test_rows_with_factors(quantizers: Quantizers, formats: tuple[str, str | Non
     found = quantizers.call("quantize_swiglu", y, how, probs)
     *of_y, of_probs = quantizers.call("quantize_swiglu_gradient", d, y, how, probs)
     for sides, matrix in ((found, x), (of_y, g)):
-        for side, expected, name in zip(sides, packed.quantize_operands(matrix, how), formats, strict=True):
+        for side, expected, name in zip(sides, operands.quantize_operands(matrix, how), formats, strict=True):
             if name == "bf16":
                 assert torch.equal(side.view(torch.int16), matrix.view(torch.int16))
             else:
@@ -95,7 +95,7 @@ def test_gradient_is_rounded_stochastically(quantizers: Quantizers, step: int, o
     wanted = spec("fp4", "fp4", row_seed=seeds[0], col_seed=seeds[1], cols=cols)
     how = spec("fp4", "fp4", row_seed=keys[0], col_seed=keys[1], cols=cols)
     how = how._replace(keys=how.keys._replace(paired=step == 1))  # type: ignore[union-attr]
-    expected = packed.quantize_operands(gradient(d, y), wanted)
+    expected = operands.quantize_operands(gradient(d, y), wanted)
     assert_operands(quantizers.call("quantize_swiglu_gradient", d, y, how)[:2], expected)
 
 

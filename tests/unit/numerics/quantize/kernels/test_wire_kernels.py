@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import packed, wire
+from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize.operands import quantize_operands
 
 from ..specs import spec
 from .interpreter import Quantizers
@@ -15,7 +16,7 @@ def test_packing(quantizers: Quantizers, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(shape[1])
     x = torch.randn(shape, generator=generator).bfloat16()
     x[:1, 0] = torch.nan
-    operand, _ = packed.quantize_operands(x, spec("fp4"))
+    operand, _ = quantize_operands(x, spec("fp4"))
     values = operand.values.view(torch.uint8)
     assert torch.equal(quantizers.call("pack_fp4", values), wire.pack_fp4(values))
 
