@@ -65,7 +65,7 @@ class Gemm(str, Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a format may be used that differs from its ``base`` in scales or rounding (``numerics.quantize.formats``), but
+    """How a format may be used that differs from its ``base`` in scales or rounding (``quantize.formats``), but
     not in its numbers' bits: its GEMM runs on the same hardware in the same time. ``gemms`` are those that may run in
     it; ``own_weight`` says that fprop and dgrad cannot share one quantised W.
     """
