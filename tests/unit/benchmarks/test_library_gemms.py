@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.kernels import library_gemms
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize.packed import quantize_operands
+from snip_megatron.numerics.quantize.operands import quantize_operands
 from snip_megatron.precision import Format, Gemm
 from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
 from tests.unit.numerics.products.test_transformer_engine import gemms
