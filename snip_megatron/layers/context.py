@@ -15,10 +15,11 @@ from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, lar
 from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.quantize.device_keys import Words
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.numerics.quantize.reference import ROTATED, Rotation, rotate
-from snip_megatron.numerics.quantize.rounding import Words, derive_seeds
+from snip_megatron.numerics.quantize.rounding import derive_seeds
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, LinearId
 
 _EXPERTS, _EXPERTS_A_LINEAR = 2**48, 2**20  # the indices of experts' linears start above all others

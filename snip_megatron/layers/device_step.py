@@ -12,7 +12,7 @@ import torch
 
 from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, signs_of
 from snip_megatron.layers.weights import GraphedWeight
-from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
 from snip_megatron.precision import Gemm
 
 _GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]

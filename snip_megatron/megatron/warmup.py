@@ -36,8 +36,8 @@ from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_sinks, warm_up_update_error
 
 if TYPE_CHECKING:
-    from snip_megatron.numerics.quantize.kernels.compiler import Compilation, Source
-    from snip_megatron.numerics.quantize.kernels.launch import Variant
+    from snip_megatron.numerics.quantize.kernels.compiler import Compilation
+    from snip_megatron.numerics.quantize.kernels.launch import Source, Variant
 
 _MOST_PROCESSES = 8
 _ROWS = 1024

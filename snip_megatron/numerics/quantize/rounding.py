@@ -11,17 +11,15 @@ the finaliser of SplitMix64.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import Element
-from snip_megatron.numerics.quantize.kernels import has_kernels
 
 MASK32 = 0xFFFFFFFF
-_MASK64 = 0xFFFFFFFFFFFFFFFF
+MASK64 = 0xFFFFFFFFFFFFFFFF
 # Repeated in kernels/device.py, because device code cannot read the constants of a module.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
 MIX_LAST = 0x9E3779B1
@@ -34,7 +32,7 @@ _NORMAL_BITS = 16
 _SLAB = 1 << 17  # elements
 
 Key = int | Tensor
-"""A 64-bit seed, or its two key words in an int32 tensor [2] on the device (:class:`DeviceKeys`): equal draws."""
+"""A 64-bit seed, or its two key words in an int32 tensor [2] on the device (``device_keys.py``): equal draws."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -62,14 +60,14 @@ def _state(state: int, parts: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _mixed(part: int) -> int:
-    return splitmix64(int(part) & _MASK64)
+    return splitmix64(int(part) & MASK64)
 
 
 def splitmix64(value: int) -> int:
     """SplitMix64's finaliser of one step from ``value``, in [0, 2^64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
     return value ^ (value >> 31)
 
 
@@ -82,7 +80,7 @@ def mix32(h: Tensor) -> Tensor:
 
 def key_words(seed: int) -> tuple[int, int]:
     """Return two unsigned 32-bit words of a 64-bit seed. Kernels take them as arguments."""
-    mixed = splitmix64(seed & _MASK64)
+    mixed = splitmix64(seed & MASK64)
     return mixed & MASK32, mixed >> 32
 
 
@@ -210,98 +208,3 @@ def _round_up(steps: Tensor, bits: Tensor, resolution: int) -> Tensor:
     """
     draw = (bits >> (32 - resolution)).bitwise_and_((1 << resolution) - 1)
     return steps.mul_(2.0**resolution).floor_().add_(draw).mul_(2.0**-resolution).floor_()
-
-
-# -- keys on the device, for CUDA graphs -----------------------------------------------------------------------------
-_PARTS = 5  # of a seed: seed, step, microbatch, linear, GEMM
-_SIDE = 4  # int32 between the words of two GEMMs: pointers stay 16-byte aligned
-Words = tuple[Tensor, Tensor]
-"""Key words, int32 [2] each, of dgrad and wgrad, the two GEMMs that read a gradient."""
-
-
-class Identity(NamedTuple):
-    """What the keys of a linear depend on, apart from seed, step and microbatch.
-
-    Attributes:
-        number: the number of the linear, which is the same in every layout.
-        factor, offset: microbatch i of this rank is global microbatch i·factor + offset.
-    """
-
-    number: int
-    factor: int
-    offset: int
-
-
-class DeviceKeys:
-    """The keys of a rank's linears. Their addresses never change, because graphs hold them.
-
-    ``gemms`` are the numbers of the two GEMMs.
-    """
-
-    def __init__(self, linears: Sequence[Identity], gemms: tuple[int, int], device: torch.device) -> None:
-        identities = [(signed(splitmix64(each.number)), each.factor, each.offset, 0) for each in linears]
-        self._identities = torch.tensor(identities, dtype=torch.int64, device=device).view(-1, 4)
-        self._gemms = gemms
-        self._state = torch.zeros(1, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(len(linears), dtype=torch.int64, device=device)
-        self._words = torch.zeros(len(linears), 2 * _SIDE, dtype=torch.int32, device=device)
-        self._advance: Callable[..., None] = advance
-        if has_kernels(self._state):
-            from snip_megatron.numerics.quantize.kernels.quantize import advance as by_kernel
-
-            self._advance = by_kernel
-
-    def start_step(self, seed: int, step: int) -> None:
-        """Start a step: the next key of every linear is that of its first microbatch. Does not wait for the device."""
-        state = _PARTS
-        for part in (seed, step):
-            state = splitmix64(state ^ splitmix64(part & _MASK64))
-        self._state.fill_(signed(state))
-        self._counts.zero_()
-
-    def next(self, place: int) -> Words:
-        """Return the keys of the next microbatch of the linear at ``place``.
-
-        They are computed by a kernel, which a graph captures if this is called during a capture.
-        """
-        self._advance(self._state, self._counts, self._identities, self._words, place, self._gemms)
-        words = self._words[place]
-        return words[:2], words[_SIDE : _SIDE + 2]
-
-
-def advance(
-    state: Tensor, counts: Tensor, identities: Tensor, words: Tensor, place: int, gemms: tuple[int, int]
-) -> None:
-    """Write the key words of microbatch ``counts[place]`` to ``words[place]``, and increment the count. In plain torch.
-
-    Args:
-        state: int64 [1], the mixed seed and step.
-        counts: int64 [linears], the next microbatch of each linear.
-        identities: int64 [linears, 4]: mixed number, factor, offset and 0 of each linear.
-        words: int32 [linears, 8]: the key words of the first GEMM at 0, those of the second at 4.
-        place: index of the linear.
-        gemms: numbers of the GEMMs.
-    """
-    index, factor, offset, _ = identities[place].unbind()
-    mixed = _splitmix64(_splitmix64(state ^ _splitmix64(counts[place] * factor + offset)) ^ index)
-    counts[place] += 1
-    for side, gemm in enumerate(gemms):
-        key = _splitmix64(_splitmix64(mixed ^ signed(splitmix64(gemm))))
-        words[place, side * _SIDE : side * _SIDE + 2] = torch.cat([key, key >> 32]).to(torch.int32)
-
-
-def signed(value: int) -> int:
-    """Return the same 64 bits as a signed number."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _splitmix64(value: Tensor) -> Tensor:
-    """Return ``splitmix64`` of int64 tensors, whose arithmetic wraps."""
-    value = value + signed(0x9E3779B97F4A7C15)
-    value = (value ^ _shifted(value, 30)) * signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shifted(value, 27)) * signed(0x94D049BB133111EB)
-    return value ^ _shifted(value, 31)
-
-
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)

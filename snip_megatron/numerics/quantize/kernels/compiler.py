@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from snip_megatron.numerics.quantize.kernels.launch import Pointer, Variant, share_cache
+from snip_megatron.numerics.quantize.kernels.launch import Pointer, Source, Variant, share_cache
 from snip_megatron.numerics.quantize.kernels.replay import compiled_library
 
 # -- DeepGEMM --------------------------------------------------------------------------------------------------------
@@ -55,26 +54,19 @@ _OVERRIDE, _REAL, _FOLDER, _REFUSAL = "DG_JIT_NVCC_COMPILER", "SNIP_NVCC", "SNIP
 and prints nothing, where its compiler says "Local memory used"."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """The source of a kernel, and the flags of nvcc."""
-
-    code: str
-    flags: tuple[str, ...]
-
-    def compile(self) -> None:
-        """Compile it into the folder of the script, unless another process did. Nothing is left where nvcc fails."""
-        folder = Path(os.environ[_OVERRIDE]).parent
-        made = folder / f"{hashlib.sha256(self.code.encode()).hexdigest()}.cubin"
-        if made.exists():
-            return
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            source, cubin = Path(scratch, "kernel.cu"), Path(scratch, "kernel.cubin")
-            source.write_text(self.code)
-            command = [os.environ[_REAL], source.name, "-cubin", "-o", cubin.name, *self.flags]
-            done = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            if done.returncode == 0:
-                cubin.replace(made)
+def _compile_source(source: Source) -> None:
+    """Compile a source into the folder of the script, unless another process did. Nothing is left where nvcc fails."""
+    folder = Path(os.environ[_OVERRIDE]).parent
+    made = folder / f"{hashlib.sha256(source.code.encode()).hexdigest()}.cubin"
+    if made.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        file, cubin = Path(scratch, "kernel.cu"), Path(scratch, "kernel.cubin")
+        file.write_text(source.code)
+        command = [os.environ[_REAL], file.name, "-cubin", "-o", cubin.name, *source.flags]
+        done = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if done.returncode == 0:
+            cubin.replace(made)
 
 
 def take_nvcc(nvcc: str) -> None:
@@ -215,7 +207,7 @@ def _started(
 def compile_variant(variant: Variant | Source) -> None:
     """Compile one kernel, Triton's with the C code that launches it for the target of its active driver."""
     if isinstance(variant, Source):
-        variant.compile()
+        _compile_source(variant)
         return
     kernel = _kernel(variant)
     names = list(kernel.arg_names)

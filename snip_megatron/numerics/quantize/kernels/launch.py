@@ -19,14 +19,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from snip_megatron.numerics.quantize.kernels.compiler import Source
-    from snip_megatron.numerics.quantize.kernels.replay import Recording
 
 Seen = tuple[Tensor, torch.dtype]
 """A tensor, and the dtype as which a kernel sees it."""
@@ -107,9 +103,9 @@ class _Here:
 _HERE = _Here()
 
 
-def recording() -> Recording | None:
-    """Return the recording of this thread in progress, or None."""
-    return cast("Recording | None", getattr(current, "recording", None))
+def recording() -> Any:
+    """Return the :class:`.replay.Recording` of this thread in progress, or None."""
+    return getattr(current, "recording", None)
 
 
 # -- listings --------------------------------------------------------------------------------------------------------
@@ -170,6 +166,14 @@ def _described(value: Any, *, specialised: bool) -> object:
     if not specialised:
         return base + 3
     return value if value == 1 else base + (_ALIGNED if value % _ALIGNED == 0 else 3)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a kernel of DeepGEMM, and the flags of nvcc."""
+
+    code: str
+    flags: tuple[str, ...]
 
 
 @dataclass

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import derive_seeds, fake_quantize
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
 from snip_megatron.numerics.quantize.operands import quantize_operands
-from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity, key_words, random_bits
+from snip_megatron.numerics.quantize.rounding import key_words, random_bits
 
 from .specs import spec
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import derive_seeds, operands
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity, advance
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair
-from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity, advance
 
 from ..specs import matrix, spec
 from .interpreter import Quantizers

@@ -8,9 +8,9 @@ import torch
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
 from snip_megatron.numerics.quantize import derive_seeds, operands
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair
 from snip_megatron.numerics.quantize.reference import Rotation
-from snip_megatron.numerics.quantize.rounding import DeviceKeys, Identity
 from snip_megatron.precision.errors import SnipError
 
 from ..specs import spec
