@@ -34,8 +34,8 @@ def statistics_apart(expected: StatisticsTable, actual: StatisticsTable) -> dict
     These are the median, the 95th percentile, and the worst one with its column.
     """
     parts: dict[str, np.ndarray] = {}
-    for name, array in expected.arrays().items():
-        other = actual.arrays()[name]
+    for name, array in expected.arrays.items():
+        other = actual.arrays[name]
         if name in ("drift2", "sink_drift2"):
             array, other = array[..., RHO_GRID >= 1e-2], other[..., RHO_GRID >= 1e-2]
         there = array != 0.0

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from snip_megatron.planner.request import PlanRequest, gemm_counts
+from snip_megatron.planner.request import PlanRequest, build_problem, gemm_counts
 from snip_megatron.planner.step_time import StepModel, StepTime
-from snip_megatron.precision import ALL_BF16, Format, Gemm, fp4_fraction
+from snip_megatron.precision import ALL_BF16, fp4_fraction
 from snip_megatron.precision.errors import cut
-from snip_megatron.sensitivity.problem import phased_items
 from snip_megatron.sensitivity.request import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
-from snip_megatron.solver import Phase, Problem, Solution, solve
+from snip_megatron.solver import Solution, solve
 
 ASSUMPTIONS = (
     "phases: one plan for the whole run from losses of one moment; the learning rate falls as half a cosine to 0, and"
@@ -23,11 +21,11 @@ _RATES = 1000  # samples of the learning rate
 Body = dict[str, Any]
 
 
-def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: Solution) -> Body | None:
+def plan_phases(step: StepModel, request: PlanRequest, fixed: Solution) -> Body | None:
     """Plan the phases of a run, over which the budget is the average; None without phases.
 
-    ``static`` is the problem of one map under the same budget, ``fixed`` its solution, for comparison. Raises SnipError
-    (exit code 3) if nothing meets the budget.
+    ``fixed`` is the one map under the same budget, for comparison. Raises SnipError (exit code 3) if nothing meets the
+    budget.
     """
     config = request.config
     if config.phases is None or request.train_iters is None:
@@ -40,11 +38,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
         carried=lambda begins: carried_weights(0, begins, steps, rates),
         standing=STANDING_WEIGHTS[config.deployed],
     )
-    formats = [fmt.value for fmt in Format]
-    of_fprop = [dict.fromkeys(formats, float(item.id.endswith(f":{Gemm.FPROP.value}"))) for item in static.items]
-    items = phased_items(static.items, of_fprop, phased, STANDING_SHARE)
-    phases = tuple(Phase(n, target) for n, target in zip(phased.steps, phased.budgets, strict=True))
-    problem = replace(static, items=items, phases=phases)
+    problem = build_problem(request, step, phased)
     asked = f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}"
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS).met(asked, "; lower the budget, or those of the phases")
     bf16 = step.step(lambda row: ALL_BF16)
@@ -58,7 +52,7 @@ def plan_phases(step: StepModel, request: PlanRequest, static: Problem, fixed: S
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,
         "bound": solution.bound,
-        "static_loss": math.fsum(c.loss for i in items for c in i.choices if c.format is fixed.choices[i.id]),
+        "static_loss": math.fsum(c.loss for i in problem.items for c in i.choices if c.format is fixed.choices[i.id]),
         "phases": rows,
         **_averages(bf16, rows, solution),
     }

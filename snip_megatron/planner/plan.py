@@ -60,7 +60,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "memory": {"peak": peak, "gpu": gpu, "fits": None if gpu is None else peak <= gpu},
         "steps": {name: _step(layout, time, steps["bf16"]) for name, time in steps.items()},
         "budget": _budget(step, request, solution, steps),
-        "phases": plan_phases(step, request, problem, solution),
+        "phases": plan_phases(step, request, solution),
         "overhead": cost | {name: getattr(request.config, name) for name in ("policy", "estimator", "update_interval")},
         "assumptions": _assumptions(step, request),
     }

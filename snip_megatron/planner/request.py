@@ -10,12 +10,14 @@ import numpy as np
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role, option_id
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.defaults import backend_of
+from snip_megatron.sensitivity.divergence import FloatArray
 from snip_megatron.sensitivity.problem import build_problem as score_problem
-from snip_megatron.sensitivity.problem import list_options, make_item
+from snip_megatron.sensitivity.problem import list_options, make_problem, per_option, rounded
+from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver.problem import Problem
 from snip_megatron.timing.cost_model import CostModel
@@ -97,20 +99,22 @@ def parse_request(
     return PlanRequest(config, statistics, seed, None if config.phases is None else train_iters)
 
 
-def build_problem(request: PlanRequest, step: StepModel) -> Problem:
-    """Build the Problem of one map. Raises SnipError if the statistics are of another model or lack a format."""
+def build_problem(request: PlanRequest, step: StepModel, phases: PhasedRequest | None = None) -> Problem:
+    """Build the Problem of one map, or of ``phases``.
+
+    Raises SnipError if the statistics are of another model or lack a format, or a phase's glob matches nothing.
+    """
     config, layout = request.config, step.layout
-    candidates = tuple(map(Format, config.formats))
-    formats = {*candidates, *(Format(fmt) for _, fmt in config.pins)}
-    asked = config.request(times=step.option_times(formats) if config.wanted.timed else None)
+    formats = {Format(fmt) for fmt in (*config.formats, *(fmt for _, fmt in config.pins))}
+    asked = config.request(times=step.option_times(formats) if config.wanted.timed else None, phases=phases)
     with plain_arguments():
         if request.statistics is not None:
             return score_problem(_restaged(request, layout, request.statistics), asked)[0]
-        options = list_options(layout.model.rows, asked, layout.seq_length * layout.global_batch_size)
-        losses = synthetic_losses(layout.model.rows, candidates, request.seed, granularity=config.granularity)
-        scores = {key: {fmt.value: {"q": loss} for fmt, loss in own.items()} for key, own in losses.items()}
-        items = tuple(make_item(option, asked, scores[option.id]) for option in options)
-        return Problem(asked.budget, items, asked.tolerance)
+        rows = layout.model.rows
+        options = list_options(rows, asked, layout.seq_length * layout.global_batch_size)
+        losses = rounded(per_option(synthetic_losses(rows, tuple(map(Format, config.formats)), request.seed), asked))
+        fprop_share = np.array([[float(option.gemm is Gemm.FPROP)] * len(config.formats) for option in options])
+        return make_problem(options, asked, losses, fprop_share)
 
 
 def gemm_counts(rows: Sequence[LinearRow], precision_map: PrecisionMap) -> dict[str, int]:
@@ -136,10 +140,8 @@ def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTab
 
 
 # -- losses of a model without statistics: seeded, and heavy-tailed as measured losses are ---------------------------
-def synthetic_losses(
-    rows: Sequence[LinearRow], formats: Sequence[Format], seed: int, *, granularity: str = "gemm"
-) -> dict[str, dict[Format, float]]:
-    """Return option id → format → loss, rounded to four significant digits. Equal seeds give equal losses."""
+def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format], seed: int) -> FloatArray:
+    """Return losses, float64 [linears, 3, formats]. Equal seeds give equal losses."""
     rng = np.random.default_rng(seed)
     block = np.array([row.sub_block // 2 for row in rows])
     depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block - max(block)) / 4)
@@ -150,19 +152,5 @@ def synthetic_losses(
     spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_DRAWN))))
     spread = spread[..., [_DRAWN.index(fmt.base) for fmt in formats]]
     relative = np.array([FORMAT_LOSS[fmt.base] for fmt in formats])
-    losses = loss[..., None] * (relative * spread)
-    found: dict[str, dict[Format, float]] = {}
-    for row, own in zip(rows, losses, strict=True):
-        if granularity == "layer":
-            found[row.name] = _row(formats, own.sum(axis=0), None)
-        else:
-            found |= {option_id(row.name, gemm): _row(formats, own[g], gemm) for g, gemm in enumerate(Gemm)}
-    return found
-
-
-def _row(formats: Sequence[Format], values: np.ndarray, gemm: Gemm | None) -> dict[Format, float]:
-    return {
-        fmt: float(f"{value:.4g}")
-        for fmt, value in zip(formats, values.tolist(), strict=True)
-        if gemm is None or gemm in fmt.gemms
-    }
+    losses: FloatArray = loss[..., None] * (relative * spread)
+    return losses

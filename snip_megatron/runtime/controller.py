@@ -431,7 +431,7 @@ class Updates:
             own += self.coordinator.submit(step, result.table, pending.version, phases)
         rest = since(started) - own
         submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
-        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays().values())}
+        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
         self.event(step, "submit", **submitted, wait_s=round(rest, 6), update_seconds=seconds)
 
     def _drop(self, step: int, reason: str, **fields: Any) -> None:

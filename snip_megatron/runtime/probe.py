@@ -20,7 +20,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult, Unmeasured
 from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
-from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
+from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
 from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.update_error import KeptWords, StepScale, linear_update_error, sink_update_error
 
@@ -99,7 +99,6 @@ class ProbeRunner:
             scale = self._scale(step, clip, sequences, recorders)
             # Where the passes alone tell the tokens, a block that runs again would count as more of them.
             stream.finish_statistics(microbatches, once=self._host.tokens is None)
-            finish_dots(recorders, self._host.groups)
             reduce_columns(recorders, self._host.groups)
             table = self._measured(recorders, stream, scale)
             if self._weighs_updates:
@@ -157,6 +156,7 @@ class ProbeRunner:
     def _measured(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
         """Return what linears and boundaries have recorded since the last call, reduced. Collective."""
         table = PartialTable(self._shape, scale.gradient)
+        add_loss_effects(table, recorders, self._host.groups)
         for recorder in recorders:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
         for boundary in stream.reported:
@@ -224,7 +224,7 @@ class UpdateErrors:
         if handle.repeats:
             return
         if groups.dp_rank == 0:
-            found.add(name, "linear.gw2", sum_squares(gradient) * unit)
+            found.add("linear.gw2", name, sum_squares(gradient) * unit)
         state = step.update_of(handle.weight)
         if state is None or not (self._host.sharded or groups.dp_rank == 0):
             return
@@ -237,8 +237,8 @@ class UpdateErrors:
         drift2, wdrift2 = linear_update_error(
             recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
         )
-        found.add(name, "drift2", drift2)
-        found.add(name, "by_format.wdrift2", wdrift2)
+        found.add("drift2", name, drift2)
+        found.add("by_format.wdrift2", name, wdrift2)
 
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
@@ -249,7 +249,8 @@ class UpdateErrors:
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
         drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
-        found.add_sink(sink.row, drift2, w2)
+        found.add("sink_drift2", sink.row, drift2)
+        found.add("sink_w2", sink.row, w2)
 
 
 def _reduced(gradient: torch.Tensor, groups: ProbeGroups) -> torch.Tensor:

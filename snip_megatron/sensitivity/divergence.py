@@ -237,8 +237,8 @@ def _without_zeros(drift2: FloatArray) -> FloatArray:
 
 
 def _total_update_error(table: StatisticsTable, reached: Propagation) -> FloatArray:
-    linears = update_error(table.drift2, table.linear["w2"], reached.linears).sum(axis=1)
-    sinks = update_error(table.sink_drift2, table.sink_w2, reached.sinks).sum(axis=1)
+    linears = update_error(table.arrays["drift2"], table.linear["w2"], reached.linears).sum(axis=1)
+    sinks = update_error(table.arrays["sink_drift2"], table.arrays["sink_w2"], reached.sinks).sum(axis=1)
     total: FloatArray = linears + sinks
     return total
 
@@ -250,7 +250,9 @@ def weight_divergence(table: StatisticsTable, formats: Sequence[str]) -> FloatAr
     (recipe, step 5). Raises SnipError if the table lacks a format, the forward-noise pass or the optimizer's update
     error.
     """
-    if not np.any((table.drift2 if any(row.trained for row in table.linears) else table.sink_drift2) > 0.0):
+    if not np.any(
+        (table.arrays["drift2"] if any(row.trained for row in table.linears) else table.arrays["sink_drift2"]) > 0.0
+    ):
         raise SnipError(
             f"the statistics of step {table.step} hold no drift of the optimizer's update (no moments before the"
             " first step); use the estimator 'fisher' or a later first update"

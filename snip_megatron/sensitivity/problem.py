@@ -1,14 +1,15 @@
 """Builds the solver's Problem from statistics and a request: options, costs, scores, pins, ties, phases."""
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
-from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id, split_option_id
+from snip_megatron.precision import FOUR_BIT, Format, Gemm, LinearRow, option_id
 from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.precision.linears import pinned_formats
 from snip_megatron.sensitivity.divergence import FPROP, FloatArray
@@ -33,7 +34,7 @@ class Option:
     """One choice to make.
 
     Attributes:
-        id: ``<linear>:<gemm>`` or ``<linear>``.
+        linear, gemm: the GEMM of a linear; None for the linear's three GEMMs together.
         flops: FLOPs in a training step, which four bits save of the budget; 0 for the wgrad of a frozen linear, which
             is no item of a Problem.
         cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
@@ -41,11 +42,16 @@ class Option:
         pinned: format that a pin fixes, or None.
     """
 
-    id: str
+    linear: str
+    gemm: Gemm | None
     stage: int
     flops: float
     cost: float
     pinned: Format | None
+
+    @property
+    def id(self) -> str:
+        return option_id(self.linear, self.gemm)
 
 
 def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> list[Option]:
@@ -55,13 +61,12 @@ def list_options(linears: Sequence[LinearRow], request: SolveRequest, tokens_per
     gemms = tuple(Gemm) if request.granularity == "gemm" else (None,)
     names = [row.name for row in linears]
     pinned = pinned_formats(names, request.pins, request.granularity)
-    each = [
-        (option_id(row.name, gemm), row.stage, tokens_per_step * row.flops * row.runs(gemm))
-        for row in linears
-        for gemm in gemms
+    flops = {(row, gemm): tokens_per_step * row.flops * row.runs(gemm) for row in linears for gemm in gemms}
+    factors = _cost_factors([(row.stage, value) for (row, _), value in flops.items()], request)
+    return [
+        Option(row.name, gemm, row.stage, value, value * factors[row.stage], pinned.get(option_id(row.name, gemm)))
+        for (row, gemm), value in flops.items()
     ]
-    factors = _cost_factors([(stage, f) for _, stage, f in each], request)
-    return [Option(key, stage, f, f * factors[stage], pinned.get(key)) for key, stage, f in each]
 
 
 def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> dict[int, float]:
@@ -79,7 +84,8 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
 
 def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> Problem:
     options = list_options(linears, request, tokens_per_step)
-    return Problem(request.budget, tuple(make_item(o, request, {}) for o in options if o.flops), request.tolerance)
+    zeros = np.zeros((len(options), len(request.formats)))
+    return make_problem(options, dataclasses.replace(request, phases=None), zeros, zeros)
 
 
 def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
@@ -117,41 +123,59 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     if broken:
         raise SnipError(f"the statistics of step {table.step} are not finite: {', '.join(broken[:3])}")
     options = list_options(table.linears, request, table.tokens_per_step)
-    own = {gemm: request.formats_of(gemm) for gemm in (*Gemm, None)}
-    candidate = np.array([[fmt in own[split_option_id(o.id)[1]] for fmt in request.formats] for o in options])
-    divergence = divergences(table, request)
-    each = policy_scores(table, request, *divergence)
-    q, (loss, weight) = _per_option(each, request), (_per_option(values, request) for values in divergence)
+    delta_loss, delta_weight = divergences(table, request)
+    scores = policy_scores(table, request, delta_loss, delta_weight)
+    q = per_option(scores, request)
     if not np.all(np.isfinite(q)):
         raise SnipError(f"the scores of step {table.step} are not finite; the update is dropped")
-    forward = _per_option(np.where(np.arange(each.shape[1])[:, None] == FPROP, each, 0.0), request)
-    parts = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
-    q = _settled(monotone(q, request.formats, candidate), options, request)
-    scores = {
+    forward = per_option(np.where(np.arange(len(Gemm))[:, None] == FPROP, scores, 0.0), request)
+    fprop_share = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
+    candidates = np.array([[fmt in request.formats_of(option.gemm) for fmt in request.formats] for option in options])
+    q = _settled(monotone(q, request.formats, candidates), options, request)
+    columns = {
+        "delta_loss": per_option(delta_loss, request),
+        "delta_weight": per_option(delta_weight, request),
+        "q": q,
+    }
+    record = {
         option.id: {
-            fmt: {
-                "delta_loss": float(loss[i, f]),
-                "delta_weight": float(weight[i, f]),
-                "q": float(q[i, f]),
-            }
+            fmt: {name: float(values[i, f]) for name, values in columns.items()}
             for f, fmt in enumerate(request.formats)
-            if candidate[i, f]
+            if candidates[i, f]
         }
         for i, option in enumerate(options)
     }
-    items = [make_item(option, request, scores[option.id]) for option in options if option.flops]
+    return make_problem(options, request, q, fprop_share), record
+
+
+def make_problem(
+    options: Sequence[Option], request: SolveRequest, scores: FloatArray, fprop_share: FloatArray
+) -> Problem:
+    """Return the Problem of scored options, over ``request.phases`` if there are any.
+
+    In a phase, an option of score q costs q · (s · standing + (1 − s) · carried), by the phase's weights. s is
+    ``standing_share`` times the option's ``fprop_share``.
+
+    Args:
+        scores: float64 [options, formats of the request].
+        fprop_share: part of each score that the option's fprop has, of the same shape. dgrad and wgrad have none.
+
+    Raises SnipError if a glob of a phase's ``change`` matches no option, or the predicted times lack a format.
+    """
+    indices = [i for i, option in enumerate(options) if option.flops]
+    solved, losses = [options[i] for i in indices], scores[indices, :, None]
     if (phases := request.phases) is None:
-        return Problem(request.budget, tuple(items), request.tolerance), scores
-    of_fprop = [dict(zip(request.formats, row, strict=True)) for row in parts[[o.flops > 0 for o in options]].tolist()]
-    return (
-        Problem(
-            request.budget,
-            phased_items(items, of_fprop, phases, request.standing_share),
-            request.tolerance,
-            phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
-            spent=_spent(request, phases),
-        ),
-        scores,
+        items = [_item(option, request, own) for option, own in zip(solved, losses, strict=True)]
+        return Problem(request.budget, tuple(items), request.tolerance)
+    share = (request.standing_share * fprop_share[indices])[..., None]
+    losses = losses * (share * np.array(phases.standing) + (1.0 - share) * np.array(phases.carried))
+    each = zip(solved, losses, _keeps(solved, phases), strict=True)
+    return Problem(
+        request.budget,
+        tuple(_item(option, request, own, keeps) for option, own, keeps in each),
+        request.tolerance,
+        phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
+        spent=_spent(request, phases),
     )
 
 
@@ -165,7 +189,7 @@ def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) ->
     return rounded(q)
 
 
-def _per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
+def per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
     """[linears, 3, formats] → [options, formats]: GEMM after GEMM, or their sum at granularity ``layer``."""
     if request.granularity == "layer":
         summed: FloatArray = values.sum(axis=1)
@@ -215,78 +239,59 @@ def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray
     return rounded(np.where(separate == per_flop, scores, separate * size))
 
 
-def make_item(option: Option, request: SolveRequest, scores: dict[str, dict[str, float]]) -> Item:
-    """Return the item of an option: its cost, and saving and loss of every format it may take."""
-    formats = (option.pinned,) if option.pinned else request.formats_of(split_option_id(option.id)[1])
+def _item(option: Option, request: SolveRequest, losses: FloatArray, keeps: tuple[int, ...] = ()) -> Item:
+    """Return the item of an option: its cost, and saving and loss of every format it may take.
+
+    ``losses`` are [formats of the request, phases]. A pinned format that is no candidate has the loss 0.
+    """
+    formats = (option.pinned,) if option.pinned else tuple(map(Format, request.formats_of(option.gemm)))
     cost, savings = option.cost, {fmt: option.flops if fmt in FOUR_BIT else 0.0 for fmt in formats}
     joint: dict[str, dict[Format, float]] = {}
     if request.budget.timed:
-        cost, savings = _times(option.id, formats, request)
-        joint = _joint(option.id, formats, request)
-    choices = tuple(Choice(Format(fmt), (scores[fmt]["q"] if fmt in scores else 0.0,), savings[fmt]) for fmt in formats)
-    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, joint=joint)
+        cost, savings = _times(option, formats, request)
+        joint = _joint(option, formats, request)
+    none = (0.0,) * losses.shape[1]
+    by_format = dict(zip(request.formats, map(tuple, losses.tolist()), strict=True))
+    choices = tuple(Choice(fmt, by_format.get(fmt.value, none), savings[fmt]) for fmt in formats)
+    return Item(id=option.id, stage=option.stage, cost=cost, choices=choices, keeps=keeps, joint=joint)
 
 
-def _times(option: str, formats: Sequence[str], request: SolveRequest) -> tuple[float, dict[str, float]]:
+def _times(option: Option, formats: Sequence[Format], request: SolveRequest) -> tuple[float, dict[Format, float]]:
     """Return an option's seconds in bf16, and the seconds that each format saves. A saving may be negative."""
     if request.times is None:
         raise SnipError("speedup= and loss= need predicted times")
-    linear, gemm = split_option_id(option)
-    cost = request.times.of(str(linear), gemm, Format.BF16.value)
-    return cost, {fmt: cost - request.times.of(str(linear), gemm, fmt) for fmt in formats}
+    cost = request.times.of(option.linear, option.gemm, Format.BF16.value)
+    return cost, {fmt: cost - request.times.of(option.linear, option.gemm, fmt.value) for fmt in formats}
 
 
-def _joint(option: str, formats: Sequence[str], request: SolveRequest) -> dict[str, dict[Format, float]]:
+def _joint(option: Option, formats: Sequence[Format], request: SolveRequest) -> dict[str, dict[Format, float]]:
     """Return what a wgrad saves together with the GEMMs that share an operand with it, by option and format."""
-    linear, gemm = split_option_id(option)
-    if gemm is not Gemm.WGRAD or request.times is None:
+    if option.gemm is not Gemm.WGRAD or request.times is None:
         return {}
-    return {
-        option_id(str(linear), other): found
+    savings = {
+        option_id(option.linear, other): {
+            fmt: seconds for fmt in formats if (seconds := request.times.saved(option.linear, other, fmt.value)) > 0
+        }
         for other in SHARING
-        if (found := {Format(f): s for f in formats if (s := request.times.saved(str(linear), other, f)) > 0})
     }
+    return {other: own for other, own in savings.items() if own}
 
 
-# -- phases ------------------------------------------------------------------------------------------------------------
-def phased_items(
-    items: Sequence[Item], forward: Sequence[Mapping[str, float]], phases: PhasedRequest, standing_share: float
-) -> tuple[Item, ...]:
-    """Return items whose losses are those of every phase: q · (s · standing + (1 − s) · carried), by its weights.
-
-    s is ``standing_share`` times the part of q that the option's fprop has. dgrad and wgrad have no standing part.
-    ``items`` have the losses of a whole run, and ``forward`` is by item format → the fprop's part of the loss, or 0.
-    Raises SnipError if a glob of ``change`` matches no item.
-    """
-    found = []
-    weights = list(zip(phases.standing, phases.carried, strict=True))
-    for item, parts, keeps in zip(items, forward, _keeps([item.id for item in items], phases), strict=True):
-        choices = []
-        for choice in item.choices:
-            share = standing_share * parts.get(choice.format.value, 0.0)
-            losses = (choice.loss * (share * stands + (1.0 - share) * carries) for stands, carries in weights)
-            choices.append(Choice(choice.format, tuple(losses), choice.saving))
-        found.append(replace(item, choices=tuple(choices), keeps=keeps))
-    return tuple(found)
-
-
-def _keeps(ids: Sequence[str], phases: PhasedRequest) -> list[tuple[int, ...]]:
+def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, ...]]:
     """Return the phases in which each option keeps its format: those whose ``change`` does not match it."""
-    kept: dict[str, tuple[int, ...]] = dict.fromkeys(ids, ())
+    keeps: list[tuple[int, ...]] = [()] * len(options)
     for p, globs in enumerate(phases.change):
         if p == 0 or globs is None:
             continue
-        changed: set[str] = set()
-        for glob in globs:
-            hits = {key for key in ids if fnmatchcase(key, glob) or fnmatchcase(str(split_option_id(key)[0]), glob)}
-            if not hits:
+        matches = [[fnmatchcase(o.id, glob) or fnmatchcase(o.linear, glob) for o in options] for glob in globs]
+        for glob, hits in zip(globs, matches, strict=True):
+            if not any(hits):
                 raise SnipError(
                     f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(glob))} matches no option;"
-                    f" the first option is {ids[0]}"
+                    f" the first option is {options[0].id}"
                 )
-            changed |= hits
-        kept |= {key: (*kept[key], p) for key in ids if key not in changed}
-    return [kept[key] for key in ids]
+        keeps = [own if any(hits[i] for hits in matches) else (*own, p) for i, own in enumerate(keeps)]
+    return keeps
 
 
 def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:

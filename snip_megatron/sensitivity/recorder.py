@@ -55,7 +55,7 @@ class _Samples:
 
 
 @dataclass(frozen=True)
-class Dots:
+class OutputErrorDots:
     """G_t·E_t of one microbatch, float64. Everything but ``rows`` is still to be summed over tensor parallel ranks.
 
     E = δX·Wᵀ + Q(X)·δWᵀ, so G_t·E_t = D_t·δX_t + (G·δW)_t·Q(X)_t. The first term is known for every token. The second
@@ -93,8 +93,7 @@ class LinearRecorder:
 
     Attributes:
         sample_tokens: rows of a microbatch that the noise pass compares.
-        sums: column name → float64 scalar, this rank's share of the global sum.
-        by_format: column name → float64 [formats].
+        sums: column of the table → this rank's share of the global sum, float64, a scalar or [formats].
         x_cols, g_cols: Σ_t X_tk² [K local], Σ_t G_tn² [N local].
         dx_cols, dg_cols: the same of the wgrad errors, [formats, K local], [formats, N local].
         dots: one entry per microbatch.
@@ -108,12 +107,11 @@ class LinearRecorder:
     sample_tokens: int
     phase: Pass = Pass.STATISTICS
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    by_format: dict[str, torch.Tensor] = field(default_factory=dict)
     x_cols: torch.Tensor = field(init=False)
     g_cols: torch.Tensor = field(init=False)
     dx_cols: torch.Tensor = field(init=False)
     dg_cols: torch.Tensor = field(init=False)
-    dots: list[Dots] = field(default_factory=list)
+    dots: list[OutputErrorDots] = field(default_factory=list)
     whole: torch.Tensor | None = None
     rows: int = 0
     _weighed: bool = False
@@ -197,7 +195,8 @@ class LinearRecorder:
         self._add("s2", share.sum())
         self._record_samples(x, g, x_own, g_own)
         values, rows = self._record_outputs(x, w, g, amax)
-        self.dots.append(Dots(_owned(values, own), rows, share, None if of_x.dots is None else _owned(of_x.dots, own)))
+        known = None if of_x.dots is None else _owned(of_x.dots, own)
+        self.dots.append(OutputErrorDots(_owned(values, own), rows, share, known))
 
     def _record_samples(self, x: torch.Tensor, g: torch.Tensor, x_own: float, g_own: float) -> None:
         rows = sample_rows(x.shape[0], self.sample_tokens, x.device)
@@ -265,9 +264,8 @@ class LinearRecorder:
 
     # -- accumulation ------------------------------------------------------------------------------------------
     def _add(self, name: str, value: torch.Tensor) -> None:
-        """Add to the sum of a column, of one value or of one a format."""
-        sums = self.by_format if value.dim() else self.sums
-        sums[name] = sums[name] + value if name in sums else value
+        """Add to the sum of a column: a scalar, or one value a format."""
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
 def _owned(value: torch.Tensor, share: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import LinearRow, Role
-from snip_megatron.sensitivity.recorder import Boundary, Dots, LinearRecorder
+from snip_megatron.sensitivity.recorder import Boundary, LinearRecorder, OutputErrorDots
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable, array_shapes
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
@@ -74,75 +74,59 @@ class TableShape:
 
 
 class PartialTable:
-    """This rank's share of the table's arrays. The shares of all ranks add up to the table."""
+    """This rank's share of the table's arrays. The shares of all ranks add up to the table.
+
+    Attributes:
+        arrays: NumPy arrays by their names in the table, float64. They hold the values that were added before the last
+            :meth:`reduce`.
+    """
 
     def __init__(self, shape: TableShape, gradient_scale: float) -> None:
         self.shape = shape
         self._scale2 = gradient_scale**2
         self._row = {row.name: index for index, row in enumerate(shape.linears)}
         shapes = array_shapes(shape.linears, shape.formats, shape.sinks)
-        self.arrays = {name: torch.zeros(size, dtype=torch.float64) for name, size in shapes.items()}
-        self._on_device: list[tuple[str, int, torch.Tensor, float]] = []
+        self.arrays = {name: np.zeros(size) for name, size in shapes.items()}
+        self._added: list[tuple[str, int, torch.Tensor]] = []
 
-    def _add(self, array: str, row: int, value: torch.Tensor | float, column: str) -> None:
-        scale = self._scale2 if column in _GRADIENT_COLUMNS else 1.0
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            self._on_device.append((array, row, value.detach().double(), scale))  # reduce() copies all of them at once
-            return
-        self.arrays[array][row] += (value.detach().double() if isinstance(value, torch.Tensor) else value) * scale
-
-    def _finish(self) -> None:
-        """Add the values that are still on the device, with one copy to the host."""
-        if not self._on_device:
-            return
-        values = torch.cat([value.reshape(-1) for _, _, value, _ in self._on_device]).cpu().numpy()
-        # Thousands of values: NumPy adds one in a third of the time of a torch operation, with the same bits.
-        arrays, end = {name: array.numpy() for name, array in self.arrays.items()}, 0
-        with np.errstate(all="ignore"):  # what is not finite is found in the table
-            for array, row, value, scale in self._on_device:
-                begin, end = end, end + value.numel()
-                arrays[array][row] += values[begin:end].reshape(value.shape) * scale
-        self._on_device.clear()
+    def add(self, array: str, row: str | int, value: torch.Tensor) -> None:
+        """Add to a row of an array. Rows are names of linears, or indices of boundaries and sinks."""
+        self._added.append((array, self._row[row] if isinstance(row, str) else row, value.detach()))
 
     def add_recorder(self, recorder: LinearRecorder, dp_rank: int) -> None:
         """Add a recorder's sums, and clear them. One data parallel rank reports weights, which all have."""
-        row = self._row[recorder.handle.name]
-        for name, value in recorder.sums.items():
-            if name != "w2" or dp_rank == 0:
-                self._add(f"linear.{name}", row, value, name)
-        for name, values in recorder.by_format.items():
-            if name != "dw2" or dp_rank == 0:
-                self._add(f"by_format.{name}", row, values, name)
+        for column, value in recorder.sums.items():
+            if column not in ("w2", "dw2") or dp_rank == 0:
+                self.add(f"by_format.{column}" if value.dim() else f"linear.{column}", recorder.handle.name, value)
         recorder.sums.clear()
-        recorder.by_format.clear()
 
     def add_boundary(self, boundary: Boundary) -> None:
         """Add the sums of a boundary, and clear them."""
-        for name, value in boundary.sums.items():
-            self._add(f"boundary.{name}", boundary.index, value, name)
+        for column, value in boundary.sums.items():
+            self.add(f"boundary.{column}", boundary.index, value)
         boundary.sums.clear()
-
-    def add(self, name: str, array: str, value: torch.Tensor) -> None:
-        """Add to a linear's row of one of the arrays: "linear.gw2", "by_format.wdrift2", "drift2" and so on."""
-        self._add(array, self._row[name], value, array.rpartition(".")[2])
-
-    def add_sink(self, index: int, drift2: torch.Tensor, w2: torch.Tensor) -> None:
-        """Add the squared update error of a sink over the ρ grid, and its ‖W‖²."""
-        self._add("sink_drift2", index, drift2, "sink_drift2")
-        self._add("sink_w2", index, w2, "sink_w2")
 
     def reduce(self, device: torch.device) -> None:
         """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
-        self._finish()
+        if self._added:
+            # One copy to the host: a copy for each value would wait for the device thousands of times.
+            flat = torch.cat([value.to(device, torch.float64).reshape(-1) for _, _, value in self._added])
+            values = flat.cpu().numpy()
+            with np.errstate(all="ignore"):  # StatisticsTable.non_finite finds what is not finite
+                for array, row, value in self._added:
+                    own, values = values[: value.numel()].reshape(value.shape), values[value.numel() :]
+                    column = array.rpartition(".")[2]
+                    self.arrays[array][row] += own * (self._scale2 if column in _GRADIENT_COLUMNS else 1.0)
+            self._added.clear()
         if not dist.is_initialized():  # a process of its own
             return
-        flat = torch.cat([array.reshape(-1) for array in self.arrays.values()]).to(device)
-        dist.all_reduce(flat)
-        flat = flat.cpu()
-        offset = 0
-        for name, array in self.arrays.items():
-            self.arrays[name] = flat[offset : offset + array.numel()].view(array.shape)
-            offset += array.numel()
+        total = torch.from_numpy(np.concatenate([array.ravel() for array in self.arrays.values()])).to(device)
+        dist.all_reduce(total)
+        ends = np.cumsum([array.size for array in self.arrays.values()])
+        parts = np.split(total.cpu().numpy(), ends[:-1])
+        self.arrays = {
+            name: part.reshape(array.shape) for (name, array), part in zip(self.arrays.items(), parts, strict=True)
+        }
 
     def merge(self, other: PartialTable) -> None:
         """Add another share that has been reduced over the same ranks."""
@@ -154,67 +138,50 @@ class PartialTable:
 
     def to_table(self, *, step: int, tokens: int, tokens_per_step: int, meta: dict[str, float]) -> StatisticsTable:
         """Return the finished table, with the entries that follow from others."""
-        arrays = {name: array.numpy() for name, array in self.arrays.items()}
-        rows = self.shape.linears
-        groups: dict[str, dict[str, np.ndarray]] = {"linear": {}, "by_format": {}, "boundary": {}}
-        for name, array in arrays.items():
-            group, _, column = name.partition(".")
-            if column:
-                groups[group][column] = array
-        _complete_row_parallel(rows, groups["linear"], groups["by_format"], groups["boundary"])
+        _complete_row_parallel(self.shape.linears, self.arrays)
+        shape = self.shape
         return StatisticsTable(
-            step=step,
-            tokens=tokens,
-            tokens_per_step=tokens_per_step,
-            formats=self.shape.formats,
-            linears=rows,
-            sinks=self.shape.sinks,
-            linear=groups["linear"],
-            by_format=groups["by_format"],
-            boundary=groups["boundary"],
-            drift2=arrays["drift2"],
-            sink_drift2=arrays["sink_drift2"],
-            sink_w2=arrays["sink_w2"],
-            meta=meta,
+            step, tokens, tokens_per_step, shape.formats, shape.linears, shape.sinks, self.arrays, meta
         )
 
 
-def _complete_row_parallel(
-    rows: Sequence[LinearRow],
-    linear: dict[str, np.ndarray],
-    by_format: dict[str, np.ndarray],
-    boundary: dict[str, np.ndarray],
-) -> None:
+def _complete_row_parallel(rows: Sequence[LinearRow], arrays: dict[str, np.ndarray]) -> None:
     """Fill in ``y2`` and ``e2`` of the linears that do not read the residual stream.
 
     On each tensor parallel rank their Y and E may be partial sums, whose norms have no meaning. ‖Y‖ is that of the
     branch's contribution to the stream, or follows from the operands where the linear stands inside of the branch. ‖E‖
     follows from the errors of the operands (how-it-works.md, local errors).
     """
+    y2, e2, x2, w2 = (arrays[name] for name in ("linear.y2", "by_format.e2", "linear.x2", "linear.w2"))
     for i, row in enumerate(rows):
         if row.role is Role.READS:
             continue
-        linear["y2"][i] = boundary["branch_h2"][row.sub_block]
+        y2[i] = arrays["boundary.branch_h2"][row.sub_block]
         if row.role is Role.BETWEEN:
-            linear["y2"][i] = linear["x2"][i] * linear["w2"][i] / (row.k * row.experts)
-        products = by_format["dx_row2"][i] * linear["w2"][i] + linear["x2"][i] * by_format["dw2"][i]
-        by_format["e2"][i] = products / (row.k * row.experts)  # assumes that the experts' weights are of about one size
+            y2[i] = x2[i] * w2[i] / (row.k * row.experts)
+        products = arrays["by_format.dx_row2"][i] * w2[i] + x2[i] * arrays["by_format.dw2"][i]
+        e2[i] = products / (row.k * row.experts)  # assumes that the experts' weights are of about one size
 
 
-def finish_dots(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Turn the recorders' partial G_t·E_t into ``c2``, with one all-reduce in each tensor parallel group."""
+def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
+    """Add ``c2`` of every recorder, from its inner products of output errors, and clear these.
+
+    Collective: one all-reduce in each tensor parallel group, over which G_t·E_t is a partial sum.
+    """
     for own, some in groups.split(recorders):
         dots = [one for recorder in some for one in recorder.dots]
         if group_size(own.tp) > 1 and dots:
-            given = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
-            parts = iter(_summed(given, own.tp))
-            dots = [Dots(next(parts), d.rows, next(parts), None if d.known is None else next(parts)) for d in dots]
-        whole = iter(dots)
+            partial = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
+            sums = iter(_summed(partial, own.tp))
+            dots = [
+                OutputErrorDots(next(sums), d.rows, next(sums), None if d.known is None else next(sums)) for d in dots
+            ]
+        rest = iter(dots)
         for recorder in some:
-            squared = [next(whole).squared() for _ in recorder.dots]
+            squared = [next(rest).squared() for _ in recorder.dots]
             recorder.dots.clear()
             if recorder.handle.tp_rank == 0 and squared:
-                recorder.by_format["c2"] = torch.stack(squared).sum(0)
+                table.add("by_format.c2", recorder.handle.name, torch.stack(squared).sum(0))
 
 
 def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:

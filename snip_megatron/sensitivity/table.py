@@ -1,4 +1,4 @@
-"""The statistics table: everything that one update measured, as float64 arrays on rank 0.
+"""The statistics table: everything that one update measured, as float64 arrays.
 
 All entries are sums of squares over the whole global tensor (all tokens of the probe over all data parallel ranks, all
 shards), so they add over microbatches and ranks. L is the mean token loss of the probe's T tokens, and G = ∂L/∂Y in
@@ -76,16 +76,19 @@ class SinkRow:
 
 @dataclass(frozen=True)
 class StatisticsTable:
-    """The measurements of one update. Arrays are float64 [rows], [rows, formats] or [rows, len(RHO_GRID)].
+    """The statistics of one update.
 
     Attributes:
         step: training step (0-based) before which the probe ran.
         tokens: T, tokens of the probe over all data parallel ranks.
-        tokens_per_step: tokens of a training step's global batch. Gradient noise of one step is that of the probe times
-            sqrt(tokens / tokens_per_step). ``wdrift2`` is that of one step already.
-        linear, by_format, boundary: columns by name (LINEAR_COLUMNS, FORMAT_COLUMNS, BOUNDARY_COLUMNS).
-        drift2: ‖u(g + ρ·s∘z) − u(g)‖² of each linear, [linears, len(RHO_GRID)]. ‖s‖² is s2 scaled to one step.
-        sink_drift2, sink_w2: the same of the sinks, and their ‖W‖².
+        tokens_per_step: tokens of a training step's global batch. The gradient noise of one step is that of the probe
+            times sqrt(tokens / tokens_per_step). ``wdrift2`` is that of one step already.
+        arrays: float64 arrays by the names that the file uses. :func:`array_shapes` gives their shapes and order.
+            ``linear.<column>``, ``by_format.<column>`` and ``boundary.<column>`` hold the columns above. ``drift2`` is
+            ‖u(g + ρ·s∘z) − u(g)‖² of each linear at each ρ of ``RHO_GRID``, where ‖s‖² is s2 scaled to one step.
+            ``sink_drift2`` and ``sink_w2`` are the same of the sinks, and their ‖W‖².
+
+    Raises ValueError if a linear stands twice, or if an array is missing or has another shape or dtype.
     """
 
     step: int
@@ -94,45 +97,41 @@ class StatisticsTable:
     formats: tuple[str, ...]
     linears: tuple[LinearRow, ...]
     sinks: tuple[SinkRow, ...]
-    linear: Mapping[str, np.ndarray]
-    by_format: Mapping[str, np.ndarray]
-    boundary: Mapping[str, np.ndarray]
-    drift2: np.ndarray
-    sink_drift2: np.ndarray
-    sink_w2: np.ndarray
+    arrays: Mapping[str, np.ndarray]
     meta: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(row.name for row in self.linears).items() if count > 1]
         if twice:
             raise ValueError(f"statistics: {twice[0]} is there twice")
-        for name, shape in self._shapes().items():
-            array = self._array(name)
+        for name, shape in array_shapes(self.linears, self.formats, self.sinks).items():
+            array = self.arrays[name]
             if array.shape != shape or array.dtype != np.float64:
                 raise ValueError(f"statistics {name}: {array.dtype}{array.shape}, expected float64{shape}")
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return array_shapes(self.linears, self.formats, self.sinks)
+    @property
+    def linear(self) -> dict[str, np.ndarray]:
+        """Columns of :data:`LINEAR_COLUMNS`, [linears]."""
+        return {column: self.arrays[f"linear.{column}"] for column in LINEAR_COLUMNS}
 
-    def _array(self, name: str) -> np.ndarray:
-        group, _, column = name.partition(".")
-        found: np.ndarray = getattr(self, group)[column] if column else getattr(self, group)
-        return found
+    @property
+    def by_format(self) -> dict[str, np.ndarray]:
+        """Columns of :data:`FORMAT_COLUMNS`, [linears, formats]."""
+        return {column: self.arrays[f"by_format.{column}"] for column in FORMAT_COLUMNS}
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return all arrays by dotted name, in a fixed order."""
-        return {name: self._array(name) for name in self._shapes()}
+    @property
+    def boundary(self) -> dict[str, np.ndarray]:
+        """Columns of :data:`BOUNDARY_COLUMNS`, [boundaries]."""
+        return {column: self.arrays[f"boundary.{column}"] for column in BOUNDARY_COLUMNS}
 
     def non_finite(self) -> list[str]:
-        """Return the columns with a NaN, an Inf or a wrong sign. An update with such a table is dropped."""
+        """Return the columns with a NaN, an Inf or a negative value. An update with such a table is dropped."""
         bad = []
-        of_linears = ("linear", "by_format", "drift2")
-        for name, array in self.arrays().items():
-            group = name.partition(".")[0]
+        for name, array in self.arrays.items():
             wrong = ~(np.isfinite(array) & (array >= 0))
             if wrong.any():
                 row = int(np.argwhere(wrong)[0][0])
-                owner = self.linears[row].name if group in of_linears else row
+                owner = self.linears[row].name if name.startswith(("linear.", "by_format.", "drift2")) else row
                 bad.append(f"{name} at {owner}")
         return bad
 
@@ -150,7 +149,7 @@ class StatisticsTable:
         }
         buffer = io.BytesIO()
         text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-        np.savez(buffer, header=text, **self.arrays())  # type: ignore[arg-type]
+        np.savez(buffer, header=text, **self.arrays)  # type: ignore[arg-type]
         return buffer.getvalue()
 
     @classmethod
@@ -166,22 +165,17 @@ class StatisticsTable:
                 header = json.loads(bytes(data["header"]))
                 if header.get("schema") != STATS_SCHEMA:
                     raise ValueError(f'"schema" must be "{STATS_SCHEMA}"')
-                groups = {
-                    "linear": {c: data[f"linear.{c}"] for c in LINEAR_COLUMNS},
-                    "by_format": {c: data[f"by_format.{c}"] for c in FORMAT_COLUMNS},
-                    "boundary": {c: data[f"boundary.{c}"] for c in BOUNDARY_COLUMNS},
-                }
+                formats = tuple(header["formats"])
+                linears = tuple(_linear_row(*fields) for fields in header["linears"])
+                sinks = tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"])
                 return cls(
                     step=int(header["step"]),
                     tokens=int(header["tokens"]),
                     tokens_per_step=int(header["tokens_per_step"]),
-                    formats=tuple(header["formats"]),
-                    linears=tuple(_linear_row(*fields) for fields in header["linears"]),
-                    sinks=tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"]),
-                    **groups,
-                    drift2=data["drift2"],
-                    sink_drift2=data["sink_drift2"],
-                    sink_w2=data["sink_w2"],
+                    formats=formats,
+                    linears=linears,
+                    sinks=sinks,
+                    arrays={name: data[name] for name in array_shapes(linears, formats, sinks)},
                     meta={str(k): float(v) for k, v in header["meta"].items()},
                 )
         except Exception as error:  # whatever NumPy, zipfile and conversions raise on bytes that are no such file
@@ -191,7 +185,7 @@ class StatisticsTable:
 def array_shapes(
     linears: Sequence[LinearRow], formats: Sequence[str], sinks: Sequence[SinkRow]
 ) -> dict[str, tuple[int, ...]]:
-    """Return dotted name of each measured array → its shape."""
+    """Return the name of each array of a table → its shape, in the order of a file."""
     n, s = len(linears), len(sinks)
     boundaries = 2 + max((row.sub_block for row in linears), default=-2)  # one above the last sub-block
     return {

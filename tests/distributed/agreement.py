@@ -39,10 +39,10 @@ Array = NDArray[np.float64]
 def differences_of_passes(table: StatisticsTable) -> dict[str, Array]:
     """Columns that are ‖a − b‖² for close a and b, and ‖a‖² of each, shaped to divide by the column."""
     linear, boundary = table.linear, table.boundary
-    saturated = table.drift2[:, -1:]  # of an error of ten times the gradient: the whole update
+    saturated = table.arrays["drift2"][:, -1:]  # of an error of ten times the gradient: the whole update
     return {
         "drift2": saturated,
-        "sink_drift2": table.sink_drift2[:, -1:],
+        "sink_drift2": table.arrays["sink_drift2"][:, -1:],
         "by_format.wdrift2": saturated,
         "linear.fx2": linear["xs2"],
         "linear.fg2": linear["gs2"],
@@ -70,8 +70,8 @@ def worst_differences(
     kinds = np.array([row.id.path for row in expected.linears])
     experts = np.array([row.experts > 1 for row in expected.linears])
     minuends = differences_of_passes(expected)
-    for name, array in expected.arrays().items():
-        distance = apart(array, actual.arrays()[name])
+    for name, array in expected.arrays.items():
+        distance = apart(array, actual.arrays[name])
         if ragged and name.endswith(ragged) and experts.any():
             found["ragged"] = max(found["ragged"], float(distance[experts].max()))
             distance[experts] = 0.0

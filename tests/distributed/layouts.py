@@ -285,9 +285,9 @@ def passed(row: dict[str, Any]) -> bool:
 
 def identical(expected: Trained, actual: Trained) -> bool:
     """Every bit of the table, every figure of every step."""
-    arrays = actual.table.arrays()
+    arrays = actual.table.arrays
     return expected.figures == actual.figures and all(
-        np.array_equal(array, arrays[name], equal_nan=True) for name, array in expected.table.arrays().items()
+        np.array_equal(array, arrays[name], equal_nan=True) for name, array in expected.table.arrays.items()
     )
 
 

@@ -109,8 +109,8 @@ def test_statistics_are_those_of_the_distributed_optimizer(by: str, kind: str, t
     for field in ("w2", "gw2", "s2"):
         np.testing.assert_allclose(sharded.linear[field], whole.linear[field], rtol=2e-2, err_msg=field)
     np.testing.assert_allclose(sharded.by_format["wdrift2"], whole.by_format["wdrift2"], rtol=0.1)
-    np.testing.assert_allclose(sharded.sink_w2, whole.sink_w2, rtol=1e-2)
-    np.testing.assert_allclose(sharded.sink_drift2, whole.sink_drift2, rtol=0.5)
+    np.testing.assert_allclose(sharded.arrays["sink_w2"], whole.arrays["sink_w2"], rtol=1e-2)
+    np.testing.assert_allclose(sharded.arrays["sink_drift2"], whole.arrays["sink_drift2"], rtol=0.5)
 
 
 @by

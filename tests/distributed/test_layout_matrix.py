@@ -50,7 +50,7 @@ def test_every_column_is_measured(layouts: LayoutRuns) -> None:
     assert table.non_finite() == []
     assert table.tokens == table.tokens_per_step == 4 * 128
     assert [row.stage for row in layouts.trained("pp2-virtual").table.linears] == ([0] * 4 + [1] * 4) * 2
-    for name, array in table.arrays().items():
+    for name, array in table.arrays.items():
         # Nothing branches off above the last boundary.
         rows = array[:-1] if name in ("boundary.branch_h2", "boundary.branch_r2") else array
         assert (rows > 0).all(), name
@@ -94,7 +94,7 @@ def test_what_differs_is_found(layouts: LayoutRuns) -> None:
     base = layouts.trained("world-1")
     table = base.table
     assert agree(worst_differences(table, table))
-    changed = replace(table, linear=dict(table.linear, x2=table.linear["x2"] * (1 + 3e-5)))
+    changed = replace(table, arrays=table.arrays | {"linear.x2": table.linear["x2"] * (1 + 3e-5)})
     found = worst_differences(table, changed)
     assert not agree(found)
     assert found["value"] == pytest.approx(3e-5, rel=1e-3)
@@ -103,13 +103,13 @@ def test_what_differs_is_found(layouts: LayoutRuns) -> None:
     for factor, layers, good in ((1.05, 2, True), (1.0 + 2e-5, 4, False), (1.2, 1, False), (np.nan, 1, False)):
         c2 = table.by_format["c2"].copy()
         c2[: 4 * layers : 4] *= factor
-        moved = worst_differences(table, replace(table, by_format=dict(table.by_format, c2=c2)))
+        moved = worst_differences(table, replace(table, arrays=table.arrays | {"by_format.c2": c2}))
         assert agree(moved) is good, (factor, layers, moved)
     # A last bit of the update is more of a small drift than of a large one.
     for column, good in ((0, True), (-1, False)):
-        drift2 = table.drift2.copy()
+        drift2 = table.arrays["drift2"].copy()
         drift2[:, column] *= 1 + 5e-5
-        assert agree(worst_differences(table, replace(table, drift2=drift2))) is good
+        assert agree(worst_differences(table, replace(table, arrays=table.arrays | {"drift2": drift2}))) is good
     figures = [(step, loss * (1 + 2e-3), norm) for step, loss, norm in base.figures]
     assert loss_differences(base.figures, figures)[0] == pytest.approx(2e-3)
     assert loss_differences(base.figures, figures[1:]) == (np.inf, np.inf)

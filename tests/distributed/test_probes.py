@@ -133,15 +133,15 @@ def test_tokens_that_the_loss_leaves_out_do_not_scale_gradients(warm: WarmRanks,
     found = probed_table(warm, tmp_path / "per-token", 2, "--calculate-per-token-loss", *layout.split())
     assert expected.tokens == 4 * 64
     for column in ("linear.g2", "boundary.r2"):  # of a mean over T tokens: in proportion to 1/T
-        measured, wanted = (table.arrays()[column].sum() * table.tokens for table in (found, expected))
+        measured, wanted = (table.arrays[column].sum() * table.tokens for table in (found, expected))
         assert measured == pytest.approx(wanted, rel=0.2), column
 
 
 def test_the_scale_of_a_loss_scales_no_statistic(warm: WarmRanks, tmp_path: Path) -> None:
-    expected = probed_table(warm, tmp_path / "bf16", 1, "--bf16").arrays()
-    scaled = probed_table(warm, tmp_path / "scaled", 1, "--bf16", "--loss-scale", "1024").arrays()
+    expected = probed_table(warm, tmp_path / "bf16", 1, "--bf16").arrays
+    scaled = probed_table(warm, tmp_path / "scaled", 1, "--bf16", "--loss-scale", "1024").arrays
     assert all(np.array_equal(array, scaled[name], equal_nan=True) for name, array in expected.items())
-    fp16 = probed_table(warm, tmp_path / "fp16", 1, "--fp16", "--initial-loss-scale", "1024").arrays()
+    fp16 = probed_table(warm, tmp_path / "fp16", 1, "--fp16", "--initial-loss-scale", "1024").arrays
     for column in ("linear.x2", "linear.g2", "linear.gw2", "by_format.wdrift2"):
         assert fp16[column].sum() == pytest.approx(expected[column].sum(), rel=0.05), column
 

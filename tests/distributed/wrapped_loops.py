@@ -48,7 +48,7 @@ def train(rank: int, ranks: int, before: Wrap, after: Wrap) -> dict[str, Any]:
         "tokens": table.tokens,
         "columns": {c: table.linear[c].tolist() for c in ("x2", "w2", "g2", "d2", "gw2")}
         | {c: table.boundary[c].tolist() for c in ("h2", "r2")}
-        | {"c2": table.by_format["c2"].ravel().tolist(), "sinks": table.sink_drift2.ravel().tolist()},
+        | {"c2": table.by_format["c2"].ravel().tolist(), "sinks": table.arrays["sink_drift2"].ravel().tolist()},
         "losses": losses,
     }
 

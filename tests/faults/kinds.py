@@ -128,7 +128,7 @@ class BrokenStatistics(Kind):
         def reduce(table: PartialTable, *args: Any) -> None:
             if rank.step == fault.step and rank.number == fault.params["rank"] and not done:
                 done.append(True)
-                table.arrays[fault.params["column"]].view(-1)[0] = float(fault.params["value"])
+                table.arrays[fault.params["column"]].flat[0] = float(fault.params["value"])
                 rank.note(fault.number, "injected")
             genuine(table, *args)
 

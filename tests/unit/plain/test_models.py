@@ -73,7 +73,7 @@ def test_llama_has_seven_linears_a_block(usual: tuple[PlainSnip, list[float]]) -
     mlp = {f"mlp.{name}_proj": (1, "reads") for name in ("gate", "up")} | {"mlp.down_proj": (1, "writes")}
     assert places(snip) == attention | mlp
     assert (snip.map.version, snip.map.status) == (1, "optimal")
-    assert (snip.table.drift2 > 0).all()
+    assert (snip.table.arrays["drift2"] > 0).all()
 
 
 def test_gpt2_has_transposed_weights_and_a_tied_output_layer() -> None:
@@ -85,7 +85,7 @@ def test_gpt2_has_transposed_weights_and_a_tied_output_layer() -> None:
         "mlp.c_proj": (1, "writes"),
     }
     assert [(row.n, row.k) for row in snip.registry.rows[:2]] == [(96, 32), (32, 32)]
-    assert (snip.table.drift2 > 0).all()
+    assert (snip.table.arrays["drift2"] > 0).all()
     assert snip.map.version == 1
 
 
@@ -121,8 +121,8 @@ def test_conv1d_computes_what_a_linear_of_its_transpose_does() -> None:
         assert snip.table is not None
         tables.append(snip.table)
     torch.testing.assert_close(*gradients)
-    for name, column in tables[0].arrays().items():
-        np.testing.assert_allclose(column, tables[1].arrays()[name], rtol=1e-3, atol=1e-12, err_msg=name)
+    for name, column in tables[0].arrays.items():
+        np.testing.assert_allclose(column, tables[1].arrays[name], rtol=1e-3, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "tied"])
@@ -132,8 +132,8 @@ def test_activation_checkpointing_changes_no_statistic(way: str, usual: tuple[Pl
     model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
     snip, losses = train(model)
     assert losses == reference[1]
-    for name, column in snip.table.arrays().items():
-        np.testing.assert_allclose(column, reference[0].table.arrays()[name], rtol=1e-6, atol=1e-12, err_msg=name)
+    for name, column in snip.table.arrays.items():
+        np.testing.assert_allclose(column, reference[0].table.arrays[name], rtol=1e-6, atol=1e-12, err_msg=name)
 
 
 class Recomputed(example.Model):
@@ -158,7 +158,7 @@ def test_hooks_inside_of_a_checkpoint_see_the_stream_once(reentrant: bool) -> No
             training.model.__class__, training.model.reentrant = Recomputed, reentrant
         training.snip = convert(training.model, training.optimizer, first_update=2)
         training.run(range(3))
-        tables.append(training.snip.table.arrays())
+        tables.append(training.snip.table.arrays)
     for name, column in tables[0].items():
         np.testing.assert_allclose(column, tables[1][name], rtol=1e-6, atol=1e-12, err_msg=name)
 
@@ -196,7 +196,7 @@ def test_frozen_linears_with_adapters_are_quantised_without_wgrad() -> None:
     assert not any(key.endswith(":wgrad") or ".up:" in key or ".down:" in key for key in snip.map.choices)
     assert snip.map.achieved >= 0.75
     assert [row.name for row in snip.table.sinks].count("decoder.layers.0.self_attn.q_proj.base.adapter_1") == 1
-    assert snip.table.sink_drift2.any()
+    assert snip.table.arrays["sink_drift2"].any()
     assert all(torch.equal(model.get_parameter(name), before) for name, before in frozen.items())
 
 

@@ -161,8 +161,8 @@ def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     np.testing.assert_allclose(table.boundary["h2"][0:6:2], stream, rtol=1e-4)
     assert table.tokens == 8 * example.LENGTH
     assert (table.linear["fg2"] > 0).all()  # the noise pass moved every gradient
-    assert (table.drift2 > 0).all()
-    assert (table.sink_drift2[:, -1] > 0).all()
+    assert (table.arrays["drift2"] > 0).all()
+    assert (table.arrays["sink_drift2"][:, -1] > 0).all()
     assert {row.name for row in table.sinks} >= {"embedding.tokens", "decoder.norm", "decoder.norm_5.0"}
 
 
@@ -187,7 +187,7 @@ def test_sgd_of_bf16_weights_accumulates_gradients() -> None:
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
     training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2)
     training.run(range(3))
-    assert training.snip.table.drift2.all()
+    assert training.snip.table.arrays["drift2"].all()
     assert training.snip.map.version == 1
 
 

@@ -20,7 +20,7 @@ PATIENCE = 300.0  # a process that imports the solver has taken a minute on a bu
 def make_job(version: int = 1, *, target: float = 0.5, policy: str = "snip") -> SolveJob:
     table = make_table(layers=2)
     size = np.arange(1.0, len(table.linears) + 1)
-    table = replace(table, linear={**table.linear, "x2": size})
+    table = replace(table, arrays={**table.arrays, "linear.x2": size})
     return SolveJob(
         table, SolveRequest(policy=policy, version=version, budget=Budget("fp4", target), stage_tolerance=None)
     )

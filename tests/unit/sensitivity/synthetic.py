@@ -48,12 +48,14 @@ def make_table(
         formats=formats,
         linears=rows,
         sinks=sinks,
-        linear={c: rng.uniform(0.5, 2.0, n) for c in LINEAR_COLUMNS},
-        by_format={c: rng.uniform(0.01, 0.02, (n, 1)) * error for c in FORMAT_COLUMNS},
-        boundary={c: rng.uniform(0.5, 2.0, 2 * layers + 1) for c in BOUNDARY_COLUMNS},
-        drift2=rng.uniform(0.5, 2.0, (n, 1)) * grid,
-        sink_drift2=rng.uniform(0.5, 2.0, (len(sinks), 1)) * grid,
-        sink_w2=rng.uniform(0.5, 2.0, len(sinks)),
+        arrays={
+            **{f"linear.{c}": rng.uniform(0.5, 2.0, n) for c in LINEAR_COLUMNS},
+            **{f"by_format.{c}": rng.uniform(0.01, 0.02, (n, 1)) * error for c in FORMAT_COLUMNS},
+            **{f"boundary.{c}": rng.uniform(0.5, 2.0, 2 * layers + 1) for c in BOUNDARY_COLUMNS},
+            "drift2": rng.uniform(0.5, 2.0, (n, 1)) * grid,
+            "sink_drift2": rng.uniform(0.5, 2.0, (len(sinks), 1)) * grid,
+            "sink_w2": rng.uniform(0.5, 2.0, len(sinks)),
+        },
     )
 
 
@@ -70,10 +72,12 @@ def with_experts(table: StatisticsTable, experts: int = 8, active: int = 2) -> S
 
 
 def with_columns(table: StatisticsTable, group: str, **columns: np.ndarray | float) -> StatisticsTable:
-    """A copy with whole columns replaced (a number fills the column)."""
-    old = getattr(table, group)
-    new = {c: np.broadcast_to(np.asarray(v, dtype=np.float64), old[c].shape).copy() for c, v in columns.items()}
-    return replace(table, **{group: {**old, **new}})
+    """A copy with whole columns of a group replaced (a number fills the column); ``group`` "" has the other arrays."""
+    arrays = dict(table.arrays)
+    for column, value in columns.items():
+        name = f"{group}.{column}" if group else column
+        arrays[name] = np.broadcast_to(np.asarray(value, dtype=np.float64), arrays[name].shape).copy()
+    return replace(table, arrays=arrays)
 
 
 def scaled_loss(table: StatisticsTable, c: float) -> StatisticsTable:

@@ -12,8 +12,8 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.precision import LinearId, LinearRow
 from snip_megatron.sensitivity.quantization_error import squared_errors
-from snip_megatron.sensitivity.recorder import Dots, LinearRecorder, Pass
-from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, finish_dots, reduce_columns
+from snip_megatron.sensitivity.recorder import LinearRecorder, OutputErrorDots, Pass
+from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
 from snip_megatron.sensitivity.sums import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -118,22 +118,37 @@ def alone() -> ProbeGroups:
     return ProbeGroups(tp=None, dp=None)
 
 
+def table_of(row: LinearRow, *recorders: LinearRecorder, groups: ProbeGroups | None = None) -> PartialTable:
+    """The table's row of a linear, summed over recorders."""
+    table = PartialTable(TableShape(linears=(row,), formats=FORMATS, sinks=()), 1.0)
+    add_loss_effects(table, recorders, groups or alone())
+    assert not any(recorder.dots for recorder in recorders)
+    for recorder in recorders:
+        table.add_recorder(recorder, dp_rank=0)
+    table.reduce(torch.device("cpu"))
+    return table
+
+
+def columns_of(linear: LinearId, recorder: LinearRecorder) -> dict[str, np.ndarray]:
+    """Columns of the table that a recorder fills."""
+    arrays = table_of(LinearRow(str(linear), 0, N, K), recorder).arrays
+    return {name.rpartition(".")[2]: array[0] for name, array in arrays.items() if array.any()}
+
+
 # -- one rank --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("samples", [64, 10_000])
 def test_sums_are_the_definitions(linear: LinearId, samples: int) -> None:
     batches = microbatches()
     recorder = recorded(linear, batches, samples)
-    finish_dots([recorder], alone())
-    assert recorder.dots == []
+    found = columns_of(linear, recorder)
     expected = definitions(batches, samples)
     if linear is ROW:  # partial over ranks there: completed from other columns in the table
         expected = {name: value for name, value in expected.items() if name not in ("y2", "e2")}
-    found = recorder.sums | recorder.by_format
     assert found.keys() == expected.keys()
     expected["d2"] = sum(square(b.g.double() @ b.w.double()) for b in batches)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name].numpy(), value, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("linear", [COLUMN, ROW], ids=["column", "row"])
@@ -142,13 +157,12 @@ def test_outputs_of_a_sample_of_tokens(linear: LinearId, monkeypatch: pytest.Mon
     monkeypatch.setattr("snip_megatron.sensitivity.recorder.OUTPUT_TOKENS", 64)
     batches = microbatches()
     recorder = recorded(linear, batches, 32)
-    finish_dots([recorder], alone())
-    found = recorder.sums | recorder.by_format
+    found = columns_of(linear, recorder)
     whole = definitions(batches, 64)
-    np.testing.assert_allclose(found["c2"].numpy(), whole["c2"], rtol=0.1)
+    np.testing.assert_allclose(found["c2"], whole["c2"], rtol=0.1)
     if linear is COLUMN:
         for name in ("y2", "e2"):
-            np.testing.assert_allclose(found[name].numpy(), whole[name], rtol=0.1, err_msg=name)
+            np.testing.assert_allclose(found[name], whole[name], rtol=0.1, err_msg=name)
 
 
 def test_formats_of_one_scale_a_tensor_keep_it_in_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +204,15 @@ def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch(
         record(recorder, i, c.x, c.w, c.g, c.d, c.d)
     assert float(recorder.sums["fx2"]) == pytest.approx(fx2, rel=1e-6)
     assert float(recorder.sums["fg2"]) == pytest.approx(g2, rel=1e-6)
-    assert {name: recorder.sums[name] for name in before} == before
+    assert all(torch.equal(recorder.sums[name], value) for name, value in before.items())
 
 
 def test_no_tokens_leave_no_nan() -> None:
     recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
     (b,) = microbatches(1, tokens=0)
     record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
-    finish_dots([recorder], alone())
-    assert all(torch.isfinite(value).all() for value in (recorder.sums | recorder.by_format).values())
-    assert set(recorder.sums) == {"w2"}
+    assert all(torch.isfinite(value).all() for value in recorder.sums.values())
+    assert columns_of(COLUMN, recorder).keys() == {"w2", "dw2"}
     recorder.start(Pass.FORWARD_NOISE)
     record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
     assert float(recorder.sums["fx2"]) == float(recorder.sums["fg2"]) == 0.0
@@ -221,12 +234,13 @@ def test_a_microbatch_without_tokens_changes_nothing() -> None:
     record(plain, 0, b.x, b.w, b.g, b.d, b.d)
     record(mixed, 0, *none, none[0], none[0])
     record(mixed, 1, b.x, b.w, b.g, b.d, b.d)
-    for recorder in (plain, mixed):
-        finish_dots([recorder], alone())
-    for name, value in (plain.sums | plain.by_format).items():
-        assert torch.equal((mixed.sums | mixed.by_format)[name], value), name
     assert torch.equal(mixed.own_sums(), plain.own_sums())
     assert plain.own_sums()[3] == 200
+    row = LinearRow(plain.handle.name, 0, N, K)
+    for (name, value), other in zip(
+        table_of(row, plain).arrays.items(), table_of(row, mixed).arrays.values(), strict=True
+    ):
+        np.testing.assert_array_equal(other, value, err_msg=name)
 
 
 def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
@@ -237,17 +251,13 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     groups = ProbeGroups(tp=None, dp=None, experts=ProbeGroups(tp=None, dp=None))
     assert groups.of(busy.handle) is groups.experts
     assert groups.of(place(COLUMN)) is groups
-    finish_dots([busy, idle], groups)
     reduce_columns([busy, idle], groups)
     assert not idle.whole.any()
     assert busy.whole.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
     assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))
     record(idle, 0, torch.empty(0, K), 2 * b.w, torch.empty(0, N), torch.empty(0, K), torch.empty(0, K))
     row = LinearRow("decoder.layers.1.mlp.experts.linear_fc1", 0, N, K, experts=4, active=2)
-    shape = TableShape(linears=(row,), formats=FORMATS, sinks=())
-    table = PartialTable(shape, 1.0)
-    for recorder in (busy, idle):
-        table.add_recorder(recorder, dp_rank=0)
+    table = table_of(row, busy, idle, groups=groups)
     expected = definitions([b], 64)
     name = row.name
     assert table.linear(name, "w2") == pytest.approx(5 * expected["w2"])
@@ -303,16 +313,13 @@ def test_the_sum_over_shards_is_the_whole(
         own = first.dots[i]
         known = None if own.known is None or other.known is None else own.known + other.known
         assert (known is None) == (tokens == T)
-        first.dots[i] = second.dots[i] = Dots(own.values + other.values, own.rows, own.share + other.share, known)
-    shape = TableShape(linears=(LinearRow(str(linear), 0, N, K),), formats=FORMATS, sinks=())
-    one, two = PartialTable(shape, 1.0), PartialTable(shape, 1.0)
-    finish_dots([whole], alone())
-    one.add_recorder(whole, dp_rank=0)
-    for recorder in (first, second):
-        finish_dots([recorder], alone())
-        two.add_recorder(recorder, dp_rank=0)
+        first.dots[i] = second.dots[i] = OutputErrorDots(
+            own.values + other.values, own.rows, own.share + other.share, known
+        )
+    row = LinearRow(str(linear), 0, N, K)
+    one, two = table_of(row, whole), table_of(row, first, second)
     tiled = {"dw2", "dg_row2", "c2", "e2"} if linear is COLUMN else {"dw2", "dx_row2", "c2"}
     for name, expected in one.arrays.items():
         rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
-        np.testing.assert_allclose(two.arrays[name].numpy(), expected.numpy(), rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(two.arrays[name], expected, rtol=rtol, err_msg=name)
     assert float(one.arrays["linear.x2"][0]) > 0

@@ -28,28 +28,27 @@ def test_file_round_trip(tmp_path: Path) -> None:
     loaded = StatisticsTable.load(path)
     for name in ("step", "tokens", "tokens_per_step", "formats", "linears", "sinks", "meta"):
         assert getattr(loaded, name) == getattr(original, name), name
-    assert loaded.arrays().keys() == original.arrays().keys()
-    for name, array in original.arrays().items():
-        np.testing.assert_array_equal(loaded.arrays()[name], array, err_msg=name)
+    assert loaded.arrays.keys() == original.arrays.keys()
+    for name, array in original.arrays.items():
+        np.testing.assert_array_equal(loaded.arrays[name], array, err_msg=name)
     assert [p.name for p in tmp_path.iterdir()] == ["step_40.npz"]  # nothing partial is left
 
 
 @pytest.mark.parametrize(
-    ("group", "column", "value"),
+    ("name", "value"),
     [
-        ("linear", "x2", np.ones(3)),
-        ("linear", "x2", np.ones(4, dtype=np.float32)),
-        ("by_format", "c2", np.ones((4, 3))),
-        ("boundary", "h2", np.ones(4)),
-        ("drift2", "", np.ones((4, 5))),
-        ("sink_w2", "", np.ones(1)),
+        ("linear.x2", np.ones(3)),
+        ("linear.x2", np.ones(4, dtype=np.float32)),
+        ("by_format.c2", np.ones((4, 3))),
+        ("boundary.h2", np.ones(4)),
+        ("drift2", np.ones((4, 5))),
+        ("sink_w2", np.ones(1)),
     ],
 )
-def test_wrong_shapes_and_dtypes_are_refused(group: str, column: str, value: np.ndarray) -> None:
+def test_wrong_shapes_and_dtypes_are_refused(name: str, value: np.ndarray) -> None:
     one = table()
-    changed = {**getattr(one, group), column: value} if column else value
-    with pytest.raises(ValueError, match=f"statistics {group}"):
-        replace(one, **{group: changed})
+    with pytest.raises(ValueError, match=f"statistics {name}"):
+        replace(one, arrays={**one.arrays, name: value})
 
 
 # -- finite ----------------------------------------------------------------------------------------------------
@@ -61,8 +60,8 @@ def test_non_finite_names_column_and_linear(bad: float) -> None:
     one.linear["gw2"][2] = bad
     one.by_format["c2"][1, 1] = bad
     one.boundary["h2"][2] = bad
-    one.drift2[0, 7] = bad
-    one.sink_drift2[1, 0] = bad
+    one.arrays["drift2"][0, 7] = bad
+    one.arrays["sink_drift2"][1, 0] = bad
     assert one.non_finite() == [
         "linear.gw2 at decoder.layers.0.mlp.linear_fc1",
         "by_format.c2 at decoder.layers.0.self_attention.linear_proj",

@@ -14,7 +14,7 @@ from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver import solve
 
-from .synthetic import linear_rows, make_table
+from .synthetic import linear_rows, make_table, with_columns
 
 FORMATS = ("mxfp8", "nvfp4_46", "nvfp4_hadamard", "nvfp4")
 
@@ -24,8 +24,7 @@ def table_of(formats: tuple[str, ...] = FORMATS, **relative: float) -> Statistic
     table = make_table(formats=formats)
     base = table.by_format["c2"][:, :1] / 1e-2
     factors = [relative.get(fmt, 0.01 if fmt == "mxfp8" else 1.0) for fmt in formats]
-    columns = dict.fromkeys(table.by_format, base * factors)
-    return dataclasses.replace(table, by_format=columns)
+    return with_columns(table, "by_format", **dict.fromkeys(table.by_format, base * factors))
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p not in UNSOLVED])
