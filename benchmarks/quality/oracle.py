@@ -107,7 +107,7 @@ class Oracle:
                     loss[index - 1] = (change + made.first_order) * scale.gradient
         for sums in (drift2, loss):
             dist.all_reduce(sums)
-        w2 = np.concatenate([table.linear["w2"], table.sink_w2])
+        w2 = np.concatenate([table.linear["w2"], table.arrays["sink_w2"]])
         return truth_of(trials, drift2.cpu().numpy(), loss.cpu().numpy(), w2, names, table.formats)
 
     def _owners(self, step: MegatronStep, names: Sequence[str]) -> list[_Owner]:
