@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     args = add_arguments(parser).parse_args()
     try:
-        decided = startup.prepare([], SnipConfig.from_args(args).no_compat)  # before Megatron is imported
+        decided = startup.prepare([], args.snip_no_compat or ())  # before Megatron is imported
         # This import comes first: it says in one line that Bridge is missing.
         from snip_megatron.bridge import SnipCallback, prepare  # isort: skip
 

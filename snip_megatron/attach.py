@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 
 from snip_megatron.megatron import startup
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments
+from snip_megatron.runtime.config import add_arguments, parse_snip_arguments
 
 __all__ = ["attach", "snip_arguments"]
 
@@ -39,8 +39,7 @@ def snip_arguments(provider: Provider | None = None) -> Provider:
         parser.error = _end  # type: ignore[method-assign]
         with _one_line():
             decided = startup.current(())
-            config = parse_snip_arguments(sys.argv[1:])
-            if _has_a_part(config, decided):
+            if _is_active(parse_snip_arguments(sys.argv[1:]).snip, decided):
                 from snip_megatron.megatron import compat
 
                 if decided.on_cpu:
@@ -64,9 +63,9 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
     @functools.wraps(pretrain)
     def pretrain_under_snip(*args: Any, **kwargs: Any) -> Any:
         with _one_line():
-            config = parse_snip_arguments(sys.argv[1:])
-            decided = startup.current(config.no_compat)
-            if not _has_a_part(config, decided):
+            arguments = parse_snip_arguments(sys.argv[1:])
+            decided = startup.current(arguments.snip_no_compat)
+            if not _is_active(arguments.snip, decided):
                 return pretrain(*args, **kwargs)
             import torch
 
@@ -81,19 +80,19 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
     return cast(Pretrain, pretrain_under_snip)
 
 
-def _has_a_part(config: SnipConfig, decided: startup.Startup) -> bool:
+def _is_active(enabled: bool, decided: startup.Startup) -> bool:
     """Whether SNIP does anything here: under ``--snip``, and on the CPU, where Megatron needs the compatibility sets.
 
     Without ``--snip`` no release of Megatron is refused. Raises SnipError if SNIP cannot work with this one.
     """
     try:
-        if config.enabled or decided.on_cpu:
+        if enabled or decided.on_cpu:
             startup.check_installed()
     except SnipError:
-        if config.enabled:
+        if enabled:
             raise
         return False
-    return config.enabled or decided.on_cpu
+    return enabled or decided.on_cpu
 
 
 @contextmanager
@@ -122,7 +121,7 @@ def main() -> int:
     with _one_line():
         if not script.is_file():
             raise SnipError(f"{script}: no such file; give the path of the training script")
-        startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
+        startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
     return 0

@@ -43,7 +43,7 @@ from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.defaults import dominated
 
 
@@ -62,8 +62,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
         if snip is not None and options:
             raise SnipError(f"SnipCallback takes a SnipConfig or options, not both: {', '.join(sorted(options))}")
         native = native_backend(options.get("gemm", SnipConfig.gemm) if snip is None else snip.gemm, te_linears=True)
-        self._snip = SnipConfig.from_options(options, native, ends=True) if snip is None else snip
-        self._said = dominated(self._snip.wanted, self._snip.formats, native) if self._snip.updates else None
+        self._snip = resolve(options, native, ends=True) if snip is None else snip
+        self._said = dominated(self._snip.budget, self._snip.formats, native) if self._snip.updates else None
         self._run: _BridgeRun | None = None
         self._container: Any = None
         self._undo = ExitStack()

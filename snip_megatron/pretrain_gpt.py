@@ -18,8 +18,7 @@ def main() -> int:
 
 def _train() -> int:
     try:
-        config = parse_snip_arguments(sys.argv[1:])
-        startup = prepare(sys.argv[1:], config.no_compat)
+        startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
         from snip_megatron.megatron.entry import run
 
         run(startup)

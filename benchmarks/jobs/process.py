@@ -23,13 +23,13 @@ def main() -> int:
     from snip_megatron.precision.errors import SnipError
 
     try:
-        config = pretrain_gpt.parse_snip_arguments(sys.argv[1:])
-        prepare(sys.argv[1:], config.no_compat)  # before Megatron is imported, as the entry does
+        args = pretrain_gpt.parse_snip_arguments(sys.argv[1:])
+        prepare(sys.argv[1:], args.snip_no_compat)  # before Megatron is imported, as the entry does
     except SnipError as error:
         print(f"pretrain_gpt: {error}", file=sys.stderr)
         return error.exit_code
     modules = ("snip_megatron.megatron.entry", "snip_megatron.megatron.setup")
-    for module in modules if config.enabled else modules[:1]:
+    for module in modules if args.snip else modules[:1]:
         importlib.import_module(module)
     job_kernels.record(folder)
     (folder / f"ready.{os.environ.get('RANK', '0')}").touch()

@@ -25,7 +25,7 @@ from benchmarks.quality.runner import Pool, describe, visible_gpus
 from benchmarks.quality.runs import experiment_runs, fill, training_command, warm_arguments
 from benchmarks.quality.tables import markdown
 from snip_megatron.precision.errors import SnipError, cut, located
-from snip_megatron.runtime.config import parse_snip_arguments
+from snip_megatron.runtime.config import parse_snip_arguments, resolve_arguments
 from snip_megatron.runtime.storage import deliver
 
 INCOMPLETE, SOME_FAILED = 4, 1
@@ -98,7 +98,8 @@ def _check_settings(experiment: Experiment, data: Data) -> None:
     """Raise SnipError for a run whose arguments SNIP would refuse, or that would end before its first map."""
     for run in experiment_runs(experiment, data):
         with located(f"{experiment.name}: {run.title}"):
-            config = parse_snip_arguments(fill(run.arguments, {"data": str(data.folder)}))
+            words = fill(run.arguments, {"data": str(data.folder)})
+            config = resolve_arguments(parse_snip_arguments(words))
             adopted = config.first_update + config.lag
             if config.updates and adopted >= experiment.schedule(run.kind):
                 raise SnipError(f"its first map would come at step {adopted}, after the last one; give more steps")

@@ -27,8 +27,9 @@ from unittest import mock
 import yaml
 
 from benchmarks.quality import bridge_recipes
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.config import SnipConfig, add_arguments
+from snip_megatron.runtime.config import SnipConfig, add_arguments, resolve_arguments
 
 FOLDERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
 SNIP = ("--snip", "--snip-budget", "fp4=0.5", "--snip-formats", "fp8,fp4")
@@ -133,7 +134,7 @@ def configuration(case: str, given: dict[str, Any], environment: dict[str, Any])
             check_layers_of_experts(args)
             return args
 
-        return _checked(case, SnipConfig.from_args(args), of_entry, model)
+        return _checked(case, resolve_arguments(args), of_entry, model)
 
 
 def recipe(case: str, make: Callable[[], Any]) -> Verdict:
@@ -148,7 +149,7 @@ def recipe(case: str, make: Callable[[], Any]) -> Verdict:
             return Verdict(case, "SNIP", str(error))
         except Exception as error:
             return Verdict(case, "Bridge", f"{type(error).__name__}: {error}")
-        snip = SnipConfig(enabled=True, budget=SNIP[2], formats=("fp8", "fp4"))
+        snip = SnipConfig(enabled=True, budget=Budget.parse(SNIP[2], "budget"), formats=("fp8", "fp4"))
         return _checked(case, snip, lambda config: bridge.bridge_arguments(container), container.model)
 
 

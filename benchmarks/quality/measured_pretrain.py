@@ -15,7 +15,7 @@ from snip_megatron.runtime.config import parse_snip_arguments
 def main() -> int:
     """Train. Returns the exit code. A SnipError is printed as one line."""
     try:
-        startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).no_compat)
+        startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
         from benchmarks.quality.oracle import after_each_probe, record
         from snip_megatron.megatron.entry import run
 

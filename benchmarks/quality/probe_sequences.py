@@ -61,7 +61,7 @@ def prepared(arguments: list[str]) -> Any:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     sys.argv = ["pretrain_gpt", *arguments]
-    return startup.prepare(arguments, parse_snip_arguments(arguments).no_compat)
+    return startup.prepare(arguments, parse_snip_arguments(arguments).snip_no_compat)
 
 
 def train(asked: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say
 from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.precision.errors import SnipError, located
-from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.timing.loading import load_cost_model
 
@@ -32,13 +32,13 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     Raises SnipError if an argument is invalid, or two of them cannot be combined.
     """
     if not getattr(args, "snip", False):
-        return SnipConfig.from_args(args), []
+        return resolve_arguments(args), []
     te_linears = args.transformer_impl == "transformer_engine"
     native = native_backend(args.snip_gemm or SnipConfig.gemm, te_linears=te_linears)
-    config = SnipConfig.from_args(args, native or _named_backend(args.snip_timings))
+    config = resolve_arguments(args, native or _named_backend(args.snip_timings))
     if not config.updates and not config.late:
         return config, []
-    said = [dominated(config.wanted, config.formats, native)]
+    said = [dominated(config.budget, config.formats, native)]
     if args.snip_budget is None:
         free = "" if native else ": formats are emulated on this machine, which saves no time"
         said.insert(

@@ -93,7 +93,7 @@ def _predicted_times(
     Returns None if the run's request has them or will have them, or if they are not known. The run says so, unless
     there is no table for this GPU: its budget asks for no times, so that training goes on.
     """
-    if config.wanted.timed or backend in EMULATIONS:
+    if config.budget.timed or backend in EMULATIONS:
         return None
     device = torch.cuda.get_device_name()
     try:

@@ -323,7 +323,7 @@ class SnipRun:
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         own: OwnTimes | None = None
         measure: Callable[[], OptionTimes] | None = None
-        if config.wanted.timed and config.updates and request.times is None:
+        if config.budget.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend

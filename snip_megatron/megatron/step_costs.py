@@ -58,7 +58,7 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
 
     ``backend`` is None on a CPU before there is one.
     """
-    if not (config.wanted.timed and config.updates) or config.timings is not None:
+    if not (config.budget.timed and config.updates) or config.timings is not None:
         return
     if backend in (None, *EMULATIONS):
         here = "a CPU emulates them" if backend is None else f"--snip-gemm {backend} emulates them here"

@@ -74,7 +74,7 @@ def timeline_of(
         fixed,
         carried,
         standing=STANDING_WEIGHTS[config.deployed],
-        timed=config.wanted.kind == "speedup",
+        timed=config.budget.kind == "speedup",
     )
 
 

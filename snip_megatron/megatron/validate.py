@@ -64,7 +64,7 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
     """
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")
-    if config.wanted.kind == "speedup" and config.updates and linears.left:
+    if config.budget.kind == "speedup" and config.updates and linears.left:
         raise SnipError(
             f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
             f" {linears.left[0].name} does; use loss= or fp4="
@@ -277,7 +277,7 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLi
     Raises SnipError if the table of times that the configuration names cannot be used.
     """
     return config.request(
-        times=option_times(config, args, linears.covered) if config.wanted.timed and config.updates else None,
+        times=option_times(config, args, linears.covered) if config.budget.timed and config.updates else None,
         pins=pins(config, args),
         unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.left_flops.items()} or None,
     )
@@ -293,7 +293,7 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
     if not config.updates:
         return
     request = solve_request(config, args, linears)
-    if config.wanted.timed:
+    if config.budget.timed:
         if request.times is not None:  # otherwise the run measures them
             check_reachable(linears.covered, request)
         return

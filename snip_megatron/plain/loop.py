@@ -21,7 +21,7 @@ from snip_megatron.plain.structure import Structure, find_places, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
-from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.defaults import dominated
@@ -215,13 +215,13 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
         if name in _WITH_MEGATRON:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
     native = native_backend(options.get("gemm", SnipConfig.gemm))
-    config = SnipConfig.from_options({"lag": 1, **options}, native, ends=False)
-    if config.wanted.timed and config.updates:
+    config = resolve({"lag": 1, **options}, native, ends=False)
+    if config.budget.timed and config.updates:
         default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
         raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")
     if config.late or config.phases is not None:
         named = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
         raise SnipError(f"{named} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
-    if config.updates and (line := dominated(config.wanted, config.formats, native, times=False)):
+    if config.updates and (line := dominated(config.budget, config.formats, native, times=False)):
         print(f"snip: {line.removeprefix('--snip-')}", flush=True)
     return config

@@ -39,7 +39,7 @@ def plan_phases(step: StepModel, request: PlanRequest, fixed: Solution) -> Body 
         standing=STANDING_WEIGHTS[config.deployed],
     )
     problem = build_problem(request, step, phased)
-    asked = f"--budget {cut(str(config.wanted))} over --schedule {cut(config.schedule)}"
+    asked = f"--budget {cut(str(config.budget))} over --schedule {cut(config.schedule)}"
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS).met(asked, "; lower the budget, or those of the phases")
     bf16 = step.step(lambda row: ALL_BF16)
     rows = [_phase(step, bf16, *each) for each in zip(phased.begins, phased.steps, solution.phases, strict=True)]
@@ -47,7 +47,7 @@ def plan_phases(step: StepModel, request: PlanRequest, fixed: Solution) -> Body 
         "schedule": config.schedule,
         "train_iters": request.train_iters,
         "deployed": config.deployed,
-        "asked": str(config.wanted),
+        "asked": str(config.budget),
         "status": solution.status,
         "solve_seconds": solution.solve_seconds,
         "loss": solution.loss,

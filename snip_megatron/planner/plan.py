@@ -33,7 +33,7 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     """
     layout = step.layout
     problem = build_problem(request, step)
-    wanted = request.config.wanted
+    wanted = request.config.budget
     unit = " (times in seconds a step)" if wanted.kind == "speedup" else ""
     solution = solve(problem, time_limit_s=_SOLVE_SECONDS).met(f"--budget {cut(str(wanted))}", unit)
     variants: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
@@ -147,9 +147,9 @@ def _budget(step: StepModel, request: PlanRequest, solution: Solution, steps: Ma
     share = fp4_fraction(chosen, {row.name: row.flops for row in rows})
     planned = {"speedup": steps["bf16"].linears / steps["map"].linears, "loss": solution.loss, "fp4": share}
     return {
-        "asked": str(request.config.wanted),
-        "planned": planned[request.config.wanted.kind],
-        "dominated": dominated(request.config.wanted, request.config.formats, backend_of(step.model)),
+        "asked": str(request.config.budget),
+        "planned": planned[request.config.budget.kind],
+        "dominated": dominated(request.config.budget, request.config.formats, backend_of(step.model)),
         "formats": list(request.config.formats),
         "granularity": request.config.granularity,
         "losses": "synthetic" if request.statistics is None else str(request.statistics),

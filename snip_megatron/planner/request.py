@@ -12,7 +12,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, Role
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
-from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.defaults import backend_of
 from snip_megatron.sensitivity.divergence import FloatArray
 from snip_megatron.sensitivity.problem import build_problem as score_problem
@@ -63,10 +63,10 @@ class PlanRequest:
     def training_arguments(self) -> str:
         """Return the arguments with which a training solves this request."""
         config = self.config
-        arguments = f"--snip-budget {config.wanted} --snip-formats {','.join(self.config.formats)}"
+        arguments = f"--snip-budget {config.budget} --snip-formats {','.join(self.config.formats)}"
         if config.granularity != SnipConfig.granularity:
             arguments += f" --snip-granularity {config.granularity}"
-        if config.wanted.kind == "fp4" and config.stage_tolerance != SnipConfig.stage_tolerance:
+        if config.budget.kind == "fp4" and config.stage_tolerance != SnipConfig.stage_tolerance:
             arguments += f" --snip-stage-tolerance {config.stage_tolerance}"
         return arguments
 
@@ -87,7 +87,7 @@ def parse_request(
     the cost model lacks a format.
     """
     with plain_arguments():
-        config = SnipConfig.from_options(given, backend_of(model), ends=train_iters is not None, recipe=recipe)
+        config = resolve(given, backend_of(model), ends=train_iters is not None, recipe=recipe)
     missing = [fmt for fmt in config.formats if not {Format(fmt), Format(fmt).base} & set(model.formats)]
     if missing:
         raise SnipError(
@@ -106,7 +106,7 @@ def build_problem(request: PlanRequest, step: StepModel, phases: PhasedRequest |
     """
     config, layout = request.config, step.layout
     formats = {Format(fmt) for fmt in (*config.formats, *(fmt for _, fmt in config.pins))}
-    asked = config.request(times=step.option_times(formats) if config.wanted.timed else None, phases=phases)
+    asked = config.request(times=step.option_times(formats) if config.budget.timed else None, phases=phases)
     with plain_arguments():
         if request.statistics is not None:
             return score_problem(_restaged(request, layout, request.statistics), asked)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.runtime.defaults import MULTIPLIED, defaults, in_nats
+from snip_megatron.runtime.defaults import SHARE, defaults, in_nats
 from snip_megatron.runtime.options import (
     add_options,
     add_settings,
@@ -36,15 +36,17 @@ DEPLOYED = ("map", "bf16")
 
 @dataclass(frozen=True)
 class SnipConfig:
-    """The SNIP settings of a run. If ``enabled``, raises SnipError if a value is invalid or conflicts with another.
+    """The SNIP configuration of a run.
 
-    An option ``x_y`` is the argument ``--snip-x-y``. A setting has no argument of its own: an experiment file of ``snip
-    compare``, ``--snip-settings`` or a script sets it.
+    An option ``x_y`` is the argument ``--snip-x-y``. A setting has no argument of its own: ``--snip-settings`` or a
+    script sets it. ``budget`` also takes the text ``KIND=VALUE``.
+
+    Raises SnipError if a value of an enabled configuration is invalid or conflicts with another.
     """
 
     enabled: bool = False
-    budget: str = option(
-        "fp4=0.75",
+    budget: Budget = option(  # noqa: RUF009  a field, whose default is frozen
+        SHARE,
         "what every map must reach. loss=NATS: the fastest map whose predicted rise of the loss stays within this"
         " bound, 0 or more; speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more;"
         " fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1",
@@ -186,22 +188,23 @@ class SnipConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.enabled:
-            self._validate()
+        object.__setattr__(self, "budget", _parse_budget(self.budget))
+        if not self.enabled:
+            return
+        for field in dataclasses.fields(self)[1:]:
+            check_option(field, getattr(self, field.name))
+        _ = self.tolerance, self.pins  # which raise SnipError
+        if (conflict := next(_conflicts(self), None)) is not None:
+            raise SnipError(conflict)
 
     # -- derived -----------------------------------------------------------------------------------------------
     @functools.cached_property
-    def wanted(self) -> Budget:
-        """The budget. Raises SnipError if the argument is invalid."""
-        budget = Budget.parse(self.budget, "--snip-budget")
-        if budget.value < 0:
-            raise SnipError(f"--snip-budget {cut(self.budget)}: must be 0 or more nats")
-        return budget
-
-    @functools.cached_property
     def phases(self) -> Schedule | None:
-        """The phases of ``schedule``; None for a static one. A file is read once. Raises SnipError if it is invalid."""
-        return load_schedule(self.schedule, self.wanted.kind)
+        """The phases of ``schedule``. None if it is static. Raises SnipError if its file is invalid.
+
+        A file is read once.
+        """
+        return load_schedule(self.schedule, self.budget.kind)
 
     @property
     def measured_formats(self) -> tuple[str, ...]:
@@ -210,12 +213,12 @@ class SnipConfig:
 
     @property
     def tolerance(self) -> float | None:
-        """The tolerance of a pipeline stage's fp4 share; None if stages are not constrained."""
+        """The tolerance of a pipeline stage's fp4 share. None if stages are not constrained."""
         return parse_tolerance(self.stage_tolerance)
 
     @property
     def pins(self) -> tuple[tuple[str, str], ...]:
-        """The (glob, format) pairs in the order given. The last matching pair applies."""
+        """The (glob, format) pairs in the order of ``pin``. The last matching pair applies."""
         return parse_pins(self.pin)
 
     @property
@@ -241,148 +244,129 @@ class SnipConfig:
     def request(self, **facts: Any) -> SolveRequest:
         """Return the request that every update of this run solves.
 
-        ``facts`` are fields of the request that the model and the machine decide, such as ``times``.
+        ``facts`` are fields of the request that depend on the model and the machine, such as ``times``.
         """
         shared = {f.name for f in dataclasses.fields(SolveRequest)} & {f.name for f in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in shared} | {"budget": self.wanted, "pins": self.pins}
+        values = {name: getattr(self, name) for name in shared} | {"pins": self.pins}
         return SolveRequest(**(values | {"stage_tolerance": self.tolerance} | facts))
-
-    # -- validation --------------------------------------------------------------------------------------------
-    def _validate(self) -> None:
-        _ = self.wanted, self.tolerance, self.pins
-        for field in dataclasses.fields(self)[1:]:
-            check_option(field, getattr(self, field.name))
-        check(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, as ``config.json`` of the run directory holds them."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"budget": str(self.budget)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
-        """Build the configuration from the arguments of :func:`snip_megatron.runtime.config.add_arguments`.
 
-        Megatron's arguments beside them say whether training has an end. ``backend`` is as in :meth:`from_options`.
-        Raises SnipError if an argument is invalid, conflicts with another, or is given without ``--snip``.
-        """
-        enabled = bool(getattr(args, "snip", False))
-        values = given_options(args, cls)
+def resolve(options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()) -> SnipConfig:
+    """Return the configuration of a training under SNIP.
+
+    Options that are not set get the value that suits the machine.
+
+    Args:
+        options: Fields of :class:`SnipConfig` that the user has set, by name. A tuple may be a text with commas.
+        backend: GEMM backend whose cards multiply the formats. None if formats are emulated.
+        ends: Whether the number of training steps is known.
+        recipe: Candidate formats that replace the backend's.
+
+    Raises:
+        SnipError: If an option is unknown, a value is invalid, or two values cannot be combined.
+    """
+    defined = {field.name: field for field in dataclasses.fields(SnipConfig)}
+    if unknown := sorted(set(options) - set(defined)):
+        raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
+    values = dict(options)
+    for name, value in options.items():
+        if isinstance(defined[name].default, tuple):
+            values[name] = tuple(value.split(",") if isinstance(value, str) else value)
+    if "budget" in values:
+        values["budget"] = _parse_budget(values["budget"])
+    return SnipConfig(enabled=True, **(defaults(values, backend, ends=ends, recipe=recipe) | values))
+
+
+def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
+    """Return the configuration that parsed arguments ask for, as :func:`resolve` does.
+
+    Megatron's arguments beside SNIP's tell whether training ends, and which recipe of its own FP8 or FP4 it names. A
+    namespace without SNIP's arguments gives a configuration that is not enabled. Raises SnipError as :func:`resolve`
+    does, and if an argument is given without ``--snip``.
+    """
+    options = given_options(args, SnipConfig)
+    if not getattr(args, "snip", False):
         # The entry applies compatibility patches with or without SNIP.
-        useless = [] if enabled else [name for name in values if name != "no_compat"]
-        if useless:
-            named = f"--snip-{useless[0].replace('_', '-')}"
-            raise SnipError(f"{named} has no effect without --snip: add --snip, or leave it out")
-        if not enabled:
-            return cls(**values)
-        ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
-        recipe = getattr(args, "snip_recipe", ())  # of Megatron's own FP8 or FP4
-        return cls.from_options(values, backend, ends=ends, recipe=recipe)
-
-    @classmethod
-    def from_options(
-        cls, options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
-    ) -> SnipConfig:
-        """Build the configuration of a training under SNIP from the fields that were given, by name; a tuple may be
-        text with commas.
-
-        ``backend`` is the GEMM backend that decides what is left open, None if formats are emulated; ``ends`` says
-        whether the end of training is known; ``recipe`` are candidate formats in place of the backend's. Raises
-        SnipError if there is no such field, or a value is invalid or conflicts with another.
-        """
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(options) - set(known)):
-            raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
-        given = dict(options)
-        for name, value in options.items():
-            if isinstance(known[name].default, tuple):
-                given[name] = tuple(value.split(",") if isinstance(value, str) else value)
-        return cls(enabled=True, **(defaults(given, backend, ends=ends, recipe=recipe) | given))
+        if without_effect := [name for name in options if name != "no_compat"]:
+            argument = f"--snip-{without_effect[0].replace('_', '-')}"
+            raise SnipError(f"{argument} has no effect without --snip: add --snip, or leave it out")
+        return SnipConfig(**options)
+    ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
+    return resolve(options, backend, ends=ends, recipe=getattr(args, "snip_recipe", ()))
 
 
-def check(config: Any) -> None:
-    """Raise SnipError naming the arguments that cannot be combined."""
-    _check_formats(config)
-    _check_cost(config)
-    if config.phases is None:
-        if config.deploy is not None:
-            raise SnipError(
-                f"--snip-deploy {config.deploy} has no effect with --snip-schedule static: use auto or a file"
-                " of phases, or leave it out"
-            )
-    else:
-        _check_phases(config)
-    if config.updates and 0 < config.update_interval <= config.lag:
-        raise SnipError(
+def _parse_budget(value: Budget | str) -> Budget:
+    budget = value if isinstance(value, Budget) else Budget.parse(value, "--snip-budget")
+    if budget.value < 0:
+        raise SnipError(f"--snip-budget {budget}: must be 0 or more nats")
+    return budget
+
+
+def _conflicts(config: SnipConfig) -> Iterator[str]:
+    """Yield one line for each combination of values that is not possible. Each line names the arguments."""
+    budget, named = config.budget, f"--snip-budget {config.budget}"
+    formats = f"--snip-formats {cut(','.join(config.formats))}"
+    fault = candidates_fault(config.formats, granularity=config.granularity, share=not budget.timed)
+    if fault is not None:
+        yield f"{formats}: {fault}"
+    if config.updates and not budget.timed and budget.value > 0 and not FOUR_BIT.intersection(config.formats):
+        yield f"{formats}: none has four bits, so {named} cannot be reached; add fp4"
+    if budget.kind == "fp4" and config.timings is not None:
+        yield (
+            f"--snip-timings {config.timings} cannot be combined with {named}, which is a share of FLOPs; use"
+            " --snip-budget speedup= or loss="
+        )
+    if budget.kind == "loss" and config.updates and not in_nats(config.policy, config.q):
+        yield (
+            f"{named} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
+            " none; use --snip-policy snip with --snip-q split, or fisher"
+        )
+    if config.policy in LATE and budget.timed:
+        yield (
+            f"--snip-policy {config.policy} cannot be combined with {named}: its switch follows from an average share"
+            " of FLOPs; use fp4="
+        )
+    if config.phases is None and config.deploy is not None:
+        yield (
+            f"--snip-deploy {config.deploy} has no effect with --snip-schedule static: use auto or a file"
+            " of phases, or leave it out"
+        )
+    if config.phases is not None:
+        for argument, present, why in (
+            (f"map {config.map}", config.map is not None, "the map is fixed"),
+            (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
+            ("update-interval 0", config.update_interval == 0, "a plan is made by updates"),
+            (f"policy {config.policy}", not config.updates, "its maps are fixed"),
+            (f"granularity {config.granularity}", config.granularity != "gemm", "phases need --snip-granularity gemm"),
+        ):
+            if present:
+                yield (
+                    f"--snip-{argument} cannot be combined with --snip-schedule {cut(config.schedule)}: {why}; leave"
+                    " one of them out"
+                )
+    if config.updates and config.update_interval <= config.lag:
+        yield (
             f"--snip-lag {config.lag}: must be smaller than --snip-update-interval {config.update_interval}, so that an"
             " update is adopted before the next begins"
         )
-    _check_fixed_maps(config)
+    fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
+    if len(fixed) == 2:
+        yield "--snip-map and --snip-replay cannot be combined: both fix the maps; give one"
+    if fixed and config.pin:
+        yield f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are"
     if config.gemm == "transformer_engine" and config.communication != "bf16":
-        raise SnipError(
+        yield (
             f"--snip-communication {config.communication} cannot be combined with --snip-gemm transformer_engine, whose"
             " linears communicate themselves; leave one out"
         )
 
 
-def _check_formats(config: Any) -> None:
-    formats, wanted = config.formats, config.wanted
-    here = f"--snip-formats {cut(','.join(formats))}"
-    if (why := candidates_fault(formats, granularity=config.granularity, share=not wanted.timed)) is not None:
-        raise SnipError(f"{here}: {why}")
-    if config.updates and not wanted.timed and wanted.value > 0 and not FOUR_BIT.intersection(formats):
-        budget = f"--snip-budget {cut(config.budget)}"
-        raise SnipError(f"{here}: none has four bits, so {budget} cannot be reached; add fp4")
-
-
-def _check_cost(config: Any) -> None:
-    kind, budget = config.wanted.kind, f"--snip-budget {cut(config.budget)}"
-    if kind == "fp4" and config.timings is not None:
-        raise SnipError(
-            f"--snip-timings {config.timings} cannot be combined with {budget}, which is a share of FLOPs; use"
-            " --snip-budget speedup= or loss="
-        )
-    if kind == "loss" and config.updates and not in_nats(config.policy, config.q):
-        raise SnipError(
-            f"{budget} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
-            " none; use --snip-policy snip with --snip-q split, or fisher"
-        )
-    if config.policy in LATE and config.wanted.timed:
-        raise SnipError(
-            f"--snip-policy {config.policy} cannot be combined with {budget}: its switch follows from an average share"
-            " of FLOPs; use fp4="
-        )
-
-
-def _check_phases(config: Any) -> None:
-    conflicts = (
-        (f"map {config.map}", config.map is not None, "the map is fixed"),
-        (f"replay {config.replay}", config.replay is not None, "what was recorded is adopted, phases included"),
-        ("update-interval 0", config.update_interval == 0, "a plan is made by updates"),
-        (f"policy {config.policy}", not config.updates, "its maps are fixed"),
-        (
-            f"granularity {config.granularity}",
-            config.granularity != "gemm",
-            "phases weigh a linear's three GEMMs one by one",
-        ),
-    )
-    for named, present, why in conflicts:
-        if present:
-            raise SnipError(
-                f"--snip-{named} cannot be combined with --snip-schedule {cut(config.schedule)}: {why}; leave one of"
-                " them out"
-            )
-
-
-def _check_fixed_maps(config: Any) -> None:
-    """Check ``--snip-map`` and ``--snip-replay``, under which no map is solved for."""
-    fixed = [name for name in ("map", "replay") if getattr(config, name) is not None]
-    if len(fixed) == 2:
-        raise SnipError("--snip-map and --snip-replay cannot be combined: both fix the maps; give one")
-    if fixed and config.pin:
-        raise SnipError(f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are")
-
-
+# -- the command line ----------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--snip`` and one ``--snip-*`` argument for each option of :class:`SnipConfig`, and return ``parser``."""
     parser.formatter_class = _Help
@@ -403,40 +387,21 @@ class _Help(argparse.HelpFormatter):
             return action.help or ""
 
 
-def _known(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse SNIP's arguments among others. Raises SnipError if one is invalid."""
+def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse SNIP's arguments among others, without torch and Megatron.
+
+    ``snip`` and ``snip_no_compat`` of the result are needed before Megatron is imported. :func:`resolve_arguments`
+    checks the values. Raises SnipError if a value has the wrong type.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--train-iters", "--train-samples"):  # whether training has an end
-        parser.add_argument(name)
     try:
-        known, others = add_arguments(parser).parse_known_args(argv)
+        args, _ = add_arguments(parser).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
-    fields = {f.name for f in dataclasses.fields(SnipConfig)}
-    for word in others:  # Megatron's parser refuses those that it does not know either
-        argument = word.partition("=")[0]
-        name = argument.removeprefix("--snip-").replace("-", "_")
-        if argument.startswith("--snip-") and name in fields:
-            raise SnipError(f"{argument} is a setting: use --snip-settings {name}=VALUE")
-    return known
+    args.snip_no_compat = tuple(args.snip_no_compat or ())
+    return args
 
 
 def given_arguments(argv: Sequence[str]) -> dict[str, Any]:
     """Return the fields of the configuration that SNIP's arguments among ``argv`` set. Raises SnipError."""
-    return given_options(_known(argv), SnipConfig)
-
-
-def parse_snip_arguments(argv: Sequence[str]) -> SnipConfig:
-    """Parse SNIP's arguments alone, so that errors in them are reported before torch and Megatron are imported.
-
-    What the arguments leave open has the value of a machine that emulates formats, if that is valid. Raises SnipError
-    if an argument is invalid.
-    """
-    known = _known(argv)
-    faults: list[SnipError] = []
-    for backend in (None, *MULTIPLIED):  # the card is not known before torch is imported
-        try:
-            return SnipConfig.from_args(known, backend)
-        except SnipError as error:
-            faults.append(error)
-    raise faults[0]
+    return given_options(parse_snip_arguments(argv), SnipConfig)

@@ -58,10 +58,10 @@ def defaults(
     nats = in_nats(given.get("policy", "snip"), given.get("q", "split"))
     if "budget" not in given:
         saves = bool(multiplied) and nats and set(given.get("formats", recipe)) <= set(multiplied)
-        found["budget"] = str(LOSS if saves else SHARE)
+        found["budget"] = LOSS if saves else SHARE
         if saves and ends and not _fixed(given):
             found["schedule"] = "auto"
-    kind = str({**found, **given}["budget"]).partition("=")[0]  # the configuration checks the rest
+    kind = {**found, **given}["budget"].kind
     found["formats"] = candidates(kind, None if given.get("timings") == "flops" else backend, recipe)
     return found
 

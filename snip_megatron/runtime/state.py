@@ -30,7 +30,7 @@ class Goal(JsonFields):
 
     @classmethod
     def of(cls, config: SnipConfig) -> Goal:
-        return cls(str(config.wanted), "static" if config.phases is None else config.phases.to_json())
+        return cls(str(config.budget), "static" if config.phases is None else config.phases.to_json())
 
     def difference(self, before: Goal) -> str:
         """Return the arguments of ``before`` that are others here; an empty text without any."""

@@ -72,7 +72,7 @@ def _validated(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.startup import prepare
 
     sys.argv[1:] = argv  # which Megatron parses
-    startup = prepare(argv, parse_snip_arguments(argv).no_compat)
+    startup = prepare(argv, parse_snip_arguments(argv).snip_no_compat)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and importlib.util.find_spec("transformer_engine") is not None:
         startup = replace(startup, on_cpu=False)  # a job for GPUs may be checked where there is none
     from snip_megatron.megatron import compat, validate

@@ -90,8 +90,7 @@ def _named(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def main() -> None:
-    config = parse_snip_arguments(sys.argv[1:])
-    startup = prepare(sys.argv[1:], config.no_compat)
+    startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
     from snip_megatron.megatron import compat
     from snip_megatron.megatron.compat import pretraining
     from snip_megatron.megatron.entry import run

@@ -14,7 +14,7 @@ from benchmarks.quality.models import Data
 from benchmarks.quality.runs import experiment_runs
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import fp4_fraction
-from snip_megatron.runtime.config import parse_snip_arguments
+from snip_megatron.runtime.config import parse_snip_arguments, resolve_arguments
 from snip_megatron.runtime.options import parse_pins
 from snip_megatron.sensitivity.policies import fixed_map
 from snip_megatron.tools.launch_check import check
@@ -34,7 +34,7 @@ def test_the_least_budget_is_the_share_of_nvidias_list(name: str) -> None:
         del words[at : at + 2]
     layout = check([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--mock-data"], 1, {}).layout
     assert isinstance(layout, Layout), layout
-    config = parse_snip_arguments(words)
+    config = resolve_arguments(parse_snip_arguments(words))
     flops = {row.name: row.flops for row in layout.model.rows}
     nvidias = fixed_map(config.policy, flops, parse_pins(config.pin), config.formats)
     assert nvidias is not None

@@ -6,7 +6,7 @@ import pytest
 from llama_arguments import DEFAULTS, megatron_parser
 
 from snip_megatron.megatron.compat import let_snip_choose
-from snip_megatron.runtime.config import SnipConfig, add_arguments
+from snip_megatron.runtime.config import add_arguments, resolve_arguments
 
 OFF = ("fp8", "fp4", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 
@@ -32,7 +32,7 @@ def test_the_recipe_names_the_candidates(
     parser = let_snip_choose(add_arguments(megatron_parser()))
     args = parser.parse_args(["--snip", *shlex.split(given)])
     assert {name: getattr(args, name) for name in OFF} == {name: DEFAULTS[name] for name in OFF}
-    assert SnipConfig.from_args(args, backend).formats == formats
+    assert resolve_arguments(args, backend).formats == formats
     said = capsys.readouterr().out
     assert said.count("left out: SNIP chooses the formats of linears") == (1 if given else 0)
     assert all(word in said for word in shlex.split(given) if word.startswith("--fp") and "recipe" not in word)

@@ -108,7 +108,7 @@ def test_where_a_training_solves_for_no_map_the_plan_says_that_its_map_is_anothe
 
 
 def test_a_bound_on_a_loss_needs_a_policy_whose_scores_are_losses() -> None:
-    assert request("loss=0.1", policy="fisher").config.wanted.kind == "loss"
+    assert request("loss=0.1", policy="fisher").config.budget.kind == "loss"
     with pytest.raises(
         SnipError, match=r"^--budget loss=0.1 bounds a loss, and the scores of --policy random with --q split are"
     ):

@@ -8,7 +8,7 @@ from benchmarks.quality.experiment import load_experiment
 from benchmarks.quality.models import Data
 from benchmarks.quality.runner import Job, Pool
 from benchmarks.quality.warm import HASHES, record_truth, warm_checkpoint
-from snip_megatron.runtime.config import parse_snip_arguments
+from snip_megatron.runtime.config import parse_snip_arguments, resolve_arguments
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -37,4 +37,4 @@ def test_a_measurement_waits_for_its_kernels(tmp_path: Path) -> None:
     (warm.folder / "iter_0000008").mkdir(parents=True)
     (warm.folder / HASHES).write_text(json.dumps({"8": "abc"}))
     record_truth(experiment, data, tmp_path, "nvfp4", 1, Kept([None], {}))
-    assert [parse_snip_arguments(list(command)).wait > 60 for command in commands] == [True, True]
+    assert [resolve_arguments(parse_snip_arguments(list(command))).wait > 60 for command in commands] == [True, True]

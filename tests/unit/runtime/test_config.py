@@ -15,7 +15,7 @@ from refusal import refusal
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO
-from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments
+from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments, resolve, resolve_arguments
 from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.options import is_option
 
@@ -25,7 +25,7 @@ OPTIONS = {name: f for name, f in FIELDS.items() if is_option(f)}
 
 def parse(*argv: str) -> SnipConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    return SnipConfig.from_args(add_arguments(parser).parse_args(argv))
+    return resolve_arguments(add_arguments(parser).parse_args(argv))
 
 
 def flag(name: str) -> str:
@@ -47,10 +47,12 @@ def test_every_option_is_an_argument_with_help_and_default() -> None:
             assert f"; default: {shown}" in action.help, name
 
 
-def test_a_setting_has_no_argument_of_its_own() -> None:
-    with pytest.raises(SnipError, match=r"^--snip-probe-tokens is a setting: use --snip-settings probe_tok"):
-        parse_snip_arguments(["--snip", "--snip-probe-tokens", "64"])
-    assert parse_snip_arguments(["--snip", "--num-layers", "2", "--snipped"]).enabled
+def test_snips_arguments_are_parsed_among_megatrons() -> None:
+    args = parse_snip_arguments(["--snip", "--num-layers", "2", "--snipped", "--snip-no-compat", "cpu"])
+    assert (args.snip, args.snip_no_compat) == (True, ("cpu",))
+    assert parse_snip_arguments(["--num-layers", "2"]).snip_no_compat == ()
+    with pytest.raises(SnipError, match="argument --snip-lag: invalid int value: 'soon'"):
+        parse_snip_arguments(["--snip", "--snip-lag", "soon"])
 
 
 def test_settings() -> None:
@@ -85,8 +87,8 @@ def test_nothing_given_is_the_default_and_disabled() -> None:
 def test_what_is_left_open_follows_from_the_card(argv: str, backend: str | None, expected: tuple[str, ...]) -> None:
     parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     parser.add_argument("--train-iters", type=int)
-    config = SnipConfig.from_args(parser.parse_args(["--snip", "--train-iters", "1000", *argv.split()]), backend)
-    assert (config.budget, ",".join(config.formats), config.schedule) == expected
+    config = resolve_arguments(parser.parse_args(["--snip", "--train-iters", "1000", *argv.split()]), backend)
+    assert (str(config.budget), ",".join(config.formats), config.schedule) == expected
 
 
 def test_a_help_text_of_megatrons_with_a_bare_percent_sign_is_shown_as_it_is() -> None:
@@ -97,16 +99,15 @@ def test_a_help_text_of_megatrons_with_a_bare_percent_sign_is_shown_as_it_is() -
 
 def test_without_an_end_of_training_there_are_no_phases() -> None:
     args = add_arguments(argparse.ArgumentParser()).parse_args(["--snip"])
-    assert SnipConfig.from_args(args, "hopper").schedule == "static"
+    assert resolve_arguments(args, "hopper").schedule == "static"
 
 
-@pytest.mark.parametrize(
-    "argv", ["--snip-formats bf16,fp8", "--snip-deploy bf16 --train-iters 9", "--snip-formats fp8"]
-)
-def test_arguments_that_are_valid_on_some_card_pass_before_the_card_is_known(argv: str) -> None:
-    assert parse_snip_arguments(["--snip", *argv.split()]).enabled
-    with pytest.raises(SnipError):
-        parse("--snip", *[word for word in argv.split() if word not in ("--train-iters", "9")])
+def test_options_by_name_are_resolved_like_arguments() -> None:
+    options = {"budget": "speedup=1.2", "formats": "bf16,fp8", "pin": ["*=bf16"]}
+    arguments = ("--snip-budget", "speedup=1.2", "--snip-formats", "bf16,fp8", "--snip-pin", "*=bf16")
+    assert resolve(options, None, ends=True) == parse("--snip", *arguments)
+    with pytest.raises(SnipError, match=r"^unknown option speed=; the options are the fields of SnipConfig"):
+        resolve({"speed": 2}, None, ends=True)
 
 
 def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
@@ -120,7 +121,7 @@ def test_a_share_of_fp4_where_four_bits_are_no_faster_is_said() -> None:
 
 def test_from_args_of_a_foreign_namespace() -> None:
     """A namespace without our arguments, as Megatron's own entry would give, is SNIP off."""
-    assert SnipConfig.from_args(argparse.Namespace(lr=1.0)) == SnipConfig()
+    assert resolve_arguments(argparse.Namespace(lr=1.0)) == SnipConfig()
 
 
 # One of each type: arguments are generated from the fields.
@@ -164,13 +165,13 @@ def test_as_dict_is_json_and_tells_configurations_apart() -> None:
 
 
 def test_budgets_by_kind() -> None:
-    assert parse("--snip").wanted == Budget("fp4", 0.75)
+    assert parse("--snip").budget == Budget("fp4", 0.75)
     fast = parse("--snip", "--snip-budget", "speedup=1.3", "--snip-formats", "bf16,fp8,fp8_tensor")
-    assert fast.wanted == Budget("speedup", 1.3)
-    assert fast.wanted.timed
+    assert fast.budget == Budget("speedup", 1.3)
+    assert fast.budget.timed
     assert fast.measured_formats == ("fp8", "fp8_tensor")
-    assert parse("--snip", "--snip-budget", "loss=0.002", "--snip-policy", "fisher").wanted == Budget("loss", 0.002)
-    assert not parse("--snip", "--snip-formats", "nvfp4,fp8").wanted.timed
+    assert parse("--snip", "--snip-budget", "loss=0.002", "--snip-policy", "fisher").budget == Budget("loss", 0.002)
+    assert not parse("--snip", "--snip-formats", "nvfp4,fp8").budget.timed
 
 
 # -- values that cannot work -----------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_any_budget_is_in_range_or_a_snip_error(text: str) -> None:
     if isinstance(config, str):
         assert config.startswith("--snip-budget")
     else:
-        kind, figure = config.wanted.kind, config.wanted.value
+        kind, figure = config.budget.kind, config.budget.value
         assert {"fp4": 0.0 <= figure <= 1.0, "speedup": figure >= 1.0, "loss": 0.0 <= figure < math.inf}[kind]
 
 
@@ -299,7 +300,7 @@ def test_any_pin_is_a_pair_or_a_snip_error(text: str) -> None:
 def test_the_request_has_what_the_configuration_says() -> None:
     config = SnipConfig(enabled=True, budget="speedup=1.2", pin=("*=bf16",), probe_tokens=7, seed=5, policy="fisher")
     request = config.request(version=4)
-    assert request.budget is config.wanted
+    assert request.budget is config.budget
     assert (request.pins, request.version) == ((("*", "bf16"),), 4)
     assert (request.seed, request.policy, request.stage_tolerance) == (5, "fisher", 0.02)
 

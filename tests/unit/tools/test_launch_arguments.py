@@ -23,7 +23,7 @@ import argparse, json, os, sys
 from snip_megatron.megatron.startup import Startup, prepare
 prepare([], [])
 import megatron.training.arguments as arguments
-from snip_megatron.runtime.config import SnipConfig, add_arguments
+from snip_megatron.runtime.config import add_arguments, resolve_arguments
 from snip_megatron.megatron import validate
 found = {}
 for name, (world, words) in json.load(sys.stdin).items():
@@ -31,7 +31,7 @@ for name, (world, words) in json.load(sys.stdin).items():
     sys.argv = ["pretrain_gpt", *words]
     args = arguments.parse_args(add_arguments)
     arguments.validate_args(args)
-    config = SnipConfig.from_args(args)
+    config = resolve_arguments(args)
     # Not on the CPU, where the vocabulary is padded when the tokenizer is built.
     args.padded_vocab_size = args.vocab_size + 1
     if config.enabled:
