@@ -20,6 +20,7 @@ import torch
 
 _WAIT_CYCLES = 4_000_000  # about 2 ms
 _LAUNCHES = 20  # of a batch: about six entries each in the launch queue, which has room for 1024
+_WIDTH = 120  # characters of a field that stays on one line
 ROOT = Path(__file__).resolve().parents[1]
 _TIME = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 
@@ -73,8 +74,29 @@ def write(path: Path | None, result: Mapping[str, Any]) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.write_text(result_text(result), encoding="utf-8")
     temporary.replace(path)
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """Return ``result`` as JSON with a line for each field, and for each entry of a long list or object in a field."""
+
+    def compact(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def field(value: Any) -> str:
+        text = compact(value)
+        if len(text) <= _WIDTH or not isinstance(value, list | dict) or not _holds_objects(value):
+            return text
+        entries = value.items() if isinstance(value, dict) else ((None, entry) for entry in value)
+        lines = ",\n".join(f"  {'' if key is None else compact(key) + ': '}{compact(entry)}" for key, entry in entries)
+        return f"{{\n{lines}\n }}" if isinstance(value, dict) else f"[\n{lines}\n ]"
+
+    return "{\n" + ",\n".join(f" {compact(key)}: {field(value)}" for key, value in result.items()) + "\n}\n"
+
+
+def _holds_objects(value: list[Any] | dict[str, Any]) -> bool:
+    return any(isinstance(entry, list | dict) for entry in (value.values() if isinstance(value, dict) else value))
 
 
 def interleaved(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import write
 from benchmarks.job import read_job
 from benchmarks.jobs.contenders import CONTENDERS, Contender
 from snip_megatron.planner.layout import Layout
@@ -116,7 +116,7 @@ def main() -> int:
         )
     if arguments.out is not None:
         about = {"command": " ".join(["python -m benchmarks.jobs.plan_job", *sys.argv[1:]]), "job": arguments.job.name}
-        arguments.out.write_text(json.dumps(about | {"timings": arguments.timings, "rows": rows}, indent=1) + "\n")
+        write(arguments.out, about | {"timings": arguments.timings, "rows": rows})
     return 0
 
 

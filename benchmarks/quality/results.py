@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import result_text
 from benchmarks.quality.runs import Run
 from snip_megatron.precision.errors import SnipError, cut, quoted
 from snip_megatron.runtime.run_data import read_events, read_metrics
-from snip_megatron.runtime.storage import deliver, dump_json
+from snip_megatron.runtime.storage import deliver
 
 SCHEMA = "snip.comparison/1"
 LAST_STEPS = 50
@@ -40,7 +41,7 @@ class Results:
             "warm": self.warm,
             "runs": list(self.runs.values()),
         }
-        deliver("--out", self.path, dump_json(body))
+        deliver("--out", self.path, result_text(body))
 
     def done(self, identity: str) -> bool:
         return self.runs.get(identity, {}).get("status") == "done"

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 
 from solver.oracles import chosen, highs, least, phased_of_seed, random_problem, value_of  # noqa: E402
 
+from benchmarks.common import write  # noqa: E402
 from benchmarks.quality.solver_instances import MODELS, STRUCTURES, granular, instance, phased_instance, timed  # noqa: E402
 from snip_megatron.solver import Problem, solve  # noqa: E402
 
@@ -185,7 +186,7 @@ def main() -> None:
         return
     result = measure(args)
     if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
+        write(args.out, result)
     print(markdown(result), end="")
 
 

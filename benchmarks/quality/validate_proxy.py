@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import result_text
 from benchmarks.quality.compare import (
     ENVIRONMENT,
     add_training_arguments,
@@ -29,7 +30,7 @@ from benchmarks.quality.truth import load_truth
 from benchmarks.quality.warm import record_truth
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.formats import FORMATS, Format, Gemm
-from snip_megatron.runtime.storage import deliver, dump_json
+from snip_megatron.runtime.storage import deliver
 from snip_megatron.sensitivity.table import StatisticsTable
 
 PROXY_SCHEMA = "snip.proxy/1"
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         "machine": describe(select_gpus(args.gpus)),
         "validations": [dataclasses.asdict(each) for each in validations],
     }
-    deliver("--out", args.out / "proxy.json", dump_json(body))
+    deliver("--out", args.out / "proxy.json", result_text(body))
     deliver("--out", args.out / "proxy.md", text)
     print(text)
     return 0
