@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import cold_milliseconds, header, host_milliseconds, refuse_without_cuda, write
-from snip_megatron.megatron.fused_mlp import STOCK
+from snip_megatron.megatron.linears import STOCK
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.numerics.quantize.kernels.swiglu import LAUNCH

@@ -169,7 +169,7 @@ def _checked(
     case: str, config: SnipConfig, arguments: Callable[[SnipConfig], argparse.Namespace], model: Any
 ) -> Verdict:
     """Judge arguments and build the model."""
-    from snip_megatron.megatron import step_costs, validate
+    from snip_megatron.megatron import times, validate
     from snip_megatron.megatron.compat.meta_model import CannotBuildError
     from snip_megatron.megatron.conversion import linears_on_meta
 
@@ -178,7 +178,7 @@ def _checked(
         validate.check(config, args)
         linears = linears_on_meta(args, model)
         validate.check_model(config, args, linears)
-        step_costs.layout_of(args, linears.covered, config).kinds  # noqa: B018  which a run records
+        times.layout_of(args, linears.covered, config).kinds  # noqa: B018  which a run records
     except CannotBuildError as error:
         return Verdict(case, "build", str(error))
     except SnipError as error:

@@ -16,11 +16,11 @@ from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.megatron.compat.meta_model import stages_on_meta
 from snip_megatron.megatron.compat.routing import skip_sorting
-from snip_megatron.megatron.fused_mlp import fuse_swiglu
-from snip_megatron.megatron.linear import (
+from snip_megatron.megatron.linears import (
     SnipColumnParallelLinear,
     SnipColumnParallelLinearGathered,
     SnipRowParallelLinear,
+    fuse_swiglu,
 )
 from snip_megatron.megatron.model_linears import (
     BuiltLinear,
@@ -46,9 +46,9 @@ _SNIP_CLASS: dict[type, tuple[type, str]] = {
 subclass may do more than its base.
 """
 if HAVE_TE:
-    from snip_megatron.megatron import te_experts, te_linear
+    from snip_megatron.megatron import te_linears
 
-    _SNIP_CLASS |= te_linear.CLASSES | te_experts.CLASSES
+    _SNIP_CLASS |= te_linears.CLASSES
 for _stock_class, (_converted, _) in _SNIP_CLASS.items():
     _converted.__name__ = _stock_class.__name__  # by which Megatron-FSDP finds how tensor parallel ranks share a weight
 _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
@@ -80,7 +80,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
             _convert_linear(linear, registry)
     skip_sorting(model_chunks)
     if HAVE_TE:
-        te_experts.pad_rows(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
+        te_linears.pad_rows(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
     say(f"GEMMs by {context.gemm_backend} ({selection.reason})")
     for stays in what_stays(registry.stock):
         say(f"{stays}; it counts in the fp4 share")

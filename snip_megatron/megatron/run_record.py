@@ -15,7 +15,7 @@ from snip_megatron import __version__
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.startup import say
-from snip_megatron.megatron.step_costs import option_times
+from snip_megatron.megatron.times import option_times
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError

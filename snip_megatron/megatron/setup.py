@@ -14,19 +14,18 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.registry import check_map_fits, load_map
 from snip_megatron.megatron import compat, validate
-from snip_megatron.megatron.checkpoint_state import KEY as SNIP_STATE_KEY
-from snip_megatron.megatron.checkpoint_state import SnipState
+from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
+from snip_megatron.megatron.compat.checkpoints import SnipState
 from snip_megatron.megatron.conversion import convert_model, what_stays
 from snip_megatron.megatron.evaluation import Evaluation, main_loss
 from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
-from snip_megatron.megatron.own_times import OwnTimes
 from snip_megatron.megatron.run_record import finish, open_run_directory
-from snip_megatron.megatron.shards import cut_tiles
 from snip_megatron.megatron.startup import on_rank_zero, say
-from snip_megatron.megatron.step_costs import check_measurable
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
+from snip_megatron.megatron.times import OwnTimes, check_measurable
+from snip_megatron.megatron.validate import cut_tiles
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms

@@ -2,18 +2,20 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from snip_megatron.layers.registry import load_map
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.conflicts import CONFLICTS
 from snip_megatron.megatron.model_linears import ModelLinears
-from snip_megatron.megatron.shards import check_gathers
-from snip_megatron.megatron.step_costs import check_measurable, option_times
+from snip_megatron.megatron.times import check_measurable, option_times
+from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
+from snip_megatron.precision import Side
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import matching_options, no_match_hint
 from snip_megatron.precision.phases import Schedule
@@ -22,6 +24,45 @@ from snip_megatron.runtime.run_data import replayed_maps, step_path
 from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and int(value) > 1
+
+
+_OWN_PRECISION = "SNIP chooses the precision of the linears itself; leave it out"
+
+CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "--te-precision-config-file": ("te_precision_config_file", bool, _OWN_PRECISION),
+    "--kitchen-config-file": ("kitchen_config_file", bool, _OWN_PRECISION),
+    "--use-kitchen": ("use_kitchen", bool, _OWN_PRECISION),
+    "--optimizer-cuda-graph": (
+        "optimizer_cuda_graph",
+        bool,
+        "a captured optimizer step would not see the gradient buffers as probes leave them; leave it out",
+    ),
+    "--tensor-parallel-num-weight-shards": (
+        "gtp_weight_remat_size",
+        _more_than_one,
+        "quantised linears hold their whole shard of the weight; leave it out",
+    ),
+    "--mlp-chunks-for-training": (
+        "mlp_chunks_for_training",
+        _more_than_one,
+        "statistics would count each chunk as a microbatch; use 1",
+    ),
+    "--overlap-dispatch-backward-with-experts-wgrad": (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
+        "quantised wgrad of experts runs in the backward of its linear; leave it out",
+    ),
+    "--non-persistent-ckpt-type local": (
+        "non_persistent_ckpt_type",
+        lambda value: bool(value == "local"),
+        "SNIP cannot tell whether such a checkpoint holds its state; use global",
+    ),
+}
+"""Argument → the attribute that has its value, whether a value conflicts, and why, with what to do."""
 
 
 def check(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -325,3 +366,54 @@ def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, ta
     if reachable_share(linears.covered, loose) >= target - 1e-9:  # some stage alone holds too many pins
         less += ", or use --snip-stage-tolerance none"
     return "--snip-pin" if own else "--first-last-layers-bf16", f"lower the budget or {less}"
+
+
+def check_gathers(args: argparse.Namespace, communication: str = "gather") -> None:
+    """Check that shards can be quantised before they are gathered, and partial sums before they are exchanged.
+
+    Raises SnipError if nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
+    """
+    here = f"--snip-communication {communication}"
+    if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
+        does = "gather nothing" if communication == "gather" else "neither gather nor scatter"
+        raise SnipError(
+            f"{here}: linears {does} without --sequence-parallel and --tensor-model-parallel-size 2 or more;"
+            " add them, or leave it out"
+        )
+    if communication == "all" and getattr(args, "cpu_offloading_num_layers", 0) > 0:
+        raise SnipError(
+            f"{here} cannot be combined with --cpu-offloading-num-layers {args.cpu_offloading_num_layers}, under which"
+            " Megatron reduces outputs itself; use --snip-communication gather or bf16"
+        )
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    tokens = args.seq_length * args.micro_batch_size
+    if tokens % (ranks * TILE):
+        raise SnipError(
+            f"{here}: the {tokens} tokens of a microbatch on {ranks} ranks are {tokens / ranks:g} each, no multiple of"
+            f" {TILE}, so that shards cut tiles; choose another --seq-length or --micro-batch-size, or leave it out"
+        )
+
+
+def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:
+    """Describe each dimension that is sharded into parts that are not multiples of 128.
+
+    A tile ends at the end of a shard, so such a layout has other tiles, and therefore other statistics, than a layout
+    that does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
+    """
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    sizes = {}
+    for row in linears.covered:
+        side = {Side.OUTPUT: ("rows", row.n), Side.INPUT: ("columns", row.k)}.get(row.sharded)
+        if side is not None:
+            parts = tp if row.experts == 1 else args.expert_tensor_parallel_size or 1
+            sizes[f"{side[0]} of {row.id.path}"] = (side[1], parts)
+    tokens = args.seq_length * args.micro_batch_size
+    if cp > 1:  # a rank holds two pieces of each sequence, one after the other
+        sizes["tokens of a microbatch's pieces"] = (tokens // 2, cp)
+    if args.sequence_parallel:
+        sizes["tokens of a microbatch"] = (tokens, tp * cp)
+    return [
+        f"{name} {size} / {parts} ranks = {size / parts:g}"
+        for name, (size, parts) in sizes.items()
+        if parts > 1 and size % (parts * TILE)
+    ]

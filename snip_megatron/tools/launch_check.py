@@ -82,7 +82,7 @@ def _validated(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.conversion import linears_on_meta
     from snip_megatron.megatron.datasets import check_data
     from snip_megatron.megatron.entry import provide_arguments
-    from snip_megatron.megatron.step_costs import layout_of
+    from snip_megatron.megatron.times import layout_of
 
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, []))
     compat.check(args, startup)

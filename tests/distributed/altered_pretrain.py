@@ -159,7 +159,7 @@ def replicas() -> None:
 
 def rates() -> None:
     """GEMMs timed by a clock that knows the rate of every format."""
-    from snip_megatron.megatron import own_times, setup, validate
+    from snip_megatron.megatron import setup, times, validate
 
     class RateClock:
         """Each call takes as long as its format's rate says."""
@@ -172,7 +172,7 @@ def rates() -> None:
     def of(key: Any) -> Format:
         return next(part for part in key if isinstance(part, Format))
 
-    own_times.clock_for = lambda device: RateClock()
+    times.clock_for = lambda device: RateClock()
     for module in (setup, validate):
         module.check_measurable = lambda config, backend: None
 

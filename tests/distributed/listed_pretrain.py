@@ -57,7 +57,7 @@ def install() -> None:
     from emulated_scaled_mm import scaled_mm
 
     from snip_megatron.layers.swiglu import SwiGLU
-    from snip_megatron.megatron import conversion, fused_mlp
+    from snip_megatron.megatron import conversion, linears
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.numerics.products import hopper, selection
     from snip_megatron.numerics.products.scaled import ScaledProducts
@@ -73,7 +73,7 @@ def install() -> None:
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
-    conversion.fuse_swiglu = functools.partial(fused_mlp.fuse_swiglu, stock=stock)
+    conversion.fuse_swiglu = functools.partial(linears.fuse_swiglu, stock=stock)
     products = ScaledProducts(scaled_mm)
     backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
     selection.why_not_hopper = lambda: None

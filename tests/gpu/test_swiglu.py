@@ -41,7 +41,7 @@ def assert_close(found: OperandPair, expected: OperandPair) -> None:
 def test_operands_are_those_of_the_unfused_sequence(
     backend: GemmBackend, formats: tuple[Format, Format], shape: tuple[int, int]
 ) -> None:
-    from snip_megatron.megatron.fused_mlp import STOCK
+    from snip_megatron.megatron.linears import STOCK
 
     d, y = tensors(*shape)
     torch.compiler.reset()
@@ -58,7 +58,7 @@ def test_operands_are_those_of_the_unfused_sequence(
 def test_operands_with_one_scale_are_those_of_the_unfused_sequence(
     backend: GemmBackend, formats: tuple[Format, Format | None], shape: tuple[int, int]
 ) -> None:
-    from snip_megatron.megatron.fused_mlp import STOCK
+    from snip_megatron.megatron.linears import STOCK
 
     d, y = tensors(*shape)
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from te_models import dense, seeming_cuda
 from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron import convert_model, te_linear
+from snip_megatron.megatron import convert_model, te_linears
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.config import SnipConfig
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
 CONFIG = SnipConfig(enabled=True, seed=99)
 CLASSES = {
-    "self_attention.linear_qkv": te_linear.SnipTELayerNormColumnParallelLinear,
-    "self_attention.linear_proj": te_linear.SnipTERowParallelLinear,
-    "mlp.linear_fc1": te_linear.SnipTELayerNormColumnParallelLinear,
-    "mlp.linear_fc2": te_linear.SnipTERowParallelLinear,
+    "self_attention.linear_qkv": te_linears.SnipTELayerNormColumnParallelLinear,
+    "self_attention.linear_proj": te_linears.SnipTERowParallelLinear,
+    "mlp.linear_fc1": te_linears.SnipTELayerNormColumnParallelLinear,
+    "mlp.linear_fc2": te_linears.SnipTERowParallelLinear,
 }
 
 

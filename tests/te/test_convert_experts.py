@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.megatron import convert_model, te_experts
+from snip_megatron.megatron import convert_model, te_linears
 from snip_megatron.megatron.compat import tell_ddp_of_experts
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts
@@ -59,9 +59,9 @@ def test_the_stock_modules_keep_all_but_their_class() -> None:
     keys, sharded = list(chunk.state_dict()), layout(chunk)
     registry = convert_model([chunk], CONFIG)
     experts = chunk.decoder.layers[0].mlp.experts
-    assert type(experts) is te_experts.SnipTEGroupedMLP
-    assert type(experts.linear_fc1) is te_experts.SnipTEColumnParallelGroupedLinear
-    assert type(experts.linear_fc2) is te_experts.SnipTERowParallelGroupedLinear
+    assert type(experts) is te_linears.SnipTEGroupedMLP
+    assert type(experts.linear_fc1) is te_linears.SnipTEColumnParallelGroupedLinear
+    assert type(experts.linear_fc2) is te_linears.SnipTERowParallelGroupedLinear
     assert [handle.weight for handle in experts.linear_fc2.snip_experts] == [
         getattr(experts.linear_fc2, f"weight{e}") for e in range(4)
     ]

@@ -4,23 +4,22 @@ These names are checked when the modules are imported.
 """
 
 from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, repeated
-from snip_megatron.megatron.compat.checkpoints import checkpoint_holds
-from snip_megatron.megatron.compat.defaults import check, set_defaults
-from snip_megatron.megatron.compat.expert_gradients import tell_ddp_of_experts
-from snip_megatron.megatron.compat.full_sharding import Shares
-from snip_megatron.megatron.compat.gradient_reduction import (
+from snip_megatron.megatron.compat.checkpoints import carry_state, checkpoint_holds
+from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
     check_reduced_models,
     gradients_reduced_in_fp8,
+    tell_ddp_of_experts,
 )
 from snip_megatron.megatron.compat.graphs import (
+    IMPLEMENTATIONS,
     graph_implementation,
     graphs_bypassed,
     graphs_leave_experts_out,
     schedule_without_graph,
 )
-from snip_megatron.megatron.compat.groups import optimizer_instance, process_groups
 from snip_megatron.megatron.compat.loop import (
+    RandomState,
     TrainStep,
     attention_logits_kept,
     evaluations_watched,
@@ -28,14 +27,20 @@ from snip_megatron.megatron.compat.loop import (
     loss_tokens_counted,
     quiet_schedule,
     rerun_disabled,
+    rng_state,
+    set_rng_state,
     wrap_evaluate,
     wrap_train_step,
 )
+from snip_megatron.megatron.compat.optimizers import (
+    NEEDS_PACKAGE,
+    PACKAGE,
+    SUPPORTED_OPTIMIZERS,
+    has_package,
+    update_of,
+)
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
-from snip_megatron.megatron.compat.patches import apply
-from snip_megatron.megatron.compat.random_state import RandomState, rng_state, set_rng_state
+from snip_megatron.megatron.compat.patches import apply, check, set_defaults
 from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_kept, routing_repeated
-from snip_megatron.megatron.compat.te_graphs import IMPLEMENTATIONS
-from snip_megatron.megatron.compat.torch_checkpoints import carry_state
-from snip_megatron.megatron.compat.updates import NEEDS_PACKAGE, PACKAGE, SUPPORTED_OPTIMIZERS, has_package, update_of
+from snip_megatron.megatron.compat.sharding import Shares, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training import checkpointing
 
-from snip_megatron.megatron.compat.full_sharding import local
+from snip_megatron.megatron.compat.sharding import local
 from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 check_signature(DistributedOptimizer.state_dict, "self")

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
-from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC
 from snip_megatron.numerics.quantize.reference import ROTATED, rotate

@@ -8,7 +8,7 @@ from llama_arguments import megatron_parser
 from megatron.training.arguments import add_megatron_arguments
 
 from snip_megatron.megatron import compat, entry
-from snip_megatron.megatron.compat.defaults import CPU, EXTENSIONS
+from snip_megatron.megatron.compat.patches import CPU, EXTENSIONS
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.precision.errors import SnipError
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llama_arguments import DEFAULTS, arguments, megatron_parser, refused
 
-from snip_megatron.megatron.conflicts import CONFLICTS
+from snip_megatron.megatron.validate import CONFLICTS
 from snip_megatron.runtime.config import SnipConfig
 
 # A value that conflicts, where it is not True.

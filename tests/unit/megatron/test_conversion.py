@@ -19,7 +19,7 @@ from torch_attention import TorchAttention
 
 from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.host import chunk_of
-from snip_megatron.megatron.linear import SnipColumnParallelLinear, SnipRowParallelLinear
+from snip_megatron.megatron.linears import SnipColumnParallelLinear, SnipRowParallelLinear
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 

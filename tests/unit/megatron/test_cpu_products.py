@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import torch
-from snip_megatron.megatron import cpu_products
+from snip_megatron.megatron import cpu_device
 
 torch.manual_seed(0)
 a, b = torch.randn(64, 96), torch.randn(96, 32)
@@ -13,7 +13,7 @@ x, w, g = torch.randn(4, 9, 96).bfloat16(), torch.randn(33, 96).bfloat16(), torc
 q, k, bias = torch.randn(8, 5, 16).bfloat16(), torch.randn(8, 16, 7).bfloat16(), torch.randn(33).bfloat16()
 of_torch = a @ b
 
-cpu_products.install()
+cpu_device.install()
 assert torch.equal(a @ b, of_torch)
 
 def same(actual, expected):

@@ -19,7 +19,7 @@ from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron import convert_model
-from snip_megatron.megatron.fused_mlp import SnipMLP, fuse_swiglu
+from snip_megatron.megatron.linears import SnipMLP, fuse_swiglu
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.quantize import operands, swiglu

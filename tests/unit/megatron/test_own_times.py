@@ -12,8 +12,7 @@ from llama_arguments import WANTED, linears, run_arguments
 
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.spans import Spans
-from snip_megatron.megatron.own_times import OwnTimes
-from snip_megatron.megatron.step_costs import check_measurable
+from snip_megatron.megatron.times import OwnTimes, check_measurable
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts

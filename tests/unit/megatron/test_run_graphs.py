@@ -12,7 +12,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.compat.te_graphs import layers_of
+from snip_megatron.megatron.compat.graphs import layers_of
 from snip_megatron.megatron.graphs import GraphedRun
 
 

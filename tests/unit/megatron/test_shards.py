@@ -8,7 +8,7 @@ import pytest
 from llama_arguments import linears
 from refusal import refusal
 
-from snip_megatron.megatron.shards import check_gathers, cut_tiles
+from snip_megatron.megatron.validate import check_gathers, cut_tiles
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 1536,

@@ -8,7 +8,7 @@ import pytest
 from llama_arguments import WANTED, linears, run_arguments
 from refusal import refusal
 
-from snip_megatron.megatron.step_costs import layout_of, option_times
+from snip_megatron.megatron.times import layout_of, option_times
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, PrecisionMap, Side, option_id
 from snip_megatron.precision.errors import SnipError

@@ -1,22 +1,51 @@
-"""Replaces the reduce-scatter of gradient buckets (``--snip-gradient-reduction``).
-
-Megatron's ``--ddp-reduce-scatter-with-fp32-accumulation`` has what this takes: bucket groups of one bucket, and a
-handle of its own that finishes the sum. That argument is set, and its function is replaced.
-"""
+"""Gradients of DDP: those of experts are reported complete together, and buckets may be reduced in FP8."""
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.distributed.param_and_grad_buffer as buffers
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch import Tensor
 
 from snip_megatron.layers.communication import start_gradient_reduction
+from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.versions import changed, check_signature
 from snip_megatron.precision.errors import SnipError
+
+check_signature(_ParamAndGradBucketGroup.register_grad_ready, "self", "param", "force_all_reduce")
+
+
+def tell_ddp_of_experts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the grouped linears of model chunks tell DDP themselves, where their weights accumulate into ``main_grad``.
+
+    Others, and those that delay wgrad, whose module tells DDP later, leave it to autograd.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            handles: Sequence[LinearHandle] = getattr(module, "snip_experts", ())
+            weights = [handle.weight for handle in handles]
+            if isinstance(chunk, DistributedDataParallel) and handles and not handles[0].delays:
+                known = all(hasattr(each, "main_grad") and each in chunk.param_to_bucket_group for each in weights)
+                module.snip_told = _told(chunk, weights) if known else None  # type: ignore[assignment]
+
+
+def _told(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callable[[], None]:
+    """Return what the hooks of DDP do for ``weights`` whose ``main_grad`` is complete."""
+    pairs = [(ddp.param_to_bucket_group[weight], weight) for weight in weights]
+
+    def told() -> None:
+        if ddp.ddp_config.overlap_grad_reduce:
+            for group, weight in pairs:
+                group.register_grad_ready(weight, ddp.force_all_reduce)
+
+    return told
+
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
