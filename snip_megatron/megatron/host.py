@@ -36,7 +36,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
     split = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
     pass_group = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size if virtual else 1
-    shares = compat.Shares(model)
+    shards = compat.ShardedParameters(model)
     rows = _sink_rows(registry.rows, config.hidden_size, args.padded_vocab_size)
     stage = next((handle.stage for handle in registry), 0)
     return Host(
@@ -60,7 +60,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         ),
         gathers=bool(config.sequence_parallel),
         recomputes=config.recompute_granularity == "full",
-        whole=shares.values if shares else lambda weight: weight,
+        whole=shards.values if shards else lambda weight: weight,
     )
 
 
@@ -174,7 +174,7 @@ class MegatronStep:
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
         self._loss_tokens: list[torch.Tensor] = []
-        self._shares = compat.Shares(call.model)
+        self._shards = compat.ShardedParameters(call.model)
 
     @functools.cached_property
     def sequences(self) -> int:
@@ -246,7 +246,7 @@ class MegatronStep:
                 decoder_seq_length=self._seq_length,
                 forward_only=False,
             )
-        self._shares.finish_pass()
+        self._shards.finish_pass()
 
     def gradient_scale(self) -> float:
         """Return the factor to gradients of the mean token loss, which fp16 scales, and a mask may keep from tokens.
@@ -268,8 +268,8 @@ class MegatronStep:
 
         Collective.
         """
-        if self._shares:
-            gradient = self._shares.gradient(weight)
+        if self._shards:
+            gradient = self._shards.gradient(weight)
         else:
             gradient = weight.main_grad.float()  # type: ignore[attr-defined]
         if getattr(weight, "sequence_parallel", False):
@@ -296,4 +296,4 @@ class MegatronStep:
         """
         if compat.optimizer_instance(self.call.model[0]):
             return None
-        return compat.update_of(self.call.optimizer, self._shares.of(weight), self.step)
+        return compat.update_of(self.call.optimizer, self._shards.of(weight), self.step)

@@ -281,7 +281,7 @@ class SnipRun:
         if config.gradient_reduction != "fp32":
             compat.check_reduced_models(model)
         self._host = host = make_host(args, model, registry)
-        compat.tell_ddp_of_experts(model)
+        compat.report_expert_gradients(model)
         groups = host.groups
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:

@@ -134,12 +134,12 @@ class _GroupedForward(StockState):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
     Attributes:
-        snip_experts: the linears of this rank's experts.
-        snip_told: tells DDP that the gradients of their weights are complete; None: autograd does.
+        snip_experts: The linears of this rank's experts.
+        on_wgrad_complete: Callback that reports complete wgrads to DDP. None if autograd reports them.
     """
 
     snip_experts: list[LinearHandle]
-    snip_told: Callable[[], None] | None = None
+    on_wgrad_complete: Callable[[], None] | None = None
 
     def forward(self: Any, x: Tensor | None, m_splits: Any) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
         """Return Y and its biases; without x a call for an MLP, which starts with the last expert if ``m_splits``."""
@@ -155,8 +155,8 @@ class _GroupedForward(StockState):
         handles = self.snip_experts[order]
         weights = [self._parameters[handle.parameter] for handle in handles]
         if x is None:
-            return grouped_call(handles, weights, self.snip_told), None
-        y = grouped_product(handles, weights, x, m_splits, self.snip_told)
+            return grouped_call(handles, weights, self.on_wgrad_complete), None
+        y = grouped_product(handles, weights, x, m_splits, self.on_wgrad_complete)
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)][order] if self.use_bias else []
         if self.apply_bias:
             y = y + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, m_splits, strict=True)])

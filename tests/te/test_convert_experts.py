@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import convert_model, te_linears
-from snip_megatron.megatron.compat import tell_ddp_of_experts
+from snip_megatron.megatron.compat import report_expert_gradients
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands, swiglu
@@ -227,7 +227,7 @@ def steps_under_ddp(*, overlaps: bool, tells: bool) -> list[Tensor]:
     with seeming_cuda():
         ddp = DistributedDataParallel(chunk.config, config, chunk.decoder.layers[0].mlp.experts)
     if tells:
-        tell_ddp_of_experts([ddp])
+        report_expert_gradients([ddp])
     started: list[bool] = []
     groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
     for group in groups:

@@ -9,7 +9,7 @@ from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
     check_reduced_models,
     gradients_reduced_in_fp8,
-    tell_ddp_of_experts,
+    report_expert_gradients,
 )
 from snip_megatron.megatron.compat.graphs import (
     IMPLEMENTATIONS,
@@ -42,5 +42,5 @@ from snip_megatron.megatron.compat.optimizers import (
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
 from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_kept, routing_repeated
-from snip_megatron.megatron.compat.sharding import Shares, optimizer_instance, process_groups
+from snip_megatron.megatron.compat.sharding import ShardedParameters, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training import checkpointing
 
-from snip_megatron.megatron.compat.sharding import local
+from snip_megatron.megatron.compat.sharding import local_part
 from snip_megatron.megatron.compat.versions import check_names, check_signature
 
 check_signature(DistributedOptimizer.state_dict, "self")
@@ -68,7 +68,7 @@ def _complete(optimizer: Any) -> None:
     states = optimizer.optimizer.state
     step = max((float(state["step"]) for state in states.values()), default=0.0)
     for _, parameter in _parameters(optimizer.optimizer):
-        if not states.get(parameter) or not local(parameter).numel():
+        if not states.get(parameter) or not local_part(parameter).numel():
             states[parameter] = {
                 "step": _step(step),
                 "exp_avg": torch.zeros_like(parameter),

@@ -21,30 +21,32 @@ from snip_megatron.precision.errors import SnipError
 check_signature(_ParamAndGradBucketGroup.register_grad_ready, "self", "param", "force_all_reduce")
 
 
-def tell_ddp_of_experts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the grouped linears of model chunks tell DDP themselves, where their weights accumulate into ``main_grad``.
+def report_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let grouped linears report to DDP that all their wgrads are complete, which autograd reports expert by expert.
 
-    Others, and those that delay wgrad, whose module tells DDP later, leave it to autograd.
+    A pass of autograd for every expert takes the host milliseconds. Weights that do not accumulate into ``main_grad``
+    keep autograd's report, as do linears that delay wgrad, whose module reports later.
     """
     for chunk in chunks:
         for module in chunk.modules():
             handles: Sequence[LinearHandle] = getattr(module, "snip_experts", ())
             weights = [handle.weight for handle in handles]
             if isinstance(chunk, DistributedDataParallel) and handles and not handles[0].delays:
-                known = all(hasattr(each, "main_grad") and each in chunk.param_to_bucket_group for each in weights)
-                module.snip_told = _told(chunk, weights) if known else None  # type: ignore[assignment]
+                accumulate = all(hasattr(w, "main_grad") and w in chunk.param_to_bucket_group for w in weights)
+                callback = _callback(chunk, weights) if accumulate else None
+                module.on_wgrad_complete = callback  # type: ignore[assignment]
 
 
-def _told(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callable[[], None]:
-    """Return what the hooks of DDP do for ``weights`` whose ``main_grad`` is complete."""
+def _callback(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that does what DDP's hooks do for ``weights`` whose ``main_grad`` is complete."""
     pairs = [(ddp.param_to_bucket_group[weight], weight) for weight in weights]
 
-    def told() -> None:
+    def on_wgrad_complete() -> None:
         if ddp.ddp_config.overlap_grad_reduce:
             for group, weight in pairs:
                 group.register_grad_ready(weight, ddp.force_all_reduce)
 
-    return told
+    return on_wgrad_complete
 
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"

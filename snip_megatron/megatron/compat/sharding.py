@@ -27,13 +27,14 @@ check_names(LanguageModule.__init__, "embd_group")  # ranks that hold the embedd
 
 
 def process_groups(model_chunk: torch.nn.Module) -> ProbeGroups:
-    """Return the groups of ``model_chunk``, wrapped or not, over which statistics are reduced.
+    """Return the groups over which statistics of ``model_chunk``, wrapped or not, are reduced.
 
-    They are taken from the chunk's own ``pg_collection``, or from Megatron's global state if it has none. Data parallel
-    ranks are those with equal weights and distinct tokens, of context parallelism too.
+    They are the chunk's own ``pg_collection``, or Megatron's global state if it has none. Data parallel ranks are those
+    with equal weights and distinct tokens, context parallel ranks among them.
     """
-    own = get_attr_wrapped_model(model_chunk, "pg_collection")
-    collection: Any = own if own is not None else ProcessGroupCollection.use_mpu_process_groups()
+    collection: Any = get_attr_wrapped_model(model_chunk, "pg_collection")
+    if collection is None:
+        collection = ProcessGroupCollection.use_mpu_process_groups()
     dp_cp = getattr(collection, "dp_cp", None)
     expt_tp, expt_dp = (getattr(collection, name, None) for name in ("expt_tp", "expt_dp"))
     return ProbeGroups(
@@ -45,25 +46,24 @@ def process_groups(model_chunk: torch.nn.Module) -> ProbeGroups:
 
 def optimizer_instance(model_chunk: torch.nn.Module) -> int:
     """Return the number of this rank's distributed optimizer. Those of other instances hold the same state."""
-    own = get_attr_wrapped_model(model_chunk, "pg_collection")
-    group = getattr(own, "inter_dist_opt", None)
+    group = getattr(get_attr_wrapped_model(model_chunk, "pg_collection"), "inter_dist_opt", None)
     if group is None:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     return 0 if group is None else int(group.rank())
 
 
-class Shares:
-    """This rank's shares of the parameters of model chunks. Empty without full sharding."""
+class ShardedParameters:
+    """This rank's shards of the parameters of model chunks. False if nothing is fully sharded."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         chunks = list(chunks)
         self._chunks = [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
-        self._shares: dict[torch.nn.Parameter, Any] = {
-            share.orig_param: share
+        self._shards: dict[torch.nn.Parameter, Any] = {
+            shard.orig_param: shard
             for chunk in self._chunks
-            for _, share in chunk.param_and_grad_buffer.optimizer_named_parameters
+            for _, shard in chunk.param_and_grad_buffer.optimizer_named_parameters
         }
-        self._by_torch = [
+        self._torch_modules = [
             module
             for chunk in chunks
             if isinstance(chunk, TorchFullyShardedDataParallel)
@@ -73,56 +73,56 @@ class Shares:
         self.finish_pass()  # a validation may leave parameters whole
 
     def __bool__(self) -> bool:
-        return bool(self._chunks or self._by_torch)
+        return bool(self._chunks or self._torch_modules)
 
     def of(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return the parameter that the optimizer has for ``weight``: the share of it, or itself if it is none's."""
-        share: torch.nn.Parameter = self._shares.get(weight, weight)
-        return share
+        """Return the parameter that the optimizer has for ``weight``: its shard, or ``weight`` if it is not sharded."""
+        shard: torch.nn.Parameter = self._shards.get(weight, weight)
+        return shard
 
     def finish_pass(self) -> None:
-        """Wait until the gradients of a pass are reduced, and leave the modules as they are between passes."""
+        """Wait until the gradients of a pass are reduced, and put the shards back into the modules."""
         for chunk in self._chunks:
             chunk.finish_grad_sync()
-        for module in self._by_torch:
+        for module in self._torch_modules:
             module.reshard()
 
     def values(self, weight: Any) -> torch.Tensor:
         """Return ``weight`` in FP32, with zeros where it is on other ranks."""
-        share = self.of(weight)
-        return _placed(share, share.data)
+        shard = self.of(weight)
+        return _in_whole(shard, shard.data)
 
     def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """Return the sum of the gradients of all data parallel ranks in FP32, with zeros where it is on other ranks."""
-        share: Any = self.of(weight)
-        found = getattr(share, "decoupled_grad", None)
-        found = _placed(share, share.grad if found is None else found)
-        if self._by_torch:  # the gradients have been divided by the number of ranks
-            found *= share.device_mesh.size()
-        elif not (model := share._megatron_fsdp_model).calculate_per_token_loss:
-            found *= model.dist_index.get_dp_group().size()
-        return found
+        shard: Any = self.of(weight)
+        decoupled = getattr(shard, "decoupled_grad", None)
+        gradient = _in_whole(shard, shard.grad if decoupled is None else decoupled)
+        if self._torch_modules:  # the gradients have been divided by the number of ranks
+            gradient *= shard.device_mesh.size()
+        elif not (model := shard._megatron_fsdp_model).calculate_per_token_loss:
+            gradient *= model.dist_index.get_dp_group().size()
+        return gradient
 
 
-def held_range(share: Any) -> tuple[int, int]:
-    """Return the first element of the flattened parameter that a share holds, and the end of its elements."""
-    held = getattr(share, "megatron_fsdp_slice", None)
-    if held is not None:
-        return held.start, held.stop
-    shape, offset = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)
-    start = offset[0] * math.prod(share.shape[1:])  # fully_shard shards the first dimension
+def shard_range(shard: Any) -> tuple[int, int]:
+    """Return the first element of the flattened parameter that ``shard`` holds, and the end of its elements."""
+    elements = getattr(shard, "megatron_fsdp_slice", None)
+    if elements is not None:
+        return elements.start, elements.stop
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    start = offset[0] * math.prod(shard.shape[1:])  # fully_shard shards the first dimension
     return start, start + math.prod(shape)
 
 
-def local(tensor: Any) -> Any:
+def local_part(tensor: Any) -> Any:
     """Return this rank's part of a tensor that may be sharded. Anything else is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _placed(share: Any, part: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor of the whole parameter's shape, FP32, with ``part`` where the rank's share belongs."""
-    like = getattr(share, "orig_param", share)
-    whole = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+def _in_whole(shard: Any, part: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor of the whole parameter's shape, FP32, with ``part`` in the range of ``shard``."""
+    parameter = getattr(shard, "orig_param", shard)
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if part is not None:
-        whole[slice(*held_range(share))] = local(part).detach().reshape(-1)
-    return whole.view(like.shape)
+        whole[slice(*shard_range(shard))] = local_part(part).detach().reshape(-1)
+    return whole.view(parameter.shape)
