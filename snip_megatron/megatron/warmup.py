@@ -37,7 +37,7 @@ from snip_megatron.sensitivity.update_error import warm_up_recording, warm_up_si
 
 if TYPE_CHECKING:
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-    from snip_megatron.numerics.quantize.kernels.launch import Source, Variant
+    from snip_megatron.numerics.quantize.kernels.launch import Source
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
@@ -73,9 +73,9 @@ class WarmUp:
             return True
         listed = self._listed(in_force=True), self._listed(in_force=False)
         torch.cuda.empty_cache()
-        gathered: list[tuple[list[Variant | Source], list[Variant | Source]]] = [([], [])] * dist.get_world_size()
+        gathered: list[tuple[list[str | Source], list[str | Source]]] = [([], [])] * dist.get_world_size()
         dist.all_gather_object(gathered, listed)
-        now, later = ({variant for own in gathered for variant in own[i]} for i in (0, 1))
+        now, later = ({kernel for listed in gathered for kernel in listed[i]} for i in (0, 1))
         if now:
             self._compile_first(now)
             self._check()
@@ -126,7 +126,7 @@ class WarmUp:
             self._compilation.close()
 
     # -- compilation -------------------------------------------------------------------------------------------
-    def _compile_first(self, variants: Iterable[Variant | Source]) -> None:
+    def _compile_first(self, variants: Iterable[str | Source]) -> None:
         """Compile the kernels of the map in force, for which the first step waits."""
         started = time.perf_counter()
         compilation = self._compiling(variants)
@@ -137,7 +137,7 @@ class WarmUp:
         if compilation.processes:
             say(f"compiled in {time.perf_counter() - started:.1f} s")
 
-    def _compiling(self, variants: Iterable[Variant | Source]) -> Compilation:
+    def _compiling(self, variants: Iterable[str | Source]) -> Compilation:
         """Start to compile this rank's share of ``variants``, which are those of all ranks."""
         from triton.runtime import driver
 
@@ -149,21 +149,21 @@ class WarmUp:
         replays = self._replays and rank == 0
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
-    def _listed(self, *, in_force: bool) -> list[Variant | Source]:
-        from snip_megatron.numerics.quantize.kernels.launch import listed
+    def _listed(self, *, in_force: bool) -> list[str | Source]:
+        from snip_megatron.numerics.quantize.kernels.launch import list_launches
 
         backend = self.registry.context.backend
-        with listed(rows=self.host.tokens or 0) as listing:
+        with list_launches(rows=self.host.tokens or 0) as listing:
             self.run_once(in_force=in_force)
             if self.times is not None and not in_force:
                 self.times()
-        if self._formats_in_use and (listing.variants or not in_force):
-            with listed() as compared:  # small matrices, which stand for themselves
+        if self._formats_in_use and (listing.kernels or not in_force):
+            with list_launches() as compared:  # small matrices, which stand for themselves
                 backend.check("cuda", self._formats_in_use)
                 for fmt in self._replayed_formats if self._replays and not in_force else ():
                     wrong_numbers(backend, "cuda", [fmt])
-            listing.variants |= compared.variants
-        return list(listing.variants)
+            listing.kernels |= compared.kernels
+        return list(listing.kernels)
 
     @property
     def _formats_in_use(self) -> frozenset[Format]:

@@ -24,15 +24,15 @@ phase, kernels = "launched", False
 def listing() -> Iterator[None]:
     """Kernels are there, and are listed."""
     global kernels
-    from snip_megatron.numerics.quantize.kernels.launch import listed
+    from snip_megatron.numerics.quantize.kernels.launch import list_launches
 
-    with listed() as found:
+    with list_launches() as found:
         before, kernels = kernels, True
         try:
             yield
         finally:
             kernels = before
-    SEEN[phase] |= dict.fromkeys(map(repr, found.variants))
+    SEEN[phase] |= dict.fromkeys(map(str, found.kernels))
 
 
 def both(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +55,7 @@ def install() -> None:
     """Put :func:`both` wherever kernels would run."""
     sys.path.extend(str(Path(__file__).parents[1] / "unit" / room) for room in ("numerics/products", "megatron"))
     from emulated_scaled_mm import scaled_mm
+    from triton.backends.compiler import GPUTarget
 
     from snip_megatron.layers.swiglu import SwiGLU
     from snip_megatron.megatron import conversion, linears
@@ -64,9 +65,11 @@ def install() -> None:
     from snip_megatron.numerics.quantize import operands, swiglu, wire
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
+    from snip_megatron.numerics.quantize.kernels.compiler import compile_for
     from snip_megatron.runtime import probe
     from snip_megatron.sensitivity import recorder, sums, update_error, updates
 
+    compile_for(GPUTarget("cuda", 90, 32))
     quantisers = {"quantize_operands": both(quantize.quantize_operands, operands.quantize_operands)}
     quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax")

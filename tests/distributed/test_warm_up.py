@@ -33,6 +33,6 @@ def assert_all_is_warmed_up(warm: WarmRanks, tmp_path: Path, layout: str, **vari
     for rank in range(2):
         seen = json.loads((tmp_path / f"listed.{rank}").read_text())
         assert set(seen["launched"]) <= set(seen["warmed up"])
-        names = {text.partition("name='")[2].partition("'")[0] for text in seen["launched"]}
+        names = {json.loads(text)["name"].rpartition(".")[2] for text in seen["launched"]}
         assert {"tile_kernel", "block_kernel", "update_error_kernel", "output_kernel", "squares_kernel"} <= names
         assert any(name.startswith("swiglu") for name in names)

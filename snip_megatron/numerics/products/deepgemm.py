@@ -20,7 +20,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.cublaslt import CublasLt
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.launch import active
+from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.kernels.replay import run_opaque
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec, quantize_operands
 from snip_megatron.precision import Format
@@ -45,19 +45,20 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
 
     Where kernels are listed, that for the rows of the training is.
     """
-    gemm, listing = partial(gemm, disable_ue8m0_cast=True), active()
-    if listing is None:
+    gemm = partial(gemm, disable_ue8m0_cast=True)
+    if not listings:
         run_opaque(gemm, a, b, out, *experts)
         return
-    from snip_megatron.numerics.quantize.kernels.compiler import listed_source
+    from snip_megatron.numerics.quantize.kernels.compiler import missing_source
 
     values, scale = a
+    listing = listings[-1]
     rows = max(len(out), _MANY if listing.rows and experts else listing.rows)
     many = values.new_empty(rows, values.shape[1]), scale.new_empty(scale.shape[1], rows).t()
     first = [each.new_zeros(rows) for each in experts]
-    source = listed_source(partial(gemm, many, b, out.new_empty(rows, out.shape[1]), *first))
+    source = missing_source(partial(gemm, many, b, out.new_empty(rows, out.shape[1]), *first))
     if source is not None:
-        listing.variants[source] = None
+        listing.kernels[source] = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def difference(found: DeepGemm, library: Any, device: torch.device | str) -> str
     # A library that was built for another torch or driver may raise any exception.
     try:
         ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (found, library))
-        if active() is None and (ours is None or truth is None or not torch.equal(ours, truth)):
+        if not listings and (ours is None or truth is None or not torch.equal(ours, truth)):
             return f"DeepGEMM {VERSION} does not give cuBLASLt's bits on this device"
     except Exception as error:
         return f"DeepGEMM {VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -15,7 +15,7 @@ from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.operands import GemmOperand
 from snip_megatron.numerics.quantize.formats import SPECS
-from snip_megatron.numerics.quantize.kernels.launch import active
+from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -37,7 +37,7 @@ class EmulatedBackend(GemmBackend):
 
     def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
         fault = wrong_numbers(self, device, formats)
-        if fault is None or active() is not None:
+        if fault is None or listings:
             return None
         self._in_torch = True
         return f"{fault}: torch emulates, slower than bf16"

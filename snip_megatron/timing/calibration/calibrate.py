@@ -135,12 +135,12 @@ def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | Non
     from triton.runtime import driver
 
     from snip_megatron.numerics.quantize.kernels.compiler import Compilation
-    from snip_megatron.numerics.quantize.kernels.launch import listed
+    from snip_megatron.numerics.quantize.kernels.launch import list_launches
 
-    with listed() as listing:
+    with list_launches() as listing:
         run_once(measurer.backend, measurer.formats, workload, device)
     processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    return Compilation(sorted(listing.variants, key=repr), driver.active.get_current_target(), processes)
+    return Compilation(sorted(listing.kernels, key=repr), driver.active.get_current_target(), processes)
 
 
 def run_once(backend: GemmBackend, formats: tuple[Format, ...], workload: Workload, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Compiles variants of Triton kernels, and sources of DeepGEMM, beside the training, into Triton's cache on disk.
+"""Compiles kernels of Triton and of DeepGEMM beside the training, into Triton's cache on disk.
 
-A launch that finds its kernel in the cache takes milliseconds, where a compilation takes up to a second. One process of
-low priority imports what compilers need and forks the others. They need no GPU. If they die or hang, the kernels that
-are left are compiled at their first launch.
+A launch that finds its kernel in the cache takes milliseconds, where a compilation takes up to a second. A pool of
+processes of low priority compiles. It needs no GPU. If it dies or hangs, the remaining kernels are compiled at their
+first launch.
 
 DeepGEMM runs nvcc for 3 to 6 s in the call that first needs a kernel. A script stands in nvcc's place. While kernels
 are listed, it takes the source and lets the call fail; in training it hands over what another process has compiled of
@@ -12,6 +12,7 @@ that source by then. What nobody compiled, nvcc compiles in the call.
 import ctypes
 import hashlib
 import importlib
+import json
 import os
 import pickle
 import select
@@ -21,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed, wait
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +34,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
-from triton.runtime.jit import MockTensor
 
-from snip_megatron.numerics.quantize.kernels.launch import Pointer, Source, Variant, share_cache
+from snip_megatron.numerics.quantize.kernels.launch import Source, share_cache
 from snip_megatron.numerics.quantize.kernels.replay import compiled_library
 
 # -- DeepGEMM --------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def take_nvcc(nvcc: str) -> None:
         os.environ[_OVERRIDE] = str(script)
 
 
-def listed_source(call: Callable[[], object]) -> Source | None:
+def missing_source(call: Callable[[], object]) -> Source | None:
     """Return the kernel that a ``call`` of DeepGEMM needs; None if it is compiled, in which case the call runs."""
     earlier = os.environ.get(_REFUSAL)
     with tempfile.TemporaryDirectory() as folder:
@@ -103,79 +105,71 @@ def listed_source(call: Callable[[], object]) -> Source | None:
     return None
 
 
-# -- compilation ----------------------------------------------------------------------------------------------------
-_PATIENCE = 120.0
-"""Seconds within which some process must have compiled another kernel."""
-_NICENESS = 10
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-
+# -- compilation -----------------------------------------------------------------------------------------------------
 class Compilation:
-    """The compilation of ``variants`` for ``target`` by other processes.
+    """The compilation of ``kernels`` for ``target`` by a pool of processes.
 
-    No process starts if an earlier one on this machine has compiled all of them.
+    No process starts if all kernels have been compiled on this machine before.
 
     Args:
-        variants: the variants, from :func:`snip_megatron.numerics.quantize.kernels.launch.listed`.
+        kernels: kernels of a :class:`snip_megatron.numerics.quantize.kernels.launch.Listing`.
         target: the target of Triton's driver.
         processes: the largest number of processes.
-        replays: whether the C++ extension is built as well, which launches kernels again.
+        replays: whether ``replay.cpp`` is compiled as well.
         patience: seconds without a compiled kernel after which the processes are ended.
 
     Attributes:
-        kernels: number of variants.
+        kernels: number of kernels.
         processes: number of processes.
-        compiled: number of variants that the processes have compiled so far.
-        left: number of variants that will be compiled at their first launch; 0 while processes run.
+        compiled: number of kernels that the processes have compiled so far.
+        left: number of kernels that will be compiled at their first launch; 0 while processes run.
         seconds: time from the start of the processes to their end; 0 if none was started.
     """
 
     def __init__(
         self,
-        variants: Sequence[Variant | Source],
+        kernels: Sequence[str | Source],
         target: GPUTarget,
         processes: int,
         *,
         replays: bool = False,
-        patience: float = _PATIENCE,
+        patience: float = 120.0,
     ) -> None:
-        self.kernels, self.compiled, self.left, self.seconds = len(variants), 0, 0, 0.0
+        self.kernels, self.processes, self.compiled, self.left, self.seconds = len(kernels), 0, 0, 0, 0.0
         share_cache()
-        of_triton = [each for each in variants if isinstance(each, Variant)]  # a source is listed until it is compiled
-        self._patience, self._done = patience, _done_file(of_triton, target, replays=replays)
+        self._done = _done_file([kernel for kernel in kernels if isinstance(kernel, str)], target, replays=replays)
         self._started = self._heard = time.monotonic()
+        self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
-        done = self._done.exists() and len(of_triton) == len(variants)
-        self.processes = 0 if done else max(1, min(processes, len(variants)))
-        if self.processes and (variants or replays):
-            self._process = _started(target, variants, self.processes, replays=replays)
+        # A source of DeepGEMM is listed only until it is compiled.
+        if (kernels or replays) and (not self._done.exists() or any(isinstance(each, Source) for each in kernels)):
+            self.processes = max(1, min(processes, len(kernels)))
+            self._process = _start((target, list(kernels), self.processes, replays))
 
     def running(self, wait: float = 0.0) -> bool:
         """Return whether the processes still compile. Waits for at most ``wait`` seconds for them to end."""
         until = time.monotonic() + wait
         while self._process is not None:
             assert self._process.stdout is not None
-            now = time.monotonic()
-            quiet = self._heard + self._patience
-            if select.select([self._process.stdout], [], [], max(0.0, min(until, quiet) - now))[0]:
-                found = os.read(self._process.stdout.fileno(), 4096)
-                self.compiled, self._heard = self.compiled + len(found), time.monotonic()
-                if not found:
+            end = min(until, self._heard + self._patience)
+            if select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                dots = os.read(self._process.stdout.fileno(), 4096)
+                self.compiled, self._heard = self.compiled + len(dots), time.monotonic()
+                if not dots:
                     self.close()
-            elif time.monotonic() >= quiet:
-                self.close()
-            elif time.monotonic() >= until:
+            elif end == until:
                 return True
+            else:
+                self.close()
         return False
 
     def close(self) -> None:
+        """End the processes."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.communicate()
         self._process = None
         self.left, self.seconds = self.kernels - self.compiled, time.monotonic() - self._started
         if not self.left:
@@ -183,20 +177,25 @@ class Compilation:
             self._done.touch()
 
 
-def _started(
-    target: GPUTarget, variants: Sequence[Variant | Source], processes: int, *, replays: bool
-) -> subprocess.Popen[bytes]:
-    """Start the first process. It reads its task from a file: a pipe to a dead one breaks."""
+def _done_file(kernels: Sequence[str], target: GPUTarget, *, replays: bool) -> Path:
+    """Return the path of the file whose presence in Triton's cache means that everything is compiled."""
+    code = {name: _kernel(name).cache_key for name in sorted({_name(kernel) for kernel in kernels})}
+    identity = repr((sorted(kernels), code, target, triton.__version__, replays))
+    return Path(triton.knobs.cache.dir) / f"snip-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+
+def _start(task: tuple[GPUTarget, list[str | Source], int, bool]) -> subprocess.Popen[bytes]:
+    """Start the process that runs :func:`_work`. It reads ``task`` from a file: a pipe to a dead process breaks."""
     # The processes must not use the GPU, where a context takes half a gigabyte. The version of the assembler is in the
     # names of files in the cache: torch's compiler takes another assembler, while Triton remembers the first one's.
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TRITON_MOCK_PTX_VERSION": get_ptxas_version(target.arch),
+        "TRITON_MOCK_PTX_VERSION": get_ptxas_version(task[0].arch),
     }
     with tempfile.TemporaryFile() as file:
-        pickle.dump((target, list(variants), processes, replays), file)
+        pickle.dump(task, file)
         file.seek(0)
         return subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=file, stdout=subprocess.PIPE, env=environment,
@@ -204,78 +203,63 @@ def _started(
         )  # fmt: skip
 
 
-def compile_variant(variant: Variant | Source) -> None:
-    """Compile one kernel, Triton's with the C code that launches it for the target of its active driver."""
-    if isinstance(variant, Source):
-        _compile_source(variant)
-        return
-    kernel = _kernel(variant)
-    names = list(kernel.arg_names)
-    arguments = [MockTensor(a.dtype) if isinstance(a, Pointer) else a for a in variant.arguments]
-    if any(isinstance(a, Pointer) and not a.aligned for a in variant.arguments):
-        return  # A stand-in is always aligned, so that this rare variant is compiled at its launch.
-    made = kernel.warmup(grid=(1,), **dict(zip(names, arguments, strict=True)), **dict(variant.options))
-    with suppress(Exception):  # needs a C compiler and libcuda, without which a launch says so
-        CudaLauncher(made.src, made.metadata)
-
-
-def _kernel(variant: Variant) -> Any:
-    return getattr(importlib.import_module(variant.module), variant.name)
-
-
-def _done_file(variants: Sequence[Variant], target: GPUTarget, *, replays: bool) -> Path:
-    """Return the path of the file whose presence in Triton's cache means that everything is compiled."""
-    sources = {v.module + v.name: _kernel(v).cache_key for v in variants}
-    asked = repr((sorted(map(repr, variants)), sorted(sources.items()), target, triton.__version__, replays))
-    return Path(triton.knobs.cache.dir) / f"snip-{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
-
-
 def compile_for(target: GPUTarget) -> None:
-    """Make Triton compile for ``target`` in this process. The process must not launch kernels afterwards."""
-    answers = {"get_current_target": lambda: target, "get_current_device": lambda: 0}
-    driver.set_active(SimpleNamespace(**answers, get_current_stream=lambda device: 0))
+    """Make Triton compile for ``target`` in this process, which must not launch kernels afterwards."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+
+
+def compile_kernel(kernel: str | Source) -> None:
+    """Compile a kernel for the target of Triton's driver, and the C code that launches it."""
+    if isinstance(kernel, Source):
+        _compile_source(kernel)
+        return
+    compiled = _kernel(_name(kernel)).preload(kernel)
+    with suppress(Exception):  # needs a C compiler and libcuda. Without them a launch says so
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _name(kernel: str) -> str:
+    """Return the name of a kernel with its module."""
+    return str(json.loads(kernel)["name"])
+
+
+def _kernel(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(module), function)
 
 
 # -- the processes -------------------------------------------------------------------------------------------------
 def _work() -> None:
-    """Compile what standard input holds, and fork processes that do. Every kernel writes one byte to the output."""
-    os.nice(_NICENESS)
+    """Compile the task on standard input by a pool of processes, and write a byte to standard output for each kernel.
+
+    The pool is forked after the modules of all kernels are imported.
+    """
+    os.nice(10)
     _die_with_parent()
-    target, variants, processes, replays = pickle.load(sys.stdin.buffer)
+    target, kernels, processes, replays = pickle.load(sys.stdin.buffer)
     compile_for(target)
-    for variant in variants:
-        if isinstance(variant, Variant):
-            _kernel(variant)  # imports its module before the forks
-    children = [] if not replays else [_forked(lambda: compiled_library() and None)]
-    children += [_forked(lambda: _compile_all(variants[n::processes])) for n in range(1, processes)]  # noqa: B023
-    _compile_all(variants[::processes])
-    for child in children:
-        os.waitpid(child, 0)
+    for kernel in kernels:
+        if isinstance(kernel, str):
+            _kernel(_name(kernel))
+    with ProcessPoolExecutor(processes + replays, get_context("fork"), _die_with_parent) as pool:
+        library = [pool.submit(_compile_replays)] if replays else []
+        for each in as_completed([pool.submit(compile_kernel, kernel) for kernel in kernels]):
+            each.result()
+            os.write(1, b".")
+        wait(library)
 
 
-def _forked(work: Any) -> int:
-    """Run ``work`` in a fork of this process, and return its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        _die_with_parent()
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _compile_all(variants: Sequence[Variant | Source]) -> None:
-    for variant in variants:
-        compile_variant(variant)
-        os.write(1, b".")
+def _compile_replays() -> None:
+    compiled_library()
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this process with its parent, even where that is killed."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    """Let the operating system end this process with its parent, even if that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ Triton inspects every argument of every launch to find the compiled kernel, whic
 itself. :func:`launch` remembers the compiled kernel of a call under everything that Triton's choice depends on: the
 numbers, the dtype, device and alignment of tensors, the constants and the options.
 
-Inside :func:`listed`, kernels are listed instead of launched, so that :mod:`.compiler` can compile them before code
-needs them. A :class:`Variant` holds what a kernel is compiled for, so that another process can compile it without the
-tensors.
+Inside :func:`list_launches`, kernels are listed instead of launched, so that :mod:`.compiler` can compile them in other
+processes before they are needed.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import os
 import threading
@@ -29,8 +27,7 @@ Seen = tuple[Tensor, torch.dtype]
 current = threading.local()
 """Its attribute ``recording`` is the :class:`.replay.Recording` of this thread in progress."""
 _KEPT = 4096
-_ALIGNED = 16
-"""Alignment in bytes, and divisor of integers, for which Triton compiles kernels of their own."""
+_ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not aligned
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
@@ -69,19 +66,18 @@ def launch(
             _all_aligned(pointers) or tuple([p % _ALIGNED == 0 for p in pointers]),
             _all_short(counters) or tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
         )  # fmt: skip
-        listing = active()
-        found = _compiled.get(key) if listing is None else None
-        if found is not None:  # addresses instead of tensors: Triton asks the driver about each of those
-            found[(*grid, 1)](*pointers, *numbers, *counters, *values)
+        compiled = None if listings else _compiled.get(key)
+        if compiled is not None:  # addresses instead of tensors: Triton asks the driver about each of those
+            compiled[(*grid, 1)](*pointers, *numbers, *counters, *values)
         else:
             viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
-            run = kernel[grid] if listing is None else functools.partial(listing.note, kernel)
-            found = run(*viewed, *numbers, *counters, **constants, **options)
-            if found is not None and len(_compiled) < _KEPT:  # Triton's interpreter compiles nothing
-                _compiled[key] = found
+            run = functools.partial(kernel.warmup, grid=grid) if listings else kernel[grid]
+            compiled = run(*viewed, *numbers, *counters, **constants, **options)
+            if not listings and compiled is not None and len(_compiled) < _KEPT:  # the interpreter compiles nothing
+                _compiled[key] = compiled
     recorded = recording()
     if recorded is not None:
-        recorded.launch(found, grid, tensors, (*numbers, *counters, *values))
+        recorded.launch(compiled, grid, tensors, (*numbers, *counters, *values))
 
 
 def _all_aligned(pointers: list[int]) -> bool:
@@ -108,66 +104,7 @@ def recording() -> Any:
     return getattr(current, "recording", None)
 
 
-# -- listings --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Pointer:
-    """A tensor argument of a kernel.
-
-    Attributes:
-        aligned: whether the address of its first element is a multiple of 16 bytes.
-    """
-
-    dtype: torch.dtype
-    aligned: bool
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One compiled form of a kernel.
-
-    Attributes:
-        module, name: module and name of the kernel's definition.
-        arguments: for each parameter, a :class:`Pointer`, a constant, or a number that represents all numbers that
-            Triton treats alike.
-    """
-
-    module: str
-    name: str
-    arguments: tuple[object, ...]
-    options: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Variant:
-        """Return the variant that ``kernel[grid](*arguments, **named)`` runs."""
-        parameters = inspect.signature(kernel.fn).parameters
-        given = dict(zip(parameters, arguments, strict=False)) | {k: v for k, v in named.items() if k in parameters}
-        names = "do_not_specialize"  # the interpreter holds it among the arguments of its decorator
-        plain = set(getattr(kernel, names, None) or getattr(kernel, "kwargs", {}).get(names) or ())
-        described = tuple(
-            value if "constexpr" in str(parameter.annotation) else _described(value, specialised=name not in plain)
-            for name, parameter in parameters.items()
-            for value in (given[name],)
-        )
-        options = tuple(sorted((k, v) for k, v in named.items() if k not in parameters))
-        return cls(kernel.fn.__module__, kernel.fn.__name__, described, options)
-
-
-def _described(value: Any, *, specialised: bool) -> object:
-    if isinstance(value, torch.Tensor):
-        return Pointer(value.dtype, value.data_ptr() % _ALIGNED == 0)
-    if isinstance(value, float):
-        return 0.5
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    if -(1 << 31) <= value < 1 << 31:
-        base = 0
-    else:
-        base = 1 << 40 if value < 1 << 63 else 1 << 63
-    if not specialised:
-        return base + 3
-    return value if value == 1 else base + (_ALIGNED if value % _ALIGNED == 0 else 3)
-
-
+# -- lists of launches -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Source:
     """The source of a kernel of DeepGEMM, and the flags of nvcc."""
@@ -181,48 +118,47 @@ class Listing:
     """The kernels that were to be launched.
 
     Attributes:
-        rows: rows of the training's matrices, for which shorter ones stand; 0: the matrices are the training's.
-        variants: those of Triton, and the sources of DeepGEMM's that are not compiled, in the order of their first
-            launch, as keys.
+        rows: rows of the training's matrices, for which shorter ones stand. 0: the matrices are the training's.
+        kernels: the keys are the kernels that this process has not compiled, in the order of their first launch. A
+            string is Triton's own description of a compiled kernel, ``specialization_data``.
     """
 
     rows: int = 0
-    variants: dict[Variant | Source, None] = field(default_factory=dict)
+    kernels: dict[str | Source, None] = field(default_factory=dict)
 
-    def note(self, kernel: Any, /, *arguments: Any, **named: Any) -> None:
-        """Add the variant that ``kernel[grid](*arguments, **named)`` runs."""
-        self.variants[Variant.of(kernel, arguments, named)] = None
+
+listings: list[Listing] = []
+"""The listings in progress, the innermost last."""
+
+
+@contextmanager
+def list_launches(*, rows: int = 0) -> Iterator[Listing]:
+    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.
+
+    The kernels do not run, so that their results are uninitialised memory.
+    """
+    from triton import knobs
+
+    def note(*, compile: Mapping[str, Any], **_: object) -> bool:
+        listings[-1].kernels[compile["specialization_data"]] = None
+        return True  # Triton does not compile
+
+    listings.append(Listing(rows))
+    previous, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    try:
+        yield listings[-1]
+    finally:
+        listings.pop()
+        knobs.runtime.jit_cache_hook = previous
 
 
 def share_cache() -> None:
-    """Keep Triton's cache on disk where it is, for all ranks of this host: they compile for each other.
+    """Let all ranks of this host use one folder for Triton's cache on disk: they compile for each other.
 
     torch's compiler gives the cache of each device a folder of its own when it first compiles, unless this was called.
-    Nothing is done where Triton is not installed.
+    Nothing is done if Triton is not installed.
     """
     with suppress(ImportError):
         import triton
 
         os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
-
-
-_active: list[Listing] = []
-
-
-def active() -> Listing | None:
-    """Return the innermost listing in progress, or None."""
-    return _active[-1] if _active else None
-
-
-@contextmanager
-def listed(*, rows: int = 0) -> Iterator[Listing]:
-    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.
-
-    The kernels do not run, so that their results are uninitialised memory.
-    """
-    listing = Listing(rows)
-    _active.append(listing)
-    try:
-        yield listing
-    finally:
-        _active.pop()

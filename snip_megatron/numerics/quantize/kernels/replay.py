@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snip_megatron.numerics.quantize.kernels.launch import _active as listings
-from snip_megatron.numerics.quantize.kernels.launch import current, recording
+from snip_megatron.numerics.quantize.kernels.launch import current, listings, recording
 from snip_megatron.numerics.quantize.rounding import key_words
 from snip_megatron.precision import Format, Gemm
 

@@ -12,7 +12,7 @@ from snip_megatron.numerics.products import deepgemm
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands
-from snip_megatron.numerics.quantize.kernels.launch import listed
+from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
 from snip_megatron.precision import Format
 
@@ -85,7 +85,7 @@ def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = Library(wrong)
     products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
     backend = hopper(products=products, groups=SimpleNamespace())
-    with listed():  # results are uninitialised memory
+    with list_launches():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())
     assert (fault is None) == (wrong == 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.emulated import EmulatedBackend
 from snip_megatron.numerics.products.exact_products import ExactProducts
-from snip_megatron.numerics.quantize.kernels.launch import listed
+from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import ExactOperand, quantize_exact
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
@@ -79,7 +79,7 @@ def test_wrong_numbers_and_failures_do_not() -> None:
 
 def test_torch_multiplies_where_the_check_fails() -> None:
     found = _Faulty()
-    with listed():
+    with list_launches():
         assert found.check("cpu", [MXFP8]) is None
     fault = found.check("cpu", [NVFP4])
     assert fault is not None

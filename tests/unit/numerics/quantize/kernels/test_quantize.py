@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import operands
+from snip_megatron.numerics.quantize.kernels import quantize, swiglu
+from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import Operand, OperandPair, OperandSpec
+from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 
 from ..specs import spec
@@ -49,6 +52,17 @@ def test_tiles_of_every_dtype(quantizers: Quantizers, dtype: torch.dtype) -> Non
     x = matrix(128, 256, dtype)
     check_tiles(quantizers, x, "fp8", "fp4")
     check_tiles(quantizers, x, "fp4", "fp4", row_seed=1, col_seed=2)
+
+
+def test_a_single_row_runs_no_kernel() -> None:
+    """ptxas miscompiles it (``reads_words``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
+    x = torch.zeros(1, 512, dtype=torch.bfloat16)
+    with list_launches() as listing:
+        for fmt, weight in ((Format.FP8, False), (Format.FP8, True), (Format.FP8_TENSOR, False)):
+            quantize.quantize_operands(x, OperandSpec(fmt, fmt, weight=weight))
+    assert not listing.kernels
+    assert not swiglu.fits(x)
+    assert swiglu.fits(x.expand(2, 512))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 128), (128, 1), (5, 257)])
