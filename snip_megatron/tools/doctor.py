@@ -1,18 +1,112 @@
-"""`snip doctor [--json] [--dir DIR]`."""
+"""``snip doctor``: reports what this machine can run under SNIP, and what is missing for the rest.
+
+The checks are grouped under four headings: packages, hardware, GEMM backends, host. Packages are checked by version
+without being imported. A check that raises an error fails, and the other checks still run.
+"""
 
 import argparse
+import enum
 import json
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from snip_megatron.tools.checks.check import Check, Status
-from snip_megatron.tools.checks.hardware import check_backends, check_hardware
-from snip_megatron.tools.checks.host import check_host
-from snip_megatron.tools.checks.packages import check_packages
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
-_MARKS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
+from snip_megatron.megatron.startup import SUPPORTED
+from snip_megatron.precision import VARIANTS, Format
+from snip_megatron.precision.errors import SnipError, first_line, installed_version
+
+OLDEST_PYTHON = (3, 12)
+MEGATRON = Requirement(f"megatron-core{SUPPORTED}")
+REQUIRED = (
+    Requirement("torch>=2.8"),
+    MEGATRON,
+    *map(Requirement, ("ortools>=9.15,<10", "numpy>=2", "scipy>=1.14", "omegaconf>=2.3", "psutil>=6", "jinja2>=3")),
+    Requirement("packaging>=24"),
+)
+EXTRAS = (
+    (Requirement("transformers>=5"), "text", "--tokenizer-type HuggingFaceTokenizer"),
+    (Requirement("tokenizers>=0.22"), "text", "snip prepare-data"),
+    (Requirement("tqdm>=4.66"), "text", "snip prepare-data"),
+    (Requirement("plotly>=6"), "report", "a report, snip compare or snip validate-proxy"),
+    (Requirement("wandb>=0.22"), "wandb", "--wandb-project"),
+    (Requirement("tensorboard>=2.19"), "tensorboard", "--tensorboard-dir"),
+)
+"""(Requirement, extra of snip_megatron that installs it, what needs it). No training imports them."""
+OPTIONAL = (
+    (Requirement("triton>=3.4"), "the quantisation kernels of a GPU need it"),
+    (
+        Requirement("transformer-engine>=2.9"),
+        "--transformer-impl transformer_engine needs it, and 2.19 the GEMMs of Blackwell",
+    ),
+    (Requirement("apex"), "never needed; Megatron's fused kernels use it where it is"),
+    (Requirement("megatron-bridge>=0.6,<0.7"), "the Bridge callback needs it"),
+    (
+        Requirement("sgl-deep-gemm==0.1.4"),
+        "faster fp8 and fp4 GEMMs on Hopper, with nvcc and torch 2.11: pip install 'snip_megatron[deepgemm]'",
+    ),
+    *(
+        (requirement, f"{purpose} needs it: pip install 'snip_megatron[{extra}]'")
+        for requirement, extra, purpose in EXTRAS
+    ),
+)
+_LOW_DISK_BYTES = 5 * 2**30
+_LOW_SHARED_MEMORY_BYTES = 2 * 2**30
 
 
+class Status(enum.Enum):
+    """The result of a check. Only ``FAIL`` means that training under SNIP cannot run here."""
+
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "fail"
+
+
+_LABELS = {Status.OK: "ok  ", Status.NOTE: "note", Status.FAIL: "FAIL"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: the name of the check, its result as text, and advice if something is wrong."""
+
+    name: str
+    status: Status
+    result: str
+    advice: str = ""
+
+
+def ok(name: str, result: str) -> Check:
+    return Check(name, Status.OK, result)
+
+
+def note(name: str, result: str, advice: str = "") -> Check:
+    """Return a check of something optional that is missing, or that is slower than it could be."""
+    return Check(name, Status.NOTE, result, advice)
+
+
+def fail(name: str, result: str, advice: str) -> Check:
+    """Return a check of something that training needs and that is missing or wrong."""
+    return Check(name, Status.FAIL, result, advice)
+
+
+def attempt(name: str, check: Callable[[], Check], advice: str) -> Check:
+    """Run ``check``. If it raises an error, the check fails with ``advice``."""
+    try:
+        return check()
+    except Exception as error:  # a broken or unsupported package can raise anything
+        return fail(name, first_line(error), advice)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
     add = parser.add_argument
@@ -21,27 +115,257 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report.
+    """Print the report. Returns 1 if training under SNIP cannot run here, otherwise 0."""
+    sections = {
+        "packages": list(check_packages()),
+        "hardware": list(check_hardware()),
+        "gemm backends": list(check_backends()),
+        "host": list(check_host(args.dir)),
+    }
+    if args.json:
+        rows = [
+            {"room": heading, "name": c.name, "status": c.status.value, "found": c.result, "advice": c.advice}
+            for heading, checks in sections.items()
+            for c in checks
+        ]
+        print(json.dumps({"schema": "snip.doctor/1", "checks": rows}))
+    else:
+        print(_text(sections))
+    return int(any(check.status is Status.FAIL for checks in sections.values() for check in checks))
 
-    Returns exit code 0 if training under SNIP can run here, 1 if something that it needs is missing or wrong.
+
+def _text(sections: dict[str, list[Check]]) -> str:
+    everything = [check for checks in sections.values() for check in checks]
+    width = max(len(check.name) for check in everything)
+    blocks = []
+    for heading, checks in sections.items():
+        lines = [heading]
+        for check in checks:
+            lines.append(f"  {_LABELS[check.status]} {check.name:<{width}}  {check.result}")
+            if check.advice:
+                lines.append(f"       {'':<{width}}  → {check.advice}")
+        blocks.append("\n".join(lines))
+    failures = sum(check.status is Status.FAIL for check in everything)
+    ready = "ready: training under SNIP can run here"
+    return "\n\n".join([*blocks, f"not ready: {failures} to mend (FAIL above)" if failures else ready])
+
+
+# -- packages ------------------------------------------------------------------------------------------------------
+def check_packages() -> Iterator[Check]:
+    """Check the versions of Python, of the required packages and of the optional packages."""
+    version = platform.python_version()
+    if sys.version_info[:2] >= OLDEST_PYTHON:
+        yield ok("python", version)
+    else:
+        yield fail("python", version, f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+    for requirement in REQUIRED:
+        yield _check_package(requirement, fail, f"pip install '{requirement}'")
+    for requirement, purpose in OPTIONAL:
+        yield _check_package(requirement, note, purpose)
+
+
+def admits(requirement: Requirement, version: str) -> bool:
+    """Whether a requirement admits a version. Release candidates and local builds count as their release."""
+    try:
+        return requirement.specifier.contains(Version(version).base_version)
+    except InvalidVersion:
+        return not requirement.specifier
+
+
+def _check_package(requirement: Requirement, complain: Callable[[str, str, str], Check], advice: str) -> Check:
+    version = installed_version(requirement.name)
+    if version is None:
+        return complain(requirement.name, "not installed", advice)
+    if admits(requirement, version):
+        return ok(requirement.name, version)
+    return complain(requirement.name, version, f"supported: {requirement.specifier}; {advice}")
+
+
+# -- hardware ------------------------------------------------------------------------------------------------------
+def check_hardware() -> Iterator[Check]:
+    """Check the GPUs that torch sees, and which measured times of GEMMs there are for them."""
+    try:
+        import torch
+    except Exception as error:  # a library that torch loads can be missing
+        yield fail("torch", first_line(error), "install a torch whose libraries this machine has")
+        return
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        yield note("gpu", f"none ({built})", "training runs on the CPU: for tests and demonstrations only")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        card = f"{properties.name}, sm_{properties.major}{properties.minor}"
+        yield ok(f"gpu {index}", f"{card}, {memory:.0f} GiB of memory")
+    yield check_times(torch.cuda.get_device_name(0))
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    yield ok("nccl", ".".join(map(str, version)))
+
+
+def check_times(card: str) -> Check:
+    """Say which measured times of GEMMs there are for a card. ``card`` is its name in torch."""
+    from snip_megatron.runtime.run_timings import cache_folder, cached_tables
+    from snip_megatron.timing.loading import NoTableError, packaged_table
+    from snip_megatron.timing.table import TimingTable
+
+    cached = len(cached_tables(card))
+    models = f"trainings timed {cached} model{'s' * (cached != 1)} ({cache_folder()})"
+    try:
+        device = TimingTable.load(packaged_table(card)).device
+    except NoTableError:
+        result = f"the package has no table of {card}; {models}"
+        return note("times", result, "for snip plan, in a minute: snip calibrate --out FILE.json")
+    if device != card:
+        result = f"the package has those of {device}, the nearest relative; {models}"
+        return note("times", result, "those of this card, in a minute: snip calibrate --out FILE.json")
+    return ok("times", f"the package has those of {device}; {models}")
+
+
+def check_backends() -> Iterator[Check]:
+    """Select each backend of ``--snip-gemm``, and compare its products and roundings of small matrices with FP32."""
+    try:
+        import torch  # noqa: F401
+    except Exception:  # :func:`check_hardware` reports it
+        return
+    from snip_megatron.numerics.products import BACKENDS
+
+    for name in BACKENDS:
+        yield attempt(name, partial(_check_backend, name), "mend that; until then use --snip-gemm reference")
+    yield from _check_host_path()
+
+
+def _check_backend(name: str) -> Check:
+    import torch
+
+    from snip_megatron.numerics.products.check import wrong_numbers
+    from snip_megatron.numerics.products.selection import select_backend
+    from snip_megatron.numerics.products.transformer_engine import formats_on_card, transformer_engine_gemms
+
+    try:
+        selection = select_backend(name)
+    except SnipError as error:
+        return note(name, "cannot run here", str(error))
+    backend, device = selection.backend, "cuda" if torch.cuda.is_available() else "cpu"
+    formats = [fmt for fmt in Format if fmt not in VARIANTS]
+    if name == "transformer_engine":
+        backend, formats = transformer_engine_gemms(), list(formats_on_card())
+    faults = [fault for fmt in formats if (fault := wrong_numbers(backend, device, [fmt])) is not None]
+    result = f"{backend.name} ({selection.reason})"
+    if faults:
+        advice = "mend that; until then use another --snip-gemm, and report wrong numbers"
+        return fail(name, "; ".join((result, *faults)), advice)
+    right = ", ".join(fmt.value for fmt in formats if fmt is not Format.BF16)
+    return ok(name, f"{result}; right on this device: {right}")
+
+
+def _check_host_path() -> Iterator[Check]:
+    """Check on Hopper whether C++ launches the kernels, which shortens small linears."""
+    from snip_megatron.numerics.products.selection import why_not_hopper
+
+    if why_not_hopper() is not None:
+        return
+    from snip_megatron.numerics.quantize.kernels.replay import replay_extension
+
+    extension, reason = replay_extension()
+    if extension is not None:
+        yield ok("host path", reason)
+    else:
+        advice = "install a C++ compiler (g++); without it the results are the same, and small linears take longer"
+        yield note("host path", reason, advice)
+
+
+# -- host ----------------------------------------------------------------------------------------------------------
+def check_host(directory: Path) -> Iterator[Check]:
+    """Check CPU cores, solver, Megatron, process group, shared memory, and the ``directory`` of future runs."""
+    yield _check_cpu()
+    yield attempt("solver", _check_solver, "reinstall the pinned ortools")
+    yield attempt("megatron", _check_megatron, f"install an unpatched {MEGATRON}")
+    yield attempt("process group", _check_process_group, "check the driver and the network interface")
+    yield check_disk(directory)
+    yield _check_shared_memory()
+
+
+def _check_cpu() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return note("cpu", f"{cores} core", "the solver process shares it with training: give rank 0 one more")
+    return ok("cpu", f"{cores} cores")
+
+
+def _check_solver() -> Check:
+    """Solve a small problem with the solver that a run uses."""
+    from snip_megatron.precision.budget import Budget
+    from snip_megatron.solver.api import solve
+    from snip_megatron.solver.problem import Choice, Item, Problem
+
+    fp8 = Choice(Format.FP8, (0.0,), 0.0)
+    items = tuple(Item(str(i), 0, 1.0, (fp8, Choice(Format.FP4, (1.0 + i,), 1.0))) for i in range(8))
+    start = time.monotonic()
+    solution = solve(Problem(items=items, budget=Budget("fp4", 0.5)))
+    seconds = time.monotonic() - start
+    in_fp4 = sorted(item for item, fmt in solution.choices.items() if fmt is Format.FP4)
+    if solution.status != "optimal" or in_fp4 != ["0", "1", "2", "3"]:
+        return fail("solver", f"CP-SAT answered {solution.status}: {in_fp4}", "reinstall the pinned ortools")
+    return ok("solver", f"CP-SAT proved a small optimum in {seconds:.2f} s")
+
+
+def _check_megatron() -> Check:
+    """Import the modules that check Megatron's version and the private names that SNIP uses."""
+    from snip_megatron.megatron.startup import prepare
+
+    prepare([], [])
+    # The version is checked first, because the compat modules may fail to import with another one. The imported
+    # Megatron can be a vendored copy instead of the installed package.
+    import megatron.core
+
+    if not admits(MEGATRON, megatron.core.__version__):
+        return fail("megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.specifier}")
+    from snip_megatron.megatron.compat import MEGATRON_VERSION
+
+    version = ".".join(str(part) for part in MEGATRON_VERSION)
+    return ok("megatron", f"{version}: every private name that the step hook needs is as expected")
+
+
+def _check_process_group() -> Check:
+    """Create a process group of one rank and run a collective."""
+    import torch
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        torch.distributed.all_reduce(torch.ones(1, device="cuda" if backend == "nccl" else "cpu"))
+        torch.distributed.destroy_process_group()
+    return ok("process group", f"{backend} works on one rank")
+
+
+def check_disk(directory: Path) -> Check:
+    """Check whether ``directory`` can be created and how much space it has. Nothing stays behind.
+
+    A folder is created for this, because permissions alone do not show whether a file system allows it (/proc).
     """
-    checks = [*check_packages(), *check_hardware(), *check_backends(), *check_host(args.dir)]
-    body = {"schema": "snip.doctor/1", "checks": [check.as_dict() for check in checks]}
-    print(json.dumps(body) if args.json else _text(checks))
-    return int(any(check.status is Status.FAIL for check in checks))
+    path = directory.absolute()
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
+    try:
+        with tempfile.TemporaryDirectory(dir=existing) as folder:
+            (Path(folder) / path.relative_to(existing)).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        result = f"no folder can be made at {path} ({error.strerror})"
+        return fail("disk", result, "give --dir a directory that this user can write")
+    result = f"{free / 2**30:.0f} GiB free at {existing}"
+    if free < _LOW_DISK_BYTES:
+        return note("disk", result, "a checkpoint takes 14 to 18 bytes a parameter, a run directory some MB")
+    return ok("disk", result)
 
 
-def _text(checks: Sequence[Check]) -> str:
-    width = max(len(check.name) for check in checks)
-    lines: list[str] = []
-    room = ""
-    for check in checks:
-        if check.room != room:
-            room = check.room
-            lines += ["", room] if lines else [room]
-        lines.append(f"  {_MARKS[check.status]} {check.name:<{width}}  {check.found}")
-        if check.advice:
-            lines.append(f"       {'':<{width}}  → {check.advice}")
-    failed = sum(check.status is Status.FAIL for check in checks)
-    verdict = "ready: training under SNIP can run here" if not failed else f"not ready: {failed} to mend (FAIL above)"
-    return "\n".join([*lines, "", verdict])
+def _check_shared_memory() -> Check:
+    path = Path("/dev/shm")
+    if not path.exists():
+        return note("shared memory", "no /dev/shm", "data loader workers and NCCL use it")
+    free = shutil.disk_usage(path).free
+    result = f"{free / 2**30:.1f} GiB free"
+    if free < _LOW_SHARED_MEMORY_BYTES:
+        return note("shared memory", result, "containers: start them with a larger --shm-size (or --ipc=host)")
+    return ok("shared memory", result)

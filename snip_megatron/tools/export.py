@@ -1,27 +1,268 @@
-"""``snip export --format NAME MAP --out DIR``: writes a map in the format of another tool."""
+"""``snip export --format NAME MAP --out DIR``: writes a map in the format of another tool.
+
+``megatron`` writes YAML for Megatron's ``--te-precision-config-file``, one file per pipeline stage. Megatron matches
+the globs of a file against the module names of the model chunk that a rank builds, in which layers count from 0, so
+that one file cannot tell the chunks of a virtual pipeline apart. All three GEMMs of a linear have one recipe there.
+
+``te`` writes a Python module with a quantizer factory for Transformer Engine's ``CustomRecipe``. A GEMM reads both
+operands in its own format, and a tensor has a row-wise and a column-wise representation. The three formats of a linear
+therefore determine the two formats of each of its tensors: fprop reads W row-wise and X row-wise, dgrad W column-wise
+and G row-wise, wgrad X column-wise and G column-wise.
+
+Neither export imports Megatron or Transformer Engine.
+"""
+
+from __future__ import annotations
 
 import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
-from snip_megatron.tools import te_factory, te_precision
+from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
+from snip_megatron.precision import Format, Formats, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.runtime.storage import write_atomically
 
-_FORMATS = {
-    "megatron": "a map as YAML for Megatron's --te-precision-config-file, one file per pipeline stage",
-    "te": "a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe",
+MODULE = "snip_te_map"
+"""Name of the module that ``--format te`` writes."""
+
+RECIPES: Mapping[Format, str] = {
+    Format.BF16: "bf16",
+    Format.FP8: "fp8_blockwise",
+    Format.MXFP8: "mxfp8",
+    Format.FP8_TENSOR: "fp8_tensorwise",
+    Format.NVFP4: "nvfp4",
+    Format.MXFP4: "nvfp4",
+    Format.FP4: "nvfp4",
 }
+"""Format → name of its recipe in the file. From wide to narrow: by bits, then by how many elements share a scale."""
+
+_RECIPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "bf16": {},
+    "fp8_blockwise": {"fp8_quantization_recipe": "blockwise", "fp8_format": "e4m3"},
+    "fp8_tensorwise": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
+    "mxfp8": {"fp8_quantization_recipe": "mxfp8", "fp8_format": "e4m3"},
+    "nvfp4": {"fp4_quantization_recipe": "nvfp4"},
+}
+
+_SUBSTITUTIONS: Mapping[Format, str] = {
+    Format.FP4: "fp4 → nvfp4: Transformer Engine has no 4-bit format of 1×128 tiles with FP32 scales",
+    Format.MXFP4: "mxfp4 → nvfp4: Transformer Engine trains in no MXFP4",
+    Format.NVFP4: "nvfp4 → nvfp4 of Transformer Engine: wgrad's operands pass a Hadamard transform unless"
+    " NVTE_NVFP4_DISABLE_RHT=1 is set",
+    Format.FP8: "fp8 → blockwise FP8 of Transformer Engine: the same tiles, scales rounded up to powers of two unless"
+    " NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set",
+}
+"""Format → message about the recipe that replaces it."""
+
+_FACTORY_TABLE = "FORMATS: dict[str, tuple[str, str, str]] = {}"
+"""The line of the factory's source file that the formats of the map replace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that all formats share, and those of each format."""
-    formats = "; ".join(f"{name}: {text}" for name, text in _FORMATS.items())
-    parser.add_argument("--format", choices=tuple(_FORMATS), required=True, help=formats)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map to export")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", required=True, help="folder for the output; created if it does not exist"
+    """Add the arguments that both formats share, and those of ``--format megatron``."""
+    text = (
+        "megatron: a map as YAML for Megatron's --te-precision-config-file, one file per pipeline stage;"
+        " te: a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe"
     )
-    te_precision.add_arguments(parser.add_argument_group("--format megatron"))
+    parser.add_argument("--format", choices=("megatron", "te"), required=True, help=text)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map to export")
+    text = "folder for the output; created if it does not exist"
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help=text)
+    add = parser.add_argument_group("--format megatron").add_argument
+    add("--pp", type=int, default=1, metavar="N", help="pipeline parallel size; default: 1")
+    add("--layers", metavar="A,B,…", help="numbers of layers of all stages; default: an even split")
+    text = "if the GEMMs of a linear have different formats, use the widest of them"
+    add("--collapse", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the export of the chosen format. Returns its exit code. Raises SnipError."""
-    return te_factory.run(args) if args.format == "te" else te_precision.run(args)
+    """Write the files of the chosen format. Returns 0.
+
+    Raises SnipError if the map cannot be read or expressed in the format, or the folder cannot be written.
+    """
+    formats = _read_formats(args.source)
+    if args.format == "te":
+        _export_te(args, formats)
+    else:
+        _export_megatron(args, formats)
+    return 0
+
+
+def _read_formats(path: Path) -> dict[LinearId, Formats]:
+    """Return the formats of every linear that a map names. Raises SnipError if it cannot be read or names none."""
+    precision_map = PrecisionMap.load(path)
+    formats = {linear: precision_map.formats_of(str(linear)) for linear in precision_map.linears()}
+    if not formats:
+        raise SnipError(f"{path}: names no linear")
+    return formats
+
+
+def _write_files(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write texts by file name. Raises SnipError if the folder cannot be written."""
+    try:
+        for name, text in texts.items():
+            write_atomically(folder / name, text.encode())
+    except OSError as error:
+        raise SnipError(f"{folder}: cannot be written ({error})") from None
+
+
+# -- --format te ---------------------------------------------------------------------------------------------------
+def _export_te(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> None:
+    """Write the module, and print its path and how Megatron loads it."""
+    _check_quantizers(formats, str(args.source))
+    path: Path = args.out / f"{MODULE}.py"
+    _write_files(args.out, {path.name: factory_source(formats, str(args.source))})
+    count = Counter(fmt for formats_of_linear in formats.values() for fmt in formats_of_linear)
+    gemms = ", ".join(f"{count[fmt]} in {fmt.value}" for fmt in QUANTIZERS if count[fmt])
+    print(f"{len(formats)} linears; GEMMs: {gemms}")
+    print(
+        "Megatron: --transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe custom"
+        f" --fp8-quantizer-factory {MODULE}.quantizer_factory"
+    )
+    print(f"with {args.out} in PYTHONPATH, and {MODULE}.name_linears(model) called in the model provider")
+    print(path)
+
+
+def _check_quantizers(formats: dict[LinearId, Formats], source: str) -> None:
+    """Raise SnipError if a linear has a format without a quantizer. Linears that the map does not name run in bf16."""
+    for linear, formats_of_linear in formats.items():
+        for gemm, fmt in zip(Gemm, formats_of_linear, strict=True):
+            if fmt not in QUANTIZERS:
+                known = ", ".join(quantizer.value for quantizer in QUANTIZERS)
+                raise SnipError(
+                    f"{source}: {linear} runs {gemm.value} in {fmt.value}, for which Transformer Engine has no"
+                    f" quantizer (it has them for {known}): choose the map among these (--snip-formats)"
+                )
+
+
+def factory_source(formats: dict[LinearId, Formats], source: str) -> str:
+    """Return the text of the module. ``source`` names the map in a comment."""
+    rows = [
+        f"    {json.dumps(str(linear))}: ({', '.join(json.dumps(fmt.value) for fmt in formats_of_linear)}),"
+        for linear, formats_of_linear in formats.items()
+    ]
+    table = "\n".join([f"# Written from {json.dumps(source)}.", _FACTORY_TABLE[:-1], *rows, "}"])
+    template = files("snip_megatron.numerics.products") / f"{MODULE}.py"
+    return template.read_text(encoding="utf-8").replace(_FACTORY_TABLE, table)
+
+
+# -- --format megatron ---------------------------------------------------------------------------------------------
+def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats]) -> None:
+    """Write ``stage_<k>.yaml`` for every stage, and print which formats changed."""
+    widest = {linear: collapse(formats_of_linear) for linear, formats_of_linear in formats.items()}
+    mixed = {linear: ", ".join(fmt.value for fmt in three) for linear, three in formats.items() if len(set(three)) > 1}
+    if mixed and not args.collapse:
+        linear, names = next(iter(mixed.items()))
+        raise SnipError(
+            f"{args.source}: {linear} runs its GEMMs in {names}, and Megatron's file has one recipe a linear"
+            f" ({len(mixed)} such linears): pass --collapse to take the widest of each"
+        )
+    stages = stage_layers(_count_layers(widest, args.source), args.pp, _parse_layers(args.layers))
+    texts = {f"stage_{stage}.yaml": _stage_yaml(widest, stage, layers, args.pp) for stage, layers in enumerate(stages)}
+    _write_files(args.out, texts)
+    for path in args.out.glob("stage_*.yaml"):  # files of an earlier export with more stages
+        if path.name not in texts:
+            path.unlink(missing_ok=True)
+    for linear, names in mixed.items():
+        print(f"{linear}: {names} → {widest[linear].value}")
+    if mixed:
+        print(f"{len(mixed)} of {len(widest)} linears collapsed to the widest of their formats")
+    count = Counter(widest.values())
+    for fmt, text in _SUBSTITUTIONS.items():
+        if count[fmt]:
+            print(f"{text} ({count[fmt]} linears)")
+    print(*(args.out / name for name in texts), sep="\n")
+    if args.pp > 1:
+        print("a rank takes the file of its stage, RANK * PP // WORLD_SIZE in Megatron's default order of ranks")
+
+
+def collapse(formats: Formats) -> Format:
+    """Return the widest of the formats of a linear, so that no GEMM runs in fewer bits than the map says.
+
+    A variant becomes the format that it is a variant of: Transformer Engine has no recipes of variants.
+    """
+    return min((fmt.base for fmt in formats), key=list(RECIPES).index)
+
+
+def stage_layers(layers: int, stages: int, counts: Sequence[int] | None = None) -> list[range]:
+    """Return the layers of every pipeline stage. ``counts`` are the numbers of layers of the stages.
+
+    If ``counts`` is None, the split is even, as Megatron's is. Raises SnipError if the numbers do not fit.
+    """
+    if stages < 1:
+        raise SnipError(f"--pp {stages}: must be 1 or more")
+    if counts is None:
+        if layers % stages:
+            raise SnipError(f"{layers} layers do not divide over {stages} stages: give --layers, the layers of each")
+        counts = [layers // stages] * stages
+    if len(counts) != stages:
+        raise SnipError(f"--layers names {len(counts)} stages, the pipeline has {stages} (--pp)")
+    if sum(counts) != layers:
+        raise SnipError(f"--layers {','.join(map(str, counts))} is {sum(counts)} layers in all, the map has {layers}")
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(stages)]
+
+
+def _parse_layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+        raise SnipError(f"--layers {cut(text)}: must be numbers of layers separated by commas")
+    return [int(part) for part in parts]
+
+
+def _count_layers(formats: Mapping[LinearId, Format], source: Path) -> int:
+    """Return the number of layers of the map. Raises SnipError if the map names no linear of one of them."""
+    named = {linear.layer for linear in formats if linear.stack == "decoder"}
+    layers = 1 + max(named, default=-1)
+    if missing := sorted(set(range(layers)) - named):
+        raise SnipError(f"{source}: says nothing about decoder layer {missing[0]}")
+    return layers
+
+
+def _stage_yaml(formats: Mapping[LinearId, Format], stage: int, layers: range, stages: int) -> str:
+    """Return the file of a stage: its layers, counted from 0, and on the last stage those of multi-token prediction.
+
+    The file lists every linear by its exact name. Megatron takes the training recipe in evaluation too.
+    """
+    of_stage = {
+        str(replace(linear, layer=linear.layer - layers.start)): fmt
+        for linear, fmt in formats.items()
+        if linear.stack == "decoder" and linear.layer in layers
+    }
+    if stage == stages - 1:
+        of_stage |= {str(linear): fmt for linear, fmt in formats.items() if linear.stack == "mtp"}
+    span = f"{layers.start} to {layers.stop - 1}" if layers else "none"
+    lines = [
+        f"# Pipeline stage {stage} of {stages}: decoder layers {span}, counted from 0 within the stage.",
+        "# For --te-precision-config-file of that stage's ranks, with --transformer-impl transformer_engine.",
+        "configs:",
+    ]
+    recipes = {RECIPES[fmt] for fmt in of_stage.values()}
+    for name, fields in _RECIPE_FIELDS.items():
+        if name in recipes:
+            lines += [
+                f"  {name}:",
+                '    transformer_engine_config_type: "TEQuantizationParams"',
+                "    training_recipe:",
+                *(f"      {key}: {json.dumps(value)}" for key, value in fields.items()),
+                "      override_quantized_autocast: true",
+                "      override_nonquantized_autocast: true",
+            ]
+    lines.append("matchers:")
+    for name, fmt in of_stage.items():
+        # Megatron may build the linears of experts one by one, with the number of the expert in the name.
+        pattern = name.replace(".experts.linear_", ".experts.*linear_")
+        lines += [
+            f"  {name}:",
+            '    type: "glob"',
+            f"    pattern: {json.dumps(pattern)}",
+            f"    config: {json.dumps(RECIPES[fmt])}",
+            "    enabled: true",
+        ]
+    return "\n".join(lines) + "\n"

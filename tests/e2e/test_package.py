@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from snip_megatron.runtime.run_data import read_events
-from snip_megatron.tools.checks.packages import EXTRAS, REQUIRED
+from snip_megatron.tools.doctor import EXTRAS, REQUIRED
 
 ROOT = Path(__file__).resolve().parents[2]
 

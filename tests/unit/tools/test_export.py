@@ -1,4 +1,7 @@
-"""Exported recipes, read by Megatron's own parser: every linear of every stage gets the recipe of its format."""
+"""``snip export``: recipes as Megatron's own parser reads them, and maps that a format cannot express.
+
+Tests in tests/te load the module that ``--format te`` writes.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from snip_command import refused, snip
 
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
-from snip_megatron.tools.te_precision import RECIPES, collapse, stage_layers
+from snip_megatron.tools.export import RECIPES, collapse, factory_source, stage_layers
 
 EXPECTED = {
     Format.BF16: (None, None),
@@ -164,3 +167,30 @@ def test_sources_that_are_no_map(tmp_path: Path, text: str) -> None:
     source.write_text(PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8}).to_json())
     assert "says nothing about decoder layer 0" in refused(*command, source)
     assert "cannot be read" in refused(*command, tmp_path)
+
+
+# -- --format te -----------------------------------------------------------------------------------------------
+FP8_MAP = {option_id(name, gemm): Format.FP8 for name in dense_names(2) for gemm in Gemm}
+FC1 = "decoder.layers.1.mlp.linear_fc1"
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (FP8_MAP | {f"{FC1}:dgrad": Format.MXFP4}, f"{FC1} runs dgrad in mxfp4"),
+        (FP8_MAP | {f"{FC1}:fprop": Format.NVFP4_46}, f"{FC1} runs fprop in nvfp4_46"),
+        ({}, "names no linear"),
+    ],
+)
+def test_maps_without_a_quantizer_are_refused(choices: dict[str, Format], message: str, tmp_path: Path) -> None:
+    source = tmp_path / "map.json"
+    source.write_text(PrecisionMap(choices).to_json())
+    assert message in refused("export", "--format", "te", source, "--out", tmp_path / "recipe")
+    assert not (tmp_path / "recipe").exists()
+
+
+def test_any_path_of_a_map_gives_a_module() -> None:
+    formats = {LinearId.parse(name): (Format.FP8,) * 3 for name in dense_names(2)}
+    text = factory_source(formats, 'a\n"""b\\@FORMATS@é')
+    compile(text, "module", "exec")
+    assert text.count(f'{FC1}":') == 1

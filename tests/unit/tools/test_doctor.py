@@ -1,0 +1,118 @@
+"""The checks of ``snip doctor``: packages, backends, directories."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from snip_megatron.numerics.products import selection
+from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.selection import Selection
+from snip_megatron.tools import doctor
+from snip_megatron.tools.doctor import Status
+
+
+@pytest.mark.parametrize(
+    ("version", "admitted"),
+    [("0.16.9", False), ("0.17.0rc1", True), ("0.19.4+cu130", True), ("0.20.0.dev1", False), ("main", False)],
+)
+def test_release_candidates_and_builds_count_as_their_release(version, admitted):
+    assert doctor.admits(Requirement("megatron-core>=0.17,<0.20"), version) is admitted
+    assert doctor.admits(Requirement("apex"), version)
+
+
+def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
+    versions = {"megatron-core": "0.16.1", "wandb": "0.10"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    checks = {check.name: check for check in doctor.check_packages()}
+    assert checks["megatron-core"].status is Status.FAIL
+    assert "pip install 'megatron-core<0.20,>=0.19'" in checks["megatron-core"].advice
+    assert (checks["torch"].status, checks["torch"].result) == (Status.FAIL, "not installed")
+    assert (checks["wandb"].status, checks["apex"].status) == (Status.NOTE, Status.NOTE)
+
+
+def test_every_backend_is_named_and_the_reference_is_right():
+    checks = {check.name: check for check in doctor.check_backends()}
+    assert checks["reference"].status is Status.OK
+    assert "right on this device: fp8, fp4, fp8_tensor, nvfp4, mxfp4, mxfp8" in checks["reference"].result
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_hopper_says_why():
+    checks = {check.name: check for check in doctor.check_backends()}
+    assert checks["hopper"].status is Status.NOTE
+    assert "no CUDA device" in checks["hopper"].advice
+    assert [check.status for check in doctor.check_hardware()] == [Status.NOTE]
+
+
+def test_times_of_a_card_are_those_of_the_package_and_of_earlier_trainings(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "snip_megatron" / "timings"
+    folder.mkdir(parents=True)
+    for name in ("h200-0123456789abcdef", "h200-nvl-0123456789abcdef", "h200-nvl-f123456789abcdef"):
+        (folder / f"{name}.json").write_text("{}")
+    checks = [doctor.check_times(card) for card in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB")]
+    assert [check.status for check in checks] == [Status.OK, Status.NOTE, Status.NOTE]
+    assert checks[0].result == f"the package has those of NVIDIA H200; trainings timed 1 model ({folder})"
+    assert "those of NVIDIA H200, the nearest relative; trainings timed 2 models" in checks[1].result
+    assert "no table of NVIDIA A100-SXM4-80GB; trainings timed 0 models" in checks[2].result
+    assert all("snip calibrate --out FILE.json" in check.advice for check in checks[1:])
+
+
+class _NotANumber(GemmBackend):
+    def multiply(self, gemm, a, b, dtype, out=None):
+        return super().multiply(gemm, a, b, dtype, out) * float("nan")
+
+
+class _WithoutCompiler(GemmBackend):
+    """Triton compiles when the first kernel runs, which raises anything."""
+
+    def quantize(self, x, spec, cached=None):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        (_NotANumber(), "fp4 gives a signal to noise ratio of nan dB in fprop"),
+        (_WithoutCompiler(), "fp8 fails (RuntimeError: Failed to find C compiler.) on this device"),
+    ],
+)
+def test_wrong_numbers_and_failures_fail(monkeypatch, backend, fault):
+    monkeypatch.setattr(selection, "select_backend", lambda name: Selection(backend, "under test"))
+    (check,) = [c for c in doctor.check_backends() if c.name == "auto"]
+    assert check.status is Status.FAIL
+    assert fault in check.result
+
+
+def test_disk_looks_at_the_nearest_existing_folder(tmp_path):
+    assert str(tmp_path) in doctor.check_disk(tmp_path / "not" / "there").result
+
+
+@pytest.mark.parametrize("where", ["/proc/snip/run", "{file}", "{file}/run", "{folder}/" + 300 * "x"])
+def test_a_folder_that_cannot_be_made_fails(tmp_path, where):
+    file = tmp_path / "file"
+    file.touch()
+    check = doctor.check_disk(Path(where.format(file=file, folder=tmp_path)))
+    assert check.status is Status.FAIL
+    assert "no folder can be made" in check.result
+
+
+def test_looking_at_a_folder_leaves_nothing_there(tmp_path):
+    assert doctor.check_disk(tmp_path / "runs" / "one").status is Status.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_folder_fails(tmp_path):
+    tmp_path.chmod(0o500)
+    assert doctor.check_disk(tmp_path).status is Status.FAIL
