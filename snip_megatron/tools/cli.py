@@ -4,13 +4,14 @@ import argparse
 import errno
 import importlib
 import io
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from snip_megatron import __version__
-from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut, quoted
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("snip_megatron.tools.doctor", "report what this machine can run, and what is missing for the rest"),
@@ -76,8 +77,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def positive(description: str, below: float = math.inf, above: float = 0.0) -> Callable[[str], float]:
+    """Return an argument type for numbers between ``above`` and ``below``. Its errors contain the ``description``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not above < value < below:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {description}")
+        return value
+
+    return parse
+
+
 def _drop_output() -> None:
-    """Send what standard output still holds to the null device, where the interpreter can write it when it ends."""
+    """Send the rest of standard output to the null device. The interpreter would otherwise fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -13,8 +13,9 @@ from snip_megatron.precision.errors import SnipError, quoted
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import add_options, given_options
 from snip_megatron.runtime.storage import check_folder, deliver
-from snip_megatron.tools.launch_check import Training, check
-from snip_megatron.tools.numbers import positive
+from snip_megatron.tools.argument_check import Training, check_arguments
+from snip_megatron.tools.cli import positive
+from snip_megatron.tools.launch import last_value
 
 _SHARED = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
@@ -144,8 +145,6 @@ def _named(args: argparse.Namespace) -> Layout:
 
 def _built(args: argparse.Namespace) -> Training:
     """Return what the arguments of a training ask for, with the layout of the model that they build."""
-    from snip_megatron.tools.launch_job import last_value
-
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
@@ -163,7 +162,7 @@ def _built(args: argparse.Namespace) -> Training:
     kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
     # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
     kept += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
-    training = check(kept, args.gpus, {})
+    training = check_arguments(kept, args.gpus, {})
     if isinstance(training.layout, str):
         raise SnipError(f"--megatron: {training.layout}")
     layout = replace(

@@ -11,7 +11,7 @@ from snip_megatron.precision.errors import SnipError, plain_arguments
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import add_options, given_options, parse_pins, parse_tolerance
 from snip_megatron.runtime.storage import check_folder, deliver
-from snip_megatron.tools.numbers import positive
+from snip_megatron.tools.cli import positive
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.stored_problems import Stored

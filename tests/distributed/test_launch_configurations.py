@@ -6,7 +6,7 @@ from typing import Any
 from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.run_data import read_events, read_metrics
-from snip_megatron.tools.launch_job import make_job, megatron_arguments
+from snip_megatron.tools.launch import make_job, megatron_arguments
 
 STEPS, RANKS = 10, 2
 
@@ -21,7 +21,7 @@ def train(wishes: dict[str, Any], warm: WarmRanks, tmp: Path) -> Path:
 
 def test_a_shrunk_configuration_trains_and_goes_on(tmp_path: Path, warm: WarmRanks) -> None:
     wishes = {
-        "configuration": "70b", "tp": 2, "pp": 1, "nodes": 1, "gpus_per_node": RANKS, "smoke": True,
+        "name": "70b", "tp": 2, "pp": 1, "nodes": 1, "gpus_per_node": RANKS, "smoke": True,
         "save": tmp_path / "ckpt", "extra": ("--exit-interval", str(STEPS)),
     }  # fmt: skip
     run = train(wishes, warm, tmp_path / "ranks")

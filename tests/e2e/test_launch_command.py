@@ -14,8 +14,8 @@ from snip_megatron.planner.render import render
 from snip_megatron.planner.request import parse_request
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.tools import launch_agent as agent
-from snip_megatron.tools.launch_job import make_job, progress
+from snip_megatron.tools import torchrun
+from snip_megatron.tools.launch import make_job, progress
 
 
 def test_a_dry_run_prints_a_script(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_refusals(arguments: str, message: str) -> None:
 
 
 def test_a_whole_model_is_not_trained_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "supervise", lambda *arguments: (0, None))
+    monkeypatch.setattr(torchrun, "supervise", lambda *arguments: (0, None))
     wanted = ("1b", "--cpu", "--data", "mock", "--save", tmp_path)
     assert refused("launch", *wanted) == (
         "--cpu trains only a tiny model: add --smoke, or leave out --cpu to train llama-1b on GPUs"

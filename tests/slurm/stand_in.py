@@ -1,6 +1,6 @@
 """In place of ``snip`` where SLURM, the script and the agent are the test's subject: steps that only sleep.
 
-``launch`` runs the real agent (:func:`tools.launch_agent.supervise`) over a launcher and a rank that take the
+``launch`` runs the real supervisor (:func:`tools.torchrun.supervise`) over a launcher and a rank that take the
 place of torchrun and of Megatron: the launcher ignores the signals that torchrun ignores, the rank has Megatron's
 handler, and a checkpoint is the number of a step. The environment variable STAND_IN is JSON:
 
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from snip_megatron.megatron.startup import note_exit_code
-from snip_megatron.tools import launch_agent as agent
+from snip_megatron.tools import torchrun
 
 HOW = {"steps": 100000, "evaluate": 0, "fail": 0, "hold": False} | json.loads(os.environ.get("STAND_IN", "{}"))
 STEP_S, SAVE_S = 0.1, 0.5
@@ -26,11 +26,11 @@ STEP_S, SAVE_S = 0.1, 0.5
 
 def launch(save: Path) -> int:
     command = [sys.executable, __file__, "launcher", "--save", str(save)]
-    return agent.supervise(command, {}, agent.failure_file(save))[0]
+    return torchrun.supervise(command, {}, torchrun.failure_file(save))[0]
 
 
 def launcher(save: Path) -> int:
-    return int(subprocess.run([sys.executable, __file__, agent.ENTRY, "--save", str(save)]).returncode != 0)
+    return int(subprocess.run([sys.executable, __file__, torchrun.ENTRY, "--save", str(save)]).returncode != 0)
 
 
 def rank(save: Path) -> int:
@@ -82,7 +82,7 @@ def saved(save: Path) -> int:
 
 def main(words: list[str]) -> int:
     save = Path(words[words.index("--save") + 1])
-    parts = {"launcher": launcher, agent.ENTRY: rank}
+    parts = {"launcher": launcher, torchrun.ENTRY: rank}
     if words[0] in parts:
         return parts[words[0]](save)
     if "--hardware" in words:

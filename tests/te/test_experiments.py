@@ -17,7 +17,7 @@ from snip_megatron.precision import fp4_fraction
 from snip_megatron.runtime.config import parse_snip_arguments, resolve_arguments
 from snip_megatron.runtime.options import parse_pins
 from snip_megatron.sensitivity.policies import fixed_map
-from snip_megatron.tools.launch_check import check
+from snip_megatron.tools.argument_check import check_arguments
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "benchmarks/quality/experiments"
 ELSEWHERE = ("train-data-path", "valid-data-path", "tokenizer-type", "tokenizer-model", "load", "ckpt-step")
@@ -32,7 +32,9 @@ def test_the_least_budget_is_the_share_of_nvidias_list(name: str) -> None:
     for argument in ELSEWHERE:
         at = words.index(f"--{argument}")
         del words[at : at + 2]
-    layout = check([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--mock-data"], 1, {}).layout
+    layout = check_arguments(
+        [*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--mock-data"], 1, {}
+    ).layout
     assert isinstance(layout, Layout), layout
     config = resolve_arguments(parse_snip_arguments(words))
     flops = {row.name: row.flops for row in layout.model.rows}

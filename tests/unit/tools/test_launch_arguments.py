@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.tools.launch_job import CONFIGURATIONS, Job, make_job, megatron_arguments
+from snip_megatron.tools.launch import CONFIGURATIONS, Job, make_job, megatron_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CHANGED: dict[str, dict[str, Any]] = {  # what a user may change, too
-    "8b": {"configuration": "7b", "model": "8b", "tp": 2, "micro_batch_size": 1, "recompute": "full"},
-    "405b": {"configuration": "70b", "model": "405b", "tp": 8, "pp": 2, "nodes": 16, "global_batch_size": 64},
-    "plain": {"configuration": "1b", "snip": False, "extra": ("--train-iters", "7", "--lr", "1e-4")},
+    "8b": {"name": "7b", "model": "8b", "tp": 2, "micro_batch_size": 1, "recompute": "full"},
+    "405b": {"name": "70b", "model": "405b", "tp": 8, "pp": 2, "nodes": 16, "global_batch_size": 64},
+    "plain": {"name": "1b", "snip": False, "extra": ("--train-iters", "7", "--lr", "1e-4")},
 }
 
 VALIDATE = """
@@ -42,8 +42,8 @@ print("RESULT" + json.dumps(found))
 
 
 def jobs() -> dict[str, Job]:
-    asked = {name: {"configuration": name} for name in CONFIGURATIONS} | CHANGED
-    return {name: make_job(**each, data="mock", save=Path("/nowhere/checkpoints")) for name, each in asked.items()}
+    arguments = {name: {"name": name} for name in CONFIGURATIONS} | CHANGED
+    return {name: make_job(**each, data="mock", save=Path("/nowhere/checkpoints")) for name, each in arguments.items()}
 
 
 @pytest.fixture(scope="module")

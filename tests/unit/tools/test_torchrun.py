@@ -11,49 +11,48 @@ import pytest
 from signals import heeding
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.tools import launch_agent as agent
-from snip_megatron.tools.launch_job import Job, make_job
+from snip_megatron.tools import torchrun
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def job(**changes: object) -> Job:
-    return make_job(**({"configuration": "70b", "data": "mock", "save": Path("c")} | changes))  # type: ignore[arg-type]
+def command_of(nodes: int, rendezvous: str | None, local_address: str | None = None) -> list[str]:
+    return torchrun.torchrun_command(nodes, 8, rendezvous, "77.1", local_address)
 
 
 def test_one_node_and_several() -> None:
-    alone = agent.torchrun(job(nodes=1, tp=8, pp=1), None, "x", None)
-    assert alone[-3:] == ["--standalone", "-m", agent.ENTRY]
-    several = agent.torchrun(job(), "node0:29500", "77.1", "10.0.0.3")
+    assert command_of(1, None)[-3:] == ["--standalone", "-m", torchrun.ENTRY]
+    several = command_of(8, "node0:29500", "10.0.0.3")
     assert several[3:7] == ["--nnodes", "8", "--nproc-per-node", "8"]
     assert several[-10:-2] == [
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "77.1", "--local-addr", "10.0.0.3")
     ]
     for wrong in (None, "node0", "node0:", ":x"):
         with pytest.raises(SnipError, match="--nodes 8: give --rendezvous HOST:PORT, the same on every node"):
-            agent.torchrun(job(), wrong, "x", None)
+            command_of(8, wrong)
 
 
 def test_torchrun_knows_the_arguments() -> None:
-    """Of the installed torch: ``--signals-to-handle`` where its torchrun has it, and all others."""
+    """The installed torchrun accepts all arguments, and gets ``--signals-to-handle`` if it has it."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    command = agent.torchrun(job(), "node0:29500", "x", "127.0.0.1")
+    command = command_of(8, "node0:29500", "127.0.0.1")
     args = parser.parse_args([*command[3:-2], "script.py"])
-    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.rdzv_id) == ("8", "8", 0, "x")
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.rdzv_id) == ("8", "8", 0, "77.1")
     assert ("--signals-to-handle" in command) == ("--signals-to-handle" in parser.format_help())
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
-    assert agent.environment(job(), cpu=False)["NCCL_DEBUG"] == "WARN"
-    assert int(agent.environment(job(), cpu=False)["OMP_NUM_THREADS"]) >= 1
+    variables = torchrun.environment(8, cpu=False)
+    assert variables["NCCL_DEBUG"] == "WARN"
+    assert int(variables["OMP_NUM_THREADS"]) >= 1
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    added = agent.environment(job(), cpu=True)
-    assert "NCCL_DEBUG" not in added
-    assert added["CUDA_VISIBLE_DEVICES"] == ""
+    variables = torchrun.environment(8, cpu=True)
+    assert "NCCL_DEBUG" not in variables
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_node_without_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +60,8 @@ def test_a_node_without_enough_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(SnipError, match="--gpus-per-node 8: this node has 4 GPUs"):
-        agent.check_devices(job())
-    agent.check_devices(job(nodes=16, gpus_per_node=4))
+        torchrun.check_devices(8)
+    torchrun.check_devices(4)
 
 
 # A launcher with a rank that needs its time after SIGTERM, a helper of the rank that dies of it, and another process.
@@ -83,7 +82,7 @@ sys.exit(code)
 """
 SUPERVISOR = """
 import sys
-from snip_megatron.tools.launch_agent import supervise
+from snip_megatron.tools.torchrun import supervise
 print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True)
 """
 
@@ -95,7 +94,7 @@ print(supervise([sys.executable, "-c", sys.argv[1]], {"ADDED": "1"}), flush=True
 )
 def test_a_signal_to_all_processes_ends_the_ranks_only(number: signal.Signals, early: bool) -> None:
     """As schedulers send it: to the whole group. The launcher and the rank's helper are not to die of SIGUSR1."""
-    launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", agent.ENTRY)
+    launcher = textwrap.dedent(LAUNCHER).replace("ENTRY", torchrun.ENTRY)
     process = subprocess.Popen(
         heeding(number, [sys.executable, "-c", SUPERVISOR, launcher]),
         stdout=subprocess.PIPE,
@@ -133,10 +132,10 @@ def test_nohup() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)
 def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signal.Signals) -> None:
     """The terminal sends it to the whole group, in which the ranks are not: torchrun ends them, and is waited for."""
-    torchrun = "import signal, sys, time; asked = []; signal.signal(NUMBER, lambda *a: asked.append(1)); " \
+    stand_in = "import signal, sys, time; asked = []; signal.signal(NUMBER, lambda *a: asked.append(1)); " \
         "print('started', flush=True);\nwhile not asked: time.sleep(0.05)\ntime.sleep(0.5); sys.exit(3)"  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, torchrun.replace("NUMBER", str(int(number)))],
+        [sys.executable, "-c", SUPERVISOR, stand_in.replace("NUMBER", str(int(number)))],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
@@ -145,17 +144,19 @@ def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signa
     assert process.stdout.readline() == "started\n"
     os.killpg(process.pid, number)
     assert process.communicate(timeout=60)[0] == "(3, None)\n"
-    command = agent.torchrun(job(), "node0:29500", "x", "127.0.0.1")
+    command = command_of(8, "node0:29500")
     assert number.name in command[command.index("--signals-to-handle") + 1].split(",")
 
 
 def test_exit_codes() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    assert agent.supervise([sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"], {"CODE": "7"}) == (
+    assert torchrun.supervise(
+        [sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"], {"CODE": "7"}
+    ) == (
         7,
         None,
     )
-    killed = agent.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
+    killed = torchrun.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
     assert killed == (128 + 9, None)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -163,11 +164,11 @@ def test_exit_codes() -> None:
 def test_the_exit_code_of_a_rank_and_what_other_nodes_read(tmp_path: Path) -> None:
     """torchrun ends with 1, whatever the code of the rank was."""
     failed = tmp_path / "not made yet" / "failed"
-    torchrun = "from snip_megatron.megatron.startup import note_exit_code; note_exit_code(17); raise SystemExit(1)"
-    assert agent.supervise([sys.executable, "-c", torchrun], {"PYTHONPATH": str(REPOSITORY)}, failed) == (17, None)
+    stand_in = "from snip_megatron.megatron.startup import note_exit_code; note_exit_code(17); raise SystemExit(1)"
+    assert torchrun.supervise([sys.executable, "-c", stand_in], {"PYTHONPATH": str(REPOSITORY)}, failed) == (17, None)
     assert failed.read_text() == "17\n"
     second = [sys.executable, "-c", "raise SystemExit(3)"]
-    assert agent.supervise(second, {}, failed) == (3, None)
+    assert torchrun.supervise(second, {}, failed) == (3, None)
     assert failed.read_text() == "17\n"  # the first one's
 
 
@@ -176,20 +177,20 @@ def test_a_node_ends_at_once_when_another_has_failed(tmp_path: Path, capfd: pyte
     failed = tmp_path / "failed"
     failed.write_text("17\n")
     waiting = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
-    assert agent.supervise([sys.executable, "-c", waiting], {}, failed) == (17, "SIGTERM")
+    assert torchrun.supervise([sys.executable, "-c", waiting], {}, failed) == (17, "SIGTERM")
     assert f"snip launch: another node failed ({failed})" in capfd.readouterr().out
 
 
 def test_each_start_of_a_step_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert agent.failure_file(Path("c")) is None
+    assert torchrun.failure_file(Path("c")) is None
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2"), ("SLURM_STEP_ID", "1")):
         monkeypatch.setenv(name, value)
-    assert agent.failure_file(Path("c")) == Path("c/failed-7.2.1")
+    assert torchrun.failure_file(Path("c")) == Path("c/failed-7.2.1")
 
 
 def test_the_address_on_the_route_to_the_rendezvous() -> None:
-    command = agent.torchrun(job(), "127.0.0.1:29500", "x", agent.ROUTE)
+    command = command_of(8, "127.0.0.1:29500", torchrun.ROUTE)
     assert command[command.index("--local-addr") + 1] == "127.0.0.1"
     with pytest.raises(SnipError, match="cannot be reached from this node"):
-        agent.torchrun(job(), "no.such.host.invalid:29500", "x", agent.ROUTE)
+        command_of(8, "no.such.host.invalid:29500", torchrun.ROUTE)

@@ -22,7 +22,7 @@ from snip_megatron.runtime.config import parse_snip_arguments
 
 @dataclass(frozen=True)
 class Training:
-    """What the arguments of a training ask for.
+    """A training, as Megatron and SNIP read its arguments.
 
     Attributes:
         layout: what a rank runs, read from the model on torch's meta device, or why the model cannot be built on this
@@ -36,39 +36,39 @@ class Training:
     train_iters: int | None = None
 
 
-def check(arguments: Sequence[str], ranks: int, added: Mapping[str, str]) -> Training:
-    """Check the arguments of a training entry with so many ranks in a new process, since Megatron keeps global state.
+def check_arguments(arguments: Sequence[str], ranks: int, variables: Mapping[str, str]) -> Training:
+    """Check the arguments of a training with ``ranks`` ranks in a new process, because Megatron keeps global state.
 
-    ``added`` are environment variables of its ranks. Raises SnipError if Megatron or SNIP refuses the arguments.
+    ``variables`` are environment variables of its ranks. Raises SnipError if Megatron or SNIP refuses the arguments.
     """
     # Rank 0 would print a table of all arguments.
-    variables = {**added, "WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}
+    variables = {**variables, "WORLD_SIZE": str(ranks), "RANK": str(ranks - 1), "LOCAL_RANK": "0"}
     with tempfile.TemporaryDirectory(prefix="snip-check-") as folder:
-        said = Path(folder) / "said"
+        output = Path(folder) / "output"
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_become_rank, initargs=(said, variables)) as pool:
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_become_rank, initargs=(output, variables)) as pool:
             try:
-                return pool.submit(_validated, list(arguments)).result()
+                return pool.submit(_validate, list(arguments)).result()
             except SnipError:
                 raise
             except (Exception, SystemExit) as error:
-                sys.stderr.write(said.read_text(encoding="utf-8", errors="replace") if said.exists() else "")
+                sys.stderr.write(output.read_text(encoding="utf-8", errors="replace") if output.exists() else "")
                 raise SnipError(f"the check of the arguments failed: {error or type(error).__name__}") from None
 
 
-def _become_rank(said: Path, variables: Mapping[str, str]) -> None:
+def _become_rank(output: Path, variables: Mapping[str, str]) -> None:
     """Set the environment of a rank, and keep what libraries print away from the command's own lines.
 
     This is the last rank, on which Megatron opens the loggers of a training: it must not open any.
     """
     os.environ.update(variables, WANDB_MODE="disabled")
     sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]
-    file = os.open(said, os.O_WRONLY | os.O_CREAT, 0o600)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
 
-def _validated(argv: Sequence[str]) -> Training:
+def _validate(argv: Sequence[str]) -> Training:
     from snip_megatron.megatron.startup import prepare
 
     sys.argv[1:] = argv  # which Megatron parses

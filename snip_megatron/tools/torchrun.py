@@ -27,30 +27,32 @@ import psutil
 
 from snip_megatron.megatron.startup import EXIT_CODE_FILE
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.tools.launch_job import Job
 
 ENTRY = "snip_megatron.pretrain_gpt"
 #: Value of ``--local-address``: the address from which this node reaches the rendezvous.
 ROUTE = "route"
-_STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-#: Signals of keys, which reach torchrun too. It then ends its ranks.
-_KEYS = (signal.SIGINT, signal.SIGQUIT)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+#: Signals of keys, which the terminal sends to torchrun too. It then ends its ranks.
+_KEY_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 _POLL_S = 0.2
 
 
-def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address: str | None) -> list[str]:
+def torchrun_command(
+    nodes: int, gpus_per_node: int, rendezvous: str | None, rendezvous_id: str, local_address: str | None
+) -> list[str]:
     """Return torchrun's command on this node, without the arguments of the training entry.
 
-    Raises SnipError if there are several nodes and no rendezvous.
+    ``rendezvous`` is HOST:PORT of one of the nodes, and may be None on a single node. ``local_address`` is the address
+    of this node, or None if its host name resolves. Raises SnipError if there are several nodes and no rendezvous.
     """
     command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.asked.gpus_per_node), "--max-restarts", "0"]
+    command += ["--nnodes", str(nodes), "--nproc-per-node", str(gpus_per_node), "--max-restarts", "0"]
     if tuple(int(part) for part in metadata.version("torch").split(".")[:2]) >= (2, 10):
-        command += ["--signals-to-handle", ",".join(number.name for number in _KEYS)]
-    if job.nodes > 1 or rendezvous is not None:
+        command += ["--signals-to-handle", ",".join(number.name for number in _KEY_SIGNALS)]
+    if nodes > 1 or rendezvous is not None:
         if rendezvous is None or not rendezvous.rpartition(":")[2].isdigit():
             raise SnipError(
-                f"--nodes {job.nodes}: give --rendezvous HOST:PORT, the same on every node, and start this on each of"
+                f"--nodes {nodes}: give --rendezvous HOST:PORT, the same on every node, and start this on each of"
                 " them (launch/slurm.sh does both)"
             )
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", rendezvous_id]
@@ -64,7 +66,7 @@ def torchrun(job: Job, rendezvous: str | None, rendezvous_id: str, local_address
 
 
 def _address_towards(rendezvous: str | None) -> str | None:
-    """Return this node's own address on the route to the rendezvous, or None on a single node. Sends nothing."""
+    """Return the address of this node on the route to the rendezvous. None without a rendezvous. Sends nothing."""
     if rendezvous is None:
         return None
     host, _, port = rendezvous.rpartition(":")
@@ -77,34 +79,34 @@ def _address_towards(rendezvous: str | None) -> str | None:
         raise SnipError(f"--rendezvous {rendezvous}: {host} cannot be reached from this node: {error}") from None
 
 
-def environment(job: Job, *, cpu: bool) -> dict[str, str]:
-    """Return the environment variables to add. Variables that are already set are kept."""
-    wanted = {
-        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // job.asked.gpus_per_node))),
+def environment(gpus_per_node: int, *, cpu: bool) -> dict[str, str]:
+    """Return the environment variables to add for the ranks. Variables that the user has set are not among them."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, min(16, len(os.sched_getaffinity(0)) // gpus_per_node))),
         "NCCL_DEBUG": "WARN",
         # A rank that fails or hangs ends the job, which can then be restarted from its checkpoint.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
     return added | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
 
 
-def check_devices(job: Job) -> None:
+def check_devices(gpus_per_node: int) -> None:
     """Raise SnipError if this node has fewer GPUs than ranks."""
     import torch
 
-    found = torch.cuda.device_count()
-    if found < job.asked.gpus_per_node:
+    count = torch.cuda.device_count()
+    if count < gpus_per_node:
         raise SnipError(
-            f"--gpus-per-node {job.asked.gpus_per_node}: this node has {found} GPUs"
+            f"--gpus-per-node {gpus_per_node}: this node has {count} GPUs"
             " (a trial without GPUs: --cpu --smoke --nodes 1 --gpus-per-node 2 and --tp, --pp that divide 2)"
         )
 
 
 def failure_file(save: Path) -> Path | None:
-    """Return the file in which a node records its failure, or None if no scheduler ends the other nodes.
+    """Return the file in which a node records its failure, or None outside SLURM, where nothing ends the other nodes.
 
-    Under SLURM its name has the job, its start and its step, so that no other start reads it.
+    Its name has the job, its start and its step, so that no other start reads it.
     """
     if "SLURM_STEP_ID" not in os.environ:
         return None
@@ -112,47 +114,52 @@ def failure_file(save: Path) -> Path | None:
     return save / f"failed-{'.'.join(os.environ.get(name, '0') for name in names)}"
 
 
-def supervise(command: Sequence[str], added: Mapping[str, str], failed: Path | None = None) -> tuple[int, str | None]:
+def supervise(
+    command: Sequence[str], variables: Mapping[str, str], failed: Path | None = None
+) -> tuple[int, str | None]:
     """Run torchrun's command until it ends. ``failed`` is the result of :func:`failure_file`.
 
-    Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the signal that
-    asked the job to end, or None.
+    Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the first signal
+    that asked the job to end. The name is None if there was no such signal.
     """
-    asked: list[str] = []
+    received: list[str] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        asked.append(signal.Signals(number).name)
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
 
-    # What is ignored at the start stays ignored (nohup). A key that ended this process would leave the ranks behind.
-    handlers = {number: stop for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
-    before = {number: signal.signal(number, handlers.get(number, signal.SIG_IGN)) for number in (*_STOPS, *_KEYS)}
+    # A signal that is ignored at the start stays ignored (nohup). This process ignores keys, because it would leave the
+    # ranks behind.
+    handlers = {number: record for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    numbers = (*_STOP_SIGNALS, *_KEY_SIGNALS)
+    previous = {number: signal.signal(number, handlers.get(number, signal.SIG_IGN)) for number in numbers}
     with tempfile.TemporaryDirectory(prefix="snip-launch-") as folder:
-        noted = Path(folder) / "code"
-        variables = {**os.environ, **added, EXIT_CODE_FILE: str(noted)}
+        code_file = Path(folder) / "code"
+        environment = {**os.environ, **variables, EXIT_CODE_FILE: str(code_file)}
         try:
-            process = subprocess.Popen(command, env=variables, preexec_fn=_signals_of_torchrun)
-            code = _wait(process, asked, failed)
+            process = subprocess.Popen(command, env=environment, preexec_fn=_set_signals_of_torchrun)
+            code = _wait(process, received, failed)
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
         code = code if code >= 0 else 128 - code
         if code:
-            code = _read_code(noted) or code
-            _say_failed(failed, code)
-    return code, asked[0] if asked else None
+            code = _read_code(code_file) or code
+            _record_failure(failed, code)
+    return code, received[0] if received else None
 
 
-def _signals_of_torchrun() -> None:
-    for number in _STOPS:
+def _set_signals_of_torchrun() -> None:
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    for number in _KEYS:
+    for number in _KEY_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path | None) -> int:
-    told: set[int] = set()
+def _wait(process: subprocess.Popen[bytes], received: Sequence[str], failed: Path | None) -> int:
+    """Wait until torchrun ends, and return its exit code. Once a stop signal is received, pass it on to the ranks."""
+    signalled: set[int] = set()
     while (code := process.poll()) is None:
-        if asked and failed is not None and failed.exists():
+        if received and failed is not None and failed.exists():
             # torchrun is ended first, because it would otherwise report its ranks as failed.
             ranks = _children(process.pid, recursive=True)
             for each in (psutil.Process(process.pid), *ranks):
@@ -161,8 +168,8 @@ def _wait(process: subprocess.Popen[bytes], asked: Sequence[str], failed: Path |
             process.wait()
             print(f"snip launch: another node failed ({failed}); the ranks of this one are ended", flush=True)
             return _read_code(failed) or 1
-        if asked:
-            _tell_ranks(process.pid, told)
+        if received:
+            _signal_ranks(process.pid, signalled)
         time.sleep(_POLL_S)
     return code
 
@@ -181,7 +188,7 @@ def _read_code(file: Path) -> int | None:
         return None
 
 
-def _say_failed(failed: Path | None, code: int) -> None:
+def _record_failure(failed: Path | None, code: int) -> None:
     """Record the failure for the other nodes. Only the first node that fails writes the file."""
     if failed is None or failed.exists():
         return
@@ -190,7 +197,7 @@ def _say_failed(failed: Path | None, code: int) -> None:
         failed.write_text(f"{code}\n", encoding="ascii")
 
 
-def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
+def _signal_ranks(torchrun_pid: int, signalled: set[int]) -> None:
     """Send SIGTERM once to each rank that has a handler for it. Processes that ranks have started get none.
 
     A rank that has not yet installed Megatron's handler gets the signal at a later call. No rank gets it twice: a
@@ -198,9 +205,9 @@ def _tell_ranks(torchrun_pid: int, told: set[int]) -> None:
     """
     for child in _children(torchrun_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.pid not in told and ENTRY in child.cmdline() and _catches(child.pid, signal.SIGTERM):
+            if child.pid not in signalled and ENTRY in child.cmdline() and _catches(child.pid, signal.SIGTERM):
                 child.send_signal(signal.SIGTERM)
-                told.add(child.pid)
+                signalled.add(child.pid)
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

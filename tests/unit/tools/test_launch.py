@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from refusal import refusal
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.tools.launch_job import last_value, make_job, megatron_arguments, progress
+from snip_megatron.tools.launch import last_value, make_job, megatron_arguments, progress
 
 
 def job(**changes: Any) -> Any:
-    return make_job(**({"configuration": "1b", "data": "mock", "save": Path("/nowhere/c")} | changes))
+    return make_job(**({"name": "1b", "data": "mock", "save": Path("/nowhere/c")} | changes))
 
 
 def value(words: list[str], name: str) -> str | None:
@@ -31,7 +31,7 @@ def prepared(folder: Path, *without: str) -> Path:
 
 @given(st.integers(1, 16), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]))
 def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) -> None:
-    changes = {"configuration": "70b", "nodes": nodes, "gpus_per_node": gpus_per_node, "tp": tp, "pp": pp}
+    changes = {"name": "70b", "nodes": nodes, "gpus_per_node": gpus_per_node, "tp": tp, "pp": pp}
     if nodes * gpus_per_node % (tp * pp):
         with pytest.raises(
             SnipError, match=rf"^{nodes * gpus_per_node} GPUs \(--nodes {nodes} .*one copy of the model$"
@@ -46,15 +46,15 @@ def test_every_gpu_has_a_rank(nodes: int, gpus_per_node: int, tp: int, pp: int) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"configuration": "13b"}, "13b: no such configuration; choose one of 1b, 3b, 7b, "),
+        ({"name": "13b"}, "13b: no such configuration; choose one of 1b, 3b, 7b, "),
         ({"model": "9b"}, "model 9b: unknown; choose one of 1b"),
         ({"tp": 3}, "8 GPUs (--nodes 1 × --gpus-per-node 8) are no multiple of --tp 3 × --pp 1 = 3"),
         (
-            {"configuration": "70b", "nodes": 3},
+            {"name": "70b", "nodes": 3},
             "24 GPUs (--nodes 3 × --gpus-per-node 8) are no multiple of --tp 8 × --pp 4",
         ),
         ({"nodes": -1}, "--nodes -1: must be 1 or more"),
-        ({"configuration": "70b", "pp": 3, "nodes": 3}, "--pp 3: llama-70b has 80 blocks, not divisible by 3"),
+        ({"name": "70b", "pp": 3, "nodes": 3}, "--pp 3: llama-70b has 80 blocks, not divisible by 3"),
         ({"global_batch_size": 100}, "--global-batch-size 100: must be a multiple of --micro-batch-size × --dp, 64"),
         ({"data": None}, "--data: missing; give a folder of snip prepare-data, mock for random tokens"),
         ({"data": "/nowhere"}, "--data /nowhere: there is no train.idx in it; make it with snip prepare-data"),
@@ -111,7 +111,7 @@ def test_the_last_folder_of_checkpoints_is_the_one_that_counts(tmp_path: Path) -
 
 
 def test_another_model() -> None:
-    words = megatron_arguments(job(configuration="7b", model="1b", tp=2))
+    words = megatron_arguments(job(name="7b", model="1b", tp=2))
     shapes = ("--num-layers", "--hidden-size", "--num-query-groups", "--rotary-base", "--norm-epsilon", "--seq-length")
     assert [value(words, name) for name in shapes] == ["22", "2048", "4", "10000", "1e-05", "2048"]
     assert value(megatron_arguments(job(model="8b")), "--rotary-base") == "500000"
