@@ -53,7 +53,7 @@ class GraphedRun:
         self._graphed = [linear for linear in registry if linear.expert is None]  # the host counts an expert's rows
         chunk_of = {id(parameter): i for i, chunk in enumerate(model) for parameter in chunk.parameters()}
         chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
-        self._graphs.accumulating(self._accumulating)
+        self._graphs.set_accumulating(self._accumulating)
         registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
         # A capture collects garbage twice, each time through all objects. Those of the modules imported so far live as
         # long as the process: without them, a new capture holds the training up for less time.
@@ -66,7 +66,7 @@ class GraphedRun:
         return [linear.weight for linear in self._graphed if linear.formats != ALL_BF16]
 
     # -- the step ------------------------------------------------------------------------------------------------
-    def renew(self, step: int) -> None:
+    def recapture(self, step: int) -> None:
         """Capture anew what an adopted map has changed. This is called between adoption and step."""
         registry = self._registry
         if self._graphs is None or registry is None or registry.generation == self._generation:
@@ -78,12 +78,14 @@ class GraphedRun:
             # Megatron does not take this mark back under Transformer Engine's graphs. A capture or a backward sets it.
             if hasattr(linear.weight, "grad_added_to_main_grad"):
                 linear.weight.grad_added_to_main_grad = False
-        held = [each for each in changed if each.state.graphed is not None and self._graphs.hold(each.module)]
-        if held and self._graphs.captured:
-            layers = self._graphs.choose([linear.module for linear in held])
+        captured = [each for each in changed if each.state.graphed is not None and self._graphs.contain(each.module)]
+        if captured and self._graphs.captured:
+            layers = self._graphs.layers_to_recapture([linear.module for linear in captured])
             assert registry.device is not None
-            registry.device.forget_weights(self._graphed if layers is None else held)  # graphs that stay read others
-            self._graphs.renew(self._model, self._args, layers)
+            registry.device.forget_weights(
+                self._graphed if layers is None else captured
+            )  # graphs that stay read others
+            self._graphs.recapture(self._model, self._args, layers)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 
     def training(
@@ -92,7 +94,7 @@ class GraphedRun:
         """Return the two functions of a training step, wrapped to count microbatches and to time captures."""
         if self._graphs is None:
             return forward_step, forward_backward
-        return self._counting(forward_step), self._graphs.watched(forward_backward)
+        return self._counting(forward_step), self._graphs.timed(forward_backward)
 
     def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_step``, wrapped to mark the weights of a chunk as quantised from its second microbatch on.
@@ -118,7 +120,7 @@ class GraphedRun:
         """Return ("capture" or "recapture", seconds, further fields) if graphs were captured since the last call."""
         if self._graphs is None:
             return None
-        seconds, fields = self._graphs.take()
+        seconds, fields = self._graphs.take_seconds()
         if not seconds:
             return None
         kind = "recapture" if self._captured_before else "capture"

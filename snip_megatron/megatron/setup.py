@@ -249,7 +249,7 @@ class SnipRun:
                 return self._probes.run(step, clip, sequences)
 
         controller.before_step(call.step, probe)
-        self.graphs.renew(call.step)
+        self.graphs.recapture(call.step)
         started = time.perf_counter()
         result = train_step()
         if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again

@@ -20,7 +20,7 @@ _RAMPS = ("--step-batch-size-schedule", "--rampup-batch-size")
 
 
 def batch_size_ramp(args: argparse.Namespace) -> str | None:
-    """Return the argument by which the batch size grows in training; None without."""
+    """Return the argument by which the batch size grows in training. None if there is none."""
     return next((name for name in _RAMPS if getattr(args, name[2:].replace("-", "_"), None) is not None), None)
 
 
@@ -54,16 +54,15 @@ class PeekableIterator:
 
 
 def repeated(data_iterator: Any, order: Sequence[int], sequences: int | None = None) -> Any:
-    """Return what ``train_step`` takes as ``data_iterator``, of microbatches that it will read, without consuming them.
+    """Return an iterator over microbatches that ``train_step`` will read, without consuming them.
 
-    The source of the iterator is made peekable in place. The record that Megatron's rerun machine keeps of a step is
-    not affected. Raises SnipError if the iterator is of another type, or if ``order`` holds a number beyond the end of
-    the data.
+    The source of ``data_iterator`` is made peekable in place. The record of a step in Megatron's rerun machine is not
+    affected. Raises SnipError if the iterator is of another type, or if ``order`` exceeds the end of the data.
 
     Args:
         data_iterator: A RerunDataIterator, a list of them (virtual pipeline), or None on a rank that reads no data.
-        order: Numbers of the microbatches, 0 being the next one. One may occur twice.
-        sequences: Number of sequences of each microbatch, which :func:`divisible` allows to cut. None for all.
+        order: Numbers of the microbatches, 0 being the next one. A number may occur twice.
+        sequences: Number of sequences to take from each microbatch if it is :func:`divisible`. None takes all.
     """
     if isinstance(data_iterator, list):
         return [repeated(each, order, sequences) for each in data_iterator]
@@ -96,12 +95,11 @@ def _copy(batch: Any, sequences: int | None) -> Any:
 
 
 def divisible(data_iterator: Any, args: argparse.Namespace) -> bool:
-    """Return whether microbatches of ``train_step``'s ``data_iterator`` can be cut into sequences.
+    """Return whether a pass can take some sequences of the microbatches of ``data_iterator`` alone.
 
-    They can be if they are dictionaries of tensors [microbatch, ...], as those of Megatron's data sets are, and not of
-    packed sequences. A rank that reads no data takes the size of a microbatch from Megatron's global arguments, which
-    Bridge does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch. ``data_iterator`` is
-    as in :func:`repeated`.
+    Microbatches must be dictionaries of tensors [microbatch, ...], as those of Megatron's data sets are, and must not
+    be packed. A rank that reads no data takes the size of a microbatch from Megatron's global arguments, which Bridge
+    does not have. The buffers of ``--tp-comm-overlap`` have the size of a whole microbatch.
     """
     if args.tensor_model_parallel_size > 1 and (global_vars._GLOBAL_ARGS is not args or args.tp_comm_overlap):
         return False

@@ -50,12 +50,12 @@ check_names(GraphableMegatronModule, "_get_submodules_under_cudagraphs")
 
 def graph_implementation(args: Any) -> str | None:
     """Return the ``--cuda-graph-impl`` of validated arguments, or None if it captures no graphs."""
-    found = getattr(args, "cuda_graph_impl", None)
-    return None if found in (None, "none") else str(found)
+    implementation = getattr(args, "cuda_graph_impl", None)
+    return None if implementation in (None, "none") else str(implementation)
 
 
 def graphs_leave_experts_out(args: Any) -> bool:
-    """Return whether the graphs that the arguments select hold parts of layers alone, and no routed expert."""
+    """Return whether the graphs that the arguments select hold only parts of layers, and no routed expert."""
     modules = getattr(args, "cuda_graph_modules", None) or []
     parts = modules and CudaGraphModule.moe not in modules
     return bool(parts) and graph_implementation(args) == "transformer_engine"
@@ -63,11 +63,11 @@ def graphs_leave_experts_out(args: Any) -> bool:
 
 @contextlib.contextmanager
 def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator[None]:
-    """Run the layers of ``model`` without graphs inside this context. Captured graphs are kept, and none is recorded.
+    """Run the layers of ``model`` without graphs inside this context. Captured graphs stay, and none is recorded.
 
-    The parameters keep their ``grad_added_to_main_grad``, because Transformer Engine's graphs set it only when they are
-    captured. ``settings`` is what the training loop asks for ``cuda_graph_impl``, beside the configurations of the
-    model.
+    ``grad_added_to_main_grad`` of the parameters is restored, because Transformer Engine's graphs set it only when they
+    are captured. ``settings`` is the object from which the training loop reads ``cuda_graph_impl``. The configurations
+    of the model have that attribute too.
     """
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, GraphableMegatronModule)]
     holders = {id(each): each for each in (settings, *map(get_model_config, model), *(m.config for m in layers))}
@@ -76,7 +76,7 @@ def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator
         for holder in holders.values():
             stack.enter_context(changed(holder, cuda_graph_impl="none"))
         for layer in layers:
-            if getattr(layer, "cuda_graphs", None):  # the overlap of experts' exchanges asks for nothing else
+            if getattr(layer, "cuda_graphs", None):  # all that the overlap of expert exchanges looks at
                 stack.enter_context(changed(layer, cuda_graphs=[]))
         for parameter in parameters(model):
             if hasattr(parameter, "grad_added_to_main_grad"):
@@ -107,7 +107,7 @@ def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 class Graphs:
     """Base class of the graphs of one implementation in this process.
 
-    ``seconds`` are those of the captures since the last call of :meth:`take`.
+    ``seconds`` are those of the captures since the last call of :meth:`take_seconds`.
     """
 
     def __init__(self) -> None:
@@ -119,35 +119,38 @@ class Graphs:
         """Whether graphs have been captured."""
         raise NotImplementedError
 
-    def hold(self, module: torch.nn.Module) -> bool:
-        """Return whether a captured graph may hold ``module``. The experts of dropless routing are in none."""
+    def contain(self, module: torch.nn.Module) -> bool:
+        """Return whether a captured graph may contain ``module``. None contains the experts of dropless routing."""
         return True
 
-    def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-        """Return the layers to capture anew when linears have changed their formats, or None for all. Collective."""
+    def layers_to_recapture(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
+        """Return the layers to capture anew after the formats of the linears ``changed`` have changed. Collective.
+
+        None if all layers must be captured anew.
+        """
         return None
 
-    def renew(
+    def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         """Delete graphs. They are captured again under the map in force, at once or in the next steps.
 
-        ``layers`` is what :meth:`choose` returned.
+        ``layers`` is the result of :meth:`layers_to_recapture`.
         """
         raise NotImplementedError
 
-    def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
-        """Set the function that returns, at every capture, the weights whose backward adds to ``main_grad`` itself.
+    def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
+        """Set the function that returns the weights whose backward adds to ``main_grad`` itself. Captures call it.
 
-        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's graphs need them.
+        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's graphs need to know the weights.
         """
 
-    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward_backward_func``, wrapped to time the captures that it makes."""
         return forward_backward_func
 
-    def take(self) -> tuple[float, Mapping[str, Any]]:
-        """Return the duration of the captures since the last call, with further fields of the event, and reset it."""
+    def take_seconds(self) -> tuple[float, Mapping[str, Any]]:
+        """Return the duration of the captures since the last call, and further fields of the event. Resets both."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds, {}
 
@@ -181,19 +184,19 @@ class LocalGraphs(Graphs):
         self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
         apply = core._apply_cudagraph_buffer_metadata
 
-        def noted(tensor: Any, **named: Any) -> Any:
+        def remembered(tensor: Any, **named: Any) -> Any:
             metadata = apply(tensor, **named)
             self._metadata.append(weakref.ref(metadata))
             return metadata
 
-        self._metadata: list[weakref.ref[Any]] = []  # what a recording has noted at tensors
-        self._replace(core, "_apply_cudagraph_buffer_metadata", noted)
+        self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
+        self._replace(core, "_apply_cudagraph_buffer_metadata", remembered)
 
     @property
     def captured(self) -> bool:
         return bool(_RECORD.cudagraph_created)
 
-    def renew(
+    def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         """See :class:`Graphs`. The next step is recorded."""
@@ -207,7 +210,7 @@ class LocalGraphs(Graphs):
         for parameter in parameters(model):
             parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
         # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
-        for metadata in filter(None, (noted() for noted in self._metadata)):
+        for metadata in filter(None, (reference() for reference in self._metadata)):
             vars(metadata).update(vars(core.CudagraphBufferMetadata()))
         self._metadata.clear()
         core.fwd_buffer_reuse_ref_count = core.bwd_buffer_reuse_ref_count = 0
@@ -224,7 +227,7 @@ class FullIterationGraphs(Graphs):
     def captured(self) -> bool:
         return FullCudaGraphWrapper.cuda_graph["training"] is not None
 
-    def renew(
+    def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         """See :class:`Graphs`. The next step runs without a graph and compiles kernels. The one after it captures."""
@@ -234,8 +237,8 @@ class FullIterationGraphs(Graphs):
         full._shared_graph_pool = None  # the pool of deleted graphs cannot be used again
         torch.cuda.empty_cache()
 
-    def watched(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-        def watching(**named: Any) -> Any:
+    def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_schedule(**named: Any) -> Any:
             before, started = self.captured, time.perf_counter()
             if not before:
                 _gather_in_the_step(named["model"])
@@ -244,7 +247,7 @@ class FullIterationGraphs(Graphs):
                 self.seconds += time.perf_counter() - started
             return result
 
-        return watching
+        return timed_schedule
 
 
 def _gather_in_the_step(model: Sequence[Any]) -> None:
@@ -270,9 +273,9 @@ class TransformerEngineGraphs(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self._helper: Any = None
-        self._inside: set[int] = set()  # modules that graphs hold
+        self._contained: set[int] = set()  # modules in graphs
         self._accumulating: Callable[[], list[torch.nn.Parameter]] = list
-        self._layers = 0  # captured since the last take()
+        self._layers = 0  # captured since the last take_seconds()
         self._replaced = 0  # layers whose graphs were replaced since all were captured
         self._layer_bytes = 0.0  # reserved for a layer's graphs
         start, create = core.TECudaGraphHelper.__init__, core.TECudaGraphHelper.create_cudagraphs
@@ -280,7 +283,7 @@ class TransformerEngineGraphs(Graphs):
         def remembered(helper: Any, *arguments: Any, **named: Any) -> None:
             start(helper, *arguments, **named)
             self._helper = helper
-            self._inside = {id(m) for each in map(_captured_parts, helper.flattened_callables) for m in each}
+            self._contained = {id(m) for each in map(_captured_parts, helper.flattened_callables) for m in each}
 
         self._replace(core.TECudaGraphHelper, "__init__", remembered)
         self._replace(core.TECudaGraphHelper, "create_cudagraphs", lambda helper: self._create(helper, create))
@@ -289,17 +292,17 @@ class TransformerEngineGraphs(Graphs):
     def captured(self) -> bool:
         return self._helper is not None and bool(self._helper.graphs_created())
 
-    def accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
+    def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
         self._accumulating = weights
 
-    def take(self) -> tuple[float, Mapping[str, Any]]:
-        """See :class:`Graphs`. The field is ``layers``, the number of captured layers."""
-        seconds, _ = super().take()
+    def take_seconds(self) -> tuple[float, Mapping[str, Any]]:
+        """See :class:`Graphs`. The further field is ``layers``, the number of captured layers."""
+        seconds, _ = super().take_seconds()
         layers, self._layers = self._layers, 0
         return seconds, {"layers": layers}
 
-    def hold(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._inside
+    def contain(self, module: torch.nn.Module) -> bool:
+        return id(module) in self._contained
 
     # -- a capture ---------------------------------------------------------------------------------------------
     def _create(self, helper: Any, create: Callable[[Any], None]) -> None:
@@ -308,7 +311,7 @@ class TransformerEngineGraphs(Graphs):
         chunks = {name: getattr(helper, name) for name in ("num_model_chunks", "num_layers_per_chunk")}
         torch.cuda.empty_cache()  # the capture begins and ends with it, so that what is reserved is the graphs'
         reserved = torch.cuda.memory_reserved()
-        with _returned_as_they_are(self._accumulating()), _samples_on_the_device():
+        with _dummy_gradients_uncopied(self._accumulating()), _samples_on_the_device():
             create(helper)
         vars(helper).update(chunks)  # a capture for overlapped exchanges of experts counts every layer as a chunk
         if layers:
@@ -317,11 +320,11 @@ class TransformerEngineGraphs(Graphs):
         self._layers += layers
 
     # -- another map -------------------------------------------------------------------------------------------
-    def choose(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
+    def layers_to_recapture(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
         """See :class:`Graphs`.
 
-        All layers are captured anew where microbatches share buffers, with pipeline parallelism and with overlapped
-        exchanges of experts, if a rank has too little memory for a second pool, and if the memory of replaced graphs
+        All layers are captured anew in three cases: microbatches share buffers, as with pipeline parallelism and with
+        overlapped exchanges of experts; a rank has too little memory for a second pool; the memory of replaced graphs
         would exceed that of all layers.
         """
         helper = self._helper
@@ -337,7 +340,7 @@ class TransformerEngineGraphs(Graphs):
         # All ranks must capture the same layers: these have collectives.
         return chosen if MapChannel((), torch.device("cuda")).everywhere(fits) else None
 
-    def renew(
+    def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
@@ -345,7 +348,7 @@ class TransformerEngineGraphs(Graphs):
         gathering: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         states = rng_state()
         self._replaced = 0 if layers is None else self._replaced + len(layers)
-        with contextlib.nullcontext() if layers is None else _only(helper, layers):
+        with contextlib.nullcontext() if layers is None else _restricted(helper, layers):
             for chunk in gathering:  # when their layers run
                 chunk.disable_forward_pre_hook(param_sync=False)
             helper.delete_cuda_graphs()
@@ -369,18 +372,21 @@ def _captured_parts(layer: Any) -> Iterator[torch.nn.Module]:
 
 
 def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-    """Return the layers that contain ``modules``, in their order. None if there are no modules, or one is elsewhere."""
+    """Return the layers that contain ``modules``, in their order.
+
+    None if there are no modules, or if one is in no layer.
+    """
     wanted = {id(module) for module in modules}
-    found, seen = [], set()
+    containing, seen = [], set()
     for layer in layers:
         inside = wanted & {id(module) for module in layer.modules()}
         if inside:
-            found.append(layer)
+            containing.append(layer)
             seen |= inside
-    return found if wanted and seen == wanted else None
+    return containing if wanted and seen == wanted else None
 
 
-def _only(helper: Any, layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+def _restricted(helper: Any, layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk."""
     chosen = {id(layer) for layer in layers}
     flags = zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True)
@@ -409,7 +415,7 @@ def _samples_on_the_device() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _returned_as_they_are(weights: Sequence[Any]) -> Iterator[None]:
+def _dummy_gradients_uncopied(weights: Sequence[Any]) -> Iterator[None]:
     """Make graphs that are captured inside return the dummy gradients of ``weights`` without a copy of each.
 
     Weights whose wgrad is delayed are marked so at all times.

@@ -71,8 +71,9 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 
 def evaluations_watched(begin: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Call ``begin`` before Megatron evaluates its sets inside this context, with what it prints: "iteration 8 on test
-    set", for example.
+    """Call ``begin`` before each evaluation of Megatron's sets inside this context.
+
+    The argument is the text that Megatron prints, such as "iteration 8 on test set".
     """
     original = training.evaluate_and_print_results
 
@@ -83,7 +84,7 @@ def evaluations_watched(begin: Callable[[str], None]) -> AbstractContextManager[
     return changed(training, evaluate_and_print_results=evaluate_sets)
 
 
-# -- passes that are no training -------------------------------------------------------------------------------
+# -- passes outside of training --------------------------------------------------------------------------------
 def rerun_disabled() -> AbstractContextManager[None]:
     """Switch Megatron's rerun state machine off inside this context.
 
@@ -114,26 +115,26 @@ def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
-    """Note how many tokens the loss of each call of the schedule counts, inside this context.
+    """Yield a list that gets the number of tokens in the loss of each call of the schedule inside this context.
 
-    Under ``--calculate-per-token-loss`` Megatron hands the number to ``finalize_model_grads_func``, which divides the
-    gradients by it. It is the number of this rank, 0 on all pipeline stages but the last.
+    Under ``--calculate-per-token-loss`` Megatron passes the number to ``finalize_model_grads_func``, which divides the
+    gradients by it. It is this rank's number: 0 on all pipeline stages but the last.
     """
     counts: list[torch.Tensor] = []
 
-    def note(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
+    def count(model: Any, tokens: torch.Tensor | None = None, **others: Any) -> None:
         if tokens is not None:
             counts.append(tokens)
 
-    with changed(model_config, finalize_model_grads_func=note):
+    with changed(model_config, finalize_model_grads_func=count):
         yield counts
 
 
 @contextlib.contextmanager
 def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the largest attention logits of a step, by which ``--qk-clip`` scales weights, after this context.
+    """Restore the largest attention logits of a step at the end of this context. ``--qk-clip`` scales weights by them.
 
-    Transformer Engine's attention keeps them. A forward replaces the tensor and does not change it.
+    Transformer Engine's attention stores them. A forward replaces the tensor and does not change it.
     """
     with contextlib.ExitStack() as stack:
         for module in (module for chunk in model for module in chunk.modules() if hasattr(module, _LOGITS)):
@@ -142,20 +143,19 @@ def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callable[[int], float]:
-    """Return a function from a step to its learning rate, that of parameters without overrides.
+    """Return a function from a step to the learning rate of parameters without overrides.
 
-    The scheduler counts samples. They are taken to grow evenly up to ``step``, and from there to the end of the run,
-    which is exact unless the batch size ramps up. The ``scheduler`` has not run ``step``, the 0-based training step
-    that is next.
+    The scheduler counts samples. Their number is interpolated linearly up to ``step``, and from there to the end of the
+    run, which is exact unless the batch size ramps up. ``step`` is the next training step, counted from 0.
     """
     done, last = int(scheduler.num_steps), int(args.train_iters or 0)
-    whole = int(getattr(args, "train_samples", None) or last * int(args.global_batch_size))
+    total = int(getattr(args, "train_samples", None) or last * int(args.global_batch_size))
 
     def rate(at: int) -> float:
         if at < step:
             samples = done * at // step
         else:
-            samples = done + max(0, whole - done) * (at - step) // max(1, last - step)
+            samples = done + max(0, total - done) * (at - step) // max(1, last - step)
         with changed(scheduler, num_steps=samples):
             return float(scheduler.get_lr({}))
 

@@ -1,4 +1,4 @@
-"""The version of Megatron, checks of its private names and signatures, and other values for them for a while."""
+"""The version of Megatron, and checks of its private names and signatures."""
 
 import contextlib
 import inspect
@@ -13,9 +13,9 @@ from snip_megatron.precision.errors import SnipError
 
 def check_signature(function: Callable[..., Any], *expected: str) -> None:
     """Raise SnipError unless the leading parameters of ``function`` are named ``expected``, in that order."""
-    found = list(inspect.signature(function).parameters)
-    if found[: len(expected)] != list(expected):
-        _refuse(function, f"takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)")
+    actual = list(inspect.signature(function).parameters)
+    if actual[: len(expected)] != list(expected):
+        _refuse(function, f"takes ({', '.join(actual)}), expected ({', '.join(expected)}, ...)")
 
 
 def check_names(owner: Any, *expected: str) -> None:
@@ -36,7 +36,7 @@ def _refuse(owner: Any, why: str) -> NoReturn:
 
 @contextlib.contextmanager
 def changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of ``owner`` have these values inside this context."""
+    """Give attributes of ``owner`` these values inside this context."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -48,7 +48,7 @@ def changed(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of a function that must not run."""
+    """Do nothing. It replaces a function that must not run."""
 
 
 MEGATRON_VERSION = check_version(_version)
