@@ -91,7 +91,7 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         (FULLY_SHARDED | {"num_distributed_optimizer_instances": 2}, {},
          f"{FSDP}--num-distributed-optimizer-instances 2 under --snip; use 1", ""),
         (FULLY_SHARDED | PP, {}, f"{FSDP}--pipeline-model-parallel-size 2 under --snip; use 1", ""),
-        (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper on such a card", ""),
+        (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper", ""),
         ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},
          "--use-torch-fsdp2 cannot be combined with --ckpt-format torch_dcp under --snip; use torch", ""),
         (EXPERTS | GRAPHS["full_iteration"], {}, WHOLE, "--num-experts 4 under --snip: the host counts"),
