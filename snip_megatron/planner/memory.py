@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
-from snip_megatron.planner.updates import probe_microbatches
 from snip_megatron.precision import ALL_BF16, Format, Formats, LinearRow, Role
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
@@ -176,6 +175,12 @@ def quantised_weight(shape: LinearShape, formats: Formats) -> float:
 def _operand(fmt: Format, numbers: int) -> float:
     """Return the bytes of an element of a quantised operand with its share of the scale of ``numbers`` elements."""
     return (1.0 if fmt in _NATIVE else 2.0) + (4.0 / numbers if fmt in _TILED else 0.0)
+
+
+def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
+    """Return the microbatches that a rank runs in one pass. An interleaved schedule needs whole groups of them."""
+    group = layout.pp if layout.vpp > 1 else 1
+    return min(-(-min(config.probe_microbatches, layout.microbatches) // group) * group, layout.microbatches)
 
 
 def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:

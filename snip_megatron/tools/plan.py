@@ -88,11 +88,9 @@ def _add_hardware(add: Callable[..., Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print tables and write JSON. Returns 0. Raises SnipError (exit code 3 if the budget is out of reach)."""
-    from snip_megatron.planner.plan import make_plan
-    from snip_megatron.planner.rates import Links
+    from snip_megatron.planner.plan import make_plan, parse_request
     from snip_megatron.planner.render import render
-    from snip_megatron.planner.request import parse_request
-    from snip_megatron.planner.step_time import StepModel
+    from snip_megatron.planner.step_time import Links, StepModel
     from snip_megatron.runtime.config import given_arguments
     from snip_megatron.timing.loading import load_cost_model
 

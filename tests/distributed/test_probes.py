@@ -18,7 +18,7 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import Llama
-from snip_megatron.planner.updates import passes
+from snip_megatron.planner.plan import probe_passes
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import read_events
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -110,7 +110,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
     _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = Llama("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64).model(2)
-    planned = passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True))
+    planned = probe_passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True))
     first = events[0]["step"]
     assert planned == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from sensitivity.synthetic import make_table
 
-from snip_megatron.planner.plan import make_plan
+from snip_megatron.planner.plan import PlanRequest, build_problem, make_plan, parse_request
 from snip_megatron.planner.render import render
-from snip_megatron.planner.request import PlanRequest, build_problem, parse_request
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.problem import build_problem as score_problem

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snip_megatron.planner.rates import ELEMENTWISE, Links
-from snip_megatron.planner.step_time import StepModel
+from snip_megatron.planner.step_time import ELEMENTWISE, Links, StepModel
 from snip_megatron.precision import ALL_BF16, Format, Role, Side
 from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
 from snip_megatron.timing.loading import load_cost_model
