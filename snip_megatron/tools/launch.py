@@ -408,9 +408,8 @@ def _title(job: Job) -> str:
 
 def _forecast(job: Job, training: Training) -> list[str]:
     """Return the lines of the forecast for the model that Megatron builds, or a line that says why there is none."""
-    from snip_megatron.planner.plan import make_plan
+    from snip_megatron.planner.plan import make_plan, parse_request
     from snip_megatron.planner.render import render
-    from snip_megatron.planner.plan import parse_request
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.runtime.config import given_arguments
     from snip_megatron.timing.loading import load_cost_model
