@@ -1,12 +1,11 @@
-"""Communication in FP8 over links as slow as between nodes: bandwidth, step time and loss of two GPUs.
+"""Gradients reduced in FP8 over links as slow as between nodes: bandwidth, step time and loss of two GPUs.
 
-    python -m benchmarks.jobs.links --out results/jobs/F.json [--links sockets] [--layouts dp2]
+    python -m benchmarks.jobs.links --out results/jobs/F.json [--links sockets]
 
-NCCL takes NVLink, the host's memory (``NCCL_P2P_DISABLE=1``), or sockets (``NCCL_SHM_DISABLE=1`` too). On each of these
-the contenders of a layout train one after the other: Megatron in bf16, and SNIP with all linears in fp8, without and
-with communication in FP8. *dp2* sums gradients, *tp2* gathers X and G and sums partial products. Rows are written as
-they are made, and the command continues after the rows of its file. ``--device cpu`` runs a tiny model over gloo, where
-no link differs.
+NCCL takes NVLink, the host's memory (``NCCL_P2P_DISABLE=1``), or sockets (``NCCL_SHM_DISABLE=1`` too). Over each link
+two data parallel ranks train one contender after the other: Megatron in bf16 with gradients in FP32 and in bf16, and
+SNIP with all linears in fp8 and gradients in FP32 and in FP8. Every row is written at once, and the command continues
+after the rows of its file. ``--device cpu`` runs a tiny model over gloo, where all links are the same.
 """
 
 from __future__ import annotations
@@ -35,19 +34,12 @@ LINKS: dict[str, dict[str, str]] = {
     "sockets": {**_HOST, "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
 }
 _FP8 = "--snip --snip-policy uniform-fp8"
+LAYOUT = "dp2"
 CONTENDERS = {
-    "dp2": {
-        "bf16": "",
-        "bf16, gradients bf16": "--grad-reduce-in-bf16",
-        "fp8": _FP8,
-        "fp8, gradients fp8": f"{_FP8} --snip-gradient-reduction fp8",
-    },
-    "tp2": {
-        "bf16": "",
-        "fp8": _FP8,
-        "fp8, gathers fp8": f"{_FP8} --snip-communication gather",
-        "fp8, gathers and sums fp8": f"{_FP8} --snip-communication all",
-    },
+    "bf16": "",
+    "bf16, gradients bf16": "--grad-reduce-in-bf16",
+    "fp8": _FP8,
+    "fp8, gradients fp8": f"{_FP8} --snip-gradient-reduction fp8",
 }
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _MEBIBYTES, _CALLS = 256, 10
@@ -92,15 +84,15 @@ class Links:
             raise RuntimeError(f"bandwidth over {link}: exit code {done.returncode}: {done.stderr[-800:]}")
         return float(found[1])
 
-    def row(self, link: str, layout: str, name: str) -> dict[str, Any]:
+    def row(self, link: str, name: str) -> dict[str, Any]:
         """Train a contender. Returns its median step time over the second half and its losses, or why it failed."""
         os.environ.update(LINKS[link])
         try:
-            folder = self._folder / f"{link} {layout} {name}".replace(" ", "_").replace(",", "")
+            folder = self._folder / f"{link} {name}".replace(" ", "_").replace(",", "")
             runs = Runs(torchrun, folder, self._size, self._megatron)
-            given = shlex.split(CONTENDERS[layout][name])
+            given = shlex.split(CONTENDERS[name])
             given += ["--snip-dir", str(folder / "run")] if given and given[0] == "--snip" else []
-            printed = runs.train("run", LAYOUTS[layout], self._steps, *self._size.timed, *given)
+            printed = runs.train("run", LAYOUTS[LAYOUT], self._steps, *self._size.timed, *given)
         except RuntimeError as error:
             return {"failed": str(error)[-800:]}
         finally:
@@ -113,10 +105,9 @@ class Links:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Communication in FP8 over slow links")
+    parser = argparse.ArgumentParser(description="Gradients reduced in FP8 over slow links")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--links", default=",".join(LINKS), help="comma separated")
-    parser.add_argument("--layouts", default=",".join(CONTENDERS), help="comma separated")
     parser.add_argument("--steps", type=int, default=12, help="steps of a training, of which the second half counts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds after which no training begins any more")
@@ -124,9 +115,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
     arguments = parser.parse_args(argv)
-    for name, known in (("links", LINKS), ("layouts", CONTENDERS)):
-        if unknown := set(getattr(arguments, name).split(",")) - set(known):
-            parser.error(f"--{name} {unknown.pop()}: unknown; choose among {', '.join(known)}")
+    if unknown := set(arguments.links.split(",")) - set(LINKS):
+        parser.error(f"--links {unknown.pop()}: unknown; choose among {', '.join(LINKS)}")
     return arguments
 
 
@@ -147,18 +137,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = result["links"].setdefault(link, {"variables": LINKS[link]})
             if "all_reduce_gb_s" not in rows:
                 rows["all_reduce_gb_s"] = links.bandwidth(link)
-            for layout in arguments.layouts.split(","):
-                own = rows.setdefault(layout, {})
-                for name in CONTENDERS[layout]:
-                    if "ms" not in own.get(name, {}):
-                        if time.monotonic() - began > arguments.limit:
-                            missing += 1
-                            continue
-                        own[name] = links.row(link, layout, name)
-                        write(arguments.out, result)
-                    missing += "ms" not in own[name]
-                    told = own[name].get("failed") or f"{own[name]['ms']:.0f} ms, loss {own[name]['losses'][-1]:.4f}"
-                    print(f"{link} ({rows['all_reduce_gb_s']:.1f} GB/s), {layout}, {name}: {told}", flush=True)
+            trained = rows.setdefault(LAYOUT, {})
+            for name in CONTENDERS:
+                if "ms" not in trained.get(name, {}):
+                    if time.monotonic() - began > arguments.limit:
+                        missing += 1
+                        continue
+                    trained[name] = links.row(link, name)
+                    write(arguments.out, result)
+                row = trained[name]
+                missing += "ms" not in row
+                figures = row.get("failed") or f"{row['ms']:.0f} ms, loss {row['losses'][-1]:.4f}"
+                print(f"{link} ({rows['all_reduce_gb_s']:.1f} GB/s), {name}: {figures}", flush=True)
     return 1 if missing else 0
 
 

@@ -34,10 +34,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks.common import header, host_milliseconds, interleaved, refuse_without_cuda, write
 from benchmarks.jobs.kernels import recorded, summarised
-from benchmarks.layers.llama_blocks import transformer_config
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import convert_model
 from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
@@ -47,6 +47,30 @@ MICROBATCHES = 4
 STOCK = "megatron bf16"
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 FUSED = (Format.FP8, Format.FP4, Format.FP8_TENSOR)
+
+
+def transformer_config(arguments: argparse.Namespace, *, fused_accumulation: bool) -> TransformerConfig:
+    """Return the configuration of the blocks, with wgrad accumulated in the GEMM or by a kernel of its own."""
+    return TransformerConfig(
+        num_layers=arguments.blocks,
+        hidden_size=arguments.hidden,
+        ffn_hidden_size=arguments.ffn,
+        num_attention_heads=arguments.heads,
+        num_query_groups=arguments.groups,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bias_activation_fusion=HAVE_TE,
+        apply_rope_fusion=HAVE_TE,
+        gradient_accumulation_fusion=fused_accumulation and HAVE_TE,
+    )
 
 
 class Stack:

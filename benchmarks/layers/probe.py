@@ -44,7 +44,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from benchmarks.layers.llama_blocks import transformer_config  # noqa: E402
+from benchmarks.layers.layer import transformer_config  # noqa: E402
 from snip_megatron.megatron import convert_model  # noqa: E402
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host  # noqa: E402
 from snip_megatron.precision import Format, PrecisionMap  # noqa: E402
