@@ -232,8 +232,8 @@ class MegatronStep:
             call.optimizer.zero_grad()  # the step of an FP32 optimizer leaves p.grad an alias of main_grad
             for chunk in call.model:
                 stack.enter_context(chunk.no_sync())
-            stack.enter_context(compat.routers_kept(call.model))
-            stack.enter_context(compat.attention_logits_kept(call.model))
+            stack.enter_context(compat.routers_restored(call.model))
+            stack.enter_context(compat.attention_logits_restored(call.model))
             sequences = self._args.micro_batch_size if self._taken is None else self._taken
             stack.enter_context(compat.changed(self._args, micro_batch_size=sequences))
             call.forward_backward_func(

@@ -94,7 +94,7 @@ class SnipRun:
         self._say_what_differs()
         self._checkpoint = checkpoint = SnipState(self._state_to_save, self._checkpoint_has_state)
         model_chunks[0].snip_state = checkpoint
-        self._undo_model.enter_context(compat.carry_state(checkpoint.content, self._loaded))
+        self._undo_model.enter_context(compat.state_beside_model(checkpoint.content, self._loaded))
         return model_chunks
 
     def _say_what_differs(self) -> None:
@@ -157,7 +157,7 @@ class SnipRun:
         """
         if self._args.finetune or not self._args.load:
             return False
-        found = compat.checkpoint_holds(self._args, SNIP_STATE_KEY)
+        found = compat.checkpoint_has(self._args, SNIP_STATE_KEY)
         if not found:
             self._say_no_state()
         return found

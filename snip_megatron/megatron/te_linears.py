@@ -30,7 +30,7 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
-from snip_megatron.megatron.compat.routing import before_counts
+from snip_megatron.megatron.compat.routing import call_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized
 from snip_megatron.megatron.linears import product, scatters, why_no_swiglu
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
@@ -221,7 +221,7 @@ def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
         mlp: Any = getattr(layer, "experts", None)
         if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
             mlp.__class__, mlp.snip_fuses = SnipTEGroupedMLP, fuses and _is_weighted_swiglu(mlp)
-            before_counts(layer.token_dispatcher, mlp.snip_prepare)
+            call_before_counts(layer.token_dispatcher, mlp.snip_prepare)
             for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
                 handle.state.beside_swiglu = mlp.snip_fuses
 

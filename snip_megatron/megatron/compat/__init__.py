@@ -4,7 +4,7 @@ These names are checked when the modules are imported.
 """
 
 from snip_megatron.megatron.compat.batches import batch_size_ramp, divisible, repeated
-from snip_megatron.megatron.compat.checkpoints import carry_state, checkpoint_holds
+from snip_megatron.megatron.compat.checkpoints import checkpoint_has, state_beside_model
 from snip_megatron.megatron.compat.gradients import (
     check_gradient_reduction,
     check_reduced_models,
@@ -21,7 +21,7 @@ from snip_megatron.megatron.compat.graphs import (
 from snip_megatron.megatron.compat.loop import (
     RandomState,
     TrainStep,
-    attention_logits_kept,
+    attention_logits_restored,
     evaluations_watched,
     learning_rate,
     loss_tokens_counted,
@@ -41,6 +41,6 @@ from snip_megatron.megatron.compat.optimizers import (
 )
 from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
-from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_kept, routing_repeated
+from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_restored, routing_repeated
 from snip_megatron.megatron.compat.sharding import ShardedParameters, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

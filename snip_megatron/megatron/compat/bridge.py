@@ -1,4 +1,4 @@
-"""Names of Megatron Bridge 0.6 outside its public interface. Only ``snip_megatron.bridge`` imports this module."""
+"""Private names of Megatron Bridge 0.6. Only ``snip_megatron.bridge`` imports this module."""
 
 from __future__ import annotations
 

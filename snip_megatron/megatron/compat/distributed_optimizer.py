@@ -1,18 +1,18 @@
 """``distributed-optimizer-resume``: saves and restores the step count of an optimizer whose state is sharded.
 
-Apex and Transformer Engine keep the step count in the parameter groups. torch keeps it beside the moments of each
+Apex and Transformer Engine store the step count in the parameter groups. torch stores it beside the moments of each
 parameter, which the serialisation of Megatron's distributed optimizer handles only in part (seen in 0.19):
 
-- ``state_dict`` asserts on the missing step of an optimizer that has not stepped. Loading begins with this call.
-- Under ``dp_reshardable`` the parameter state holds the step as a tensor, and loading overwrites it with an old value:
-  the run silently continues with the bias correction of step 0. Under ``fully_reshardable`` it is missing: KeyError.
-- All parameters share one step tensor, which each of them would then advance.
+- ``state_dict`` asserts that an optimizer has stepped, and loading begins with a call of it.
+- Under ``dp_reshardable`` loading overwrites the step with an old value, so that the run silently continues with the
+  bias correction of step 0. Under ``fully_reshardable`` the step is missing, and loading ends in a KeyError.
+- All parameters share one step tensor, so that each of them would advance it.
 - FP32 shards are views of parameters that require gradients, and are copied into with gradients enabled.
-- Under Megatron-FSDP ranks describe the state of all parameters to each other. torch makes none for a parameter of
-  which a rank has no element, so that ranks would wait for each other.
+- Under Megatron-FSDP ranks describe the state of all parameters to each other. torch creates no state for a parameter
+  of which a rank has no element, so that ranks would wait for each other.
 
-Under ``--use-torch-fsdp2`` Megatron loads tensors into their place and drops the rest of what it has read, the step
-count among it: torch's AdamW ends with a KeyError, others start from 0.
+Under ``--use-torch-fsdp2`` Megatron loads tensors in place and drops the step count. torch's AdamW then ends with a
+KeyError, and other optimizers start from 0.
 """
 
 from typing import Any
@@ -61,7 +61,8 @@ def _step(count: float) -> torch.Tensor:
 def _complete(optimizer: Any) -> None:
     """Create the state that torch would create for parameters that have not stepped.
 
-    One without elements on this rank never steps. All ranks write its step, of which any may be in the checkpoint.
+    A parameter without elements on this rank never steps. All ranks write its step, and any of them may be the one in
+    the checkpoint.
     """
     if not _is_adamw(optimizer):
         return
@@ -100,31 +101,31 @@ def _set_without_step(self: Any, model_param: Any, tensors: Any) -> Any:
     return _set_states(self, model_param, {**tensors, "step": None} if _is_adamw(self) else tensors)
 
 
-def install_for_shards_of_torch() -> str:
+def install_for_torch_fsdp() -> str:
     """Restore the step counts under ``--use-torch-fsdp2``. Returns a description for the list printed at start."""
     read, describe = checkpointing._load_base_checkpoint, Float16OptimizerWithFloat16Params.sharded_state_dict
     loading: list[Any] = []
 
-    def describe_and_note(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
+    def describe_and_remember(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
         loading.extend([self] if is_loading else [])
         return describe(self, model, is_loading, **named)
 
-    def read_with_steps(*given: Any, **named: Any) -> Any:
-        result = read(*given, **named)
+    def read_with_steps(*positional: Any, **named: Any) -> Any:
+        result = read(*positional, **named)
         saved = (result[0] or {}).get("optimizer", {})
         for index, optimizer in enumerate(loading if saved else ()):
             _set_steps(optimizer.optimizer, (saved if "optimizer" in saved else saved[index])["optimizer"])
         return result
 
     checkpointing._load_base_checkpoint = read_with_steps
-    Float16OptimizerWithFloat16Params.sharded_state_dict = describe_and_note
+    Float16OptimizerWithFloat16Params.sharded_state_dict = describe_and_remember
     return "step counts restored under --use-torch-fsdp2"
 
 
 def _set_steps(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     step = saved["state"].get("common_step")
-    for group, of_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        if "step" in of_group:  # Transformer Engine's and Apex's
-            group["step"] = of_group["step"]
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        if "step" in saved_group:  # Transformer Engine's and Apex's
+            group["step"] = saved_group["step"]
         for parameter in group["params"] if step is not None else ():
             optimizer.state[parameter]["step"] = _step(float(step))

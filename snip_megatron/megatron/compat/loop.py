@@ -131,7 +131,7 @@ def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def attention_logits_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def attention_logits_restored(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Restore the largest attention logits of a step at the end of this context. ``--qk-clip`` scales weights by them.
 
     Transformer Engine's attention stores them. A forward replaces the tensor and does not change it.

@@ -1,4 +1,4 @@
-"""Builds a model on torch's meta device, stage by stage, in a process of its own: no memory, no rank, no GPU."""
+"""Builds a model on torch's meta device, stage by stage, which needs no memory, no ranks and no GPU."""
 
 import argparse
 import contextlib
@@ -23,14 +23,14 @@ from snip_megatron.precision.errors import SnipError, cut
 
 
 class CannotBuildError(SnipError):
-    """A part of the model needs a GPU, or a package that is not here."""
+    """A part of the model needs a GPU, or a package that is not installed."""
 
 
 def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list[torch.nn.Module]]:
     """Yield the model chunks of the first rank of each pipeline stage, as Megatron builds them.
 
-    Groups have the sizes that the arguments say, and exchange nothing. Data parallel ranks are left out. Raises
-    SnipError if this process is a rank already, and CannotBuildError if the model cannot be built here.
+    Process groups have the sizes that ``args`` implies for one data parallel rank, and exchange nothing. Raises
+    SnipError if this process is a rank already, and CannotBuildError if the model cannot be built on this machine.
     """
     if dist.is_initialized():
         raise SnipError("a model is built on the meta device in a process without process groups")
@@ -54,8 +54,8 @@ def stages_on_meta(args: argparse.Namespace, model_config: Any) -> Iterator[list
             try:
                 chunks = _build(model_config)
             except Exception as error:  # of any library that a part of the model needs
-                said = " ".join(str(error).split()) or type(error).__name__
-                raise CannotBuildError(f"the model cannot be built on this machine ({cut(said)})") from error
+                message = " ".join(str(error).split()) or type(error).__name__
+                raise CannotBuildError(f"the model cannot be built on this machine ({cut(message)})") from error
             yield chunks
 
 
@@ -91,7 +91,7 @@ def _rank(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[None]:
 
 
 class _Norm(torch.nn.Module):
-    """Has the weight of a norm, in place of one whose class a package for GPUs brings."""
+    """A norm's weight alone. It replaces norms whose classes come from packages for GPUs."""
 
     def __init__(self, size: int, **how: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Norm(torch.nn.Module):
 
 
 class _NoStates:
-    """Forks no random state: a meta tensor has no values."""
+    """Forks no random state, because a meta tensor has no values."""
 
     fork = staticmethod(contextlib.nullcontext)
 
@@ -115,7 +115,7 @@ def _attention(self: torch.nn.Module, *arguments: Any, **named: Any) -> None:
 def _not_run(*arguments: Any, **named: Any) -> None: ...
 
 
-# Module → its names of what packages for GPUs bring. A model can be built without these, but not run.
+# Module → stand-ins for its names from packages for GPUs. A model can be built with them, but not run.
 _KERNELS: dict[Any, dict[str, Any]] = {
     mamba_mixer: {
         "HAVE_MAMBA_SSM": True,
@@ -125,8 +125,8 @@ _KERNELS: dict[Any, dict[str, Any]] = {
     },
     common: {"HAVE_FLA": True, "chunk_gated_delta_rule": _not_run},
     gdn: {"chunk_gated_delta_rule": _not_run},
-    WrappedTorchNorm: {"__new__": _norm},  # in place of Apex's, without all that Apex can do
-    DotProductAttention: {"__init__": _attention},  # which has no sizes of latent attention, and no weights
+    WrappedTorchNorm: {"__new__": _norm},  # refuses options of Apex's norm
+    DotProductAttention: {"__init__": _attention},  # refuses latent attention, and has no weights
     token_dispatcher: dict.fromkeys(
         ("hybrid_ep_dispatch", "fused_dispatch", "set_deepep_num_sms", "nccl_ep_dispatch"), _not_run
     ),
@@ -135,7 +135,7 @@ _KERNELS: dict[Any, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def _seeming_gpu() -> Iterator[None]:
-    """Let modules be built that ask for a CUDA device and packages, which nothing on the meta device needs."""
+    """Satisfy modules that ask for a CUDA device or for packages while they are built."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))

@@ -15,7 +15,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "mxfp8": ("mxfp8",),
     "nvfp4": ("mxfp8", "nvfp4"),
 }
-"""Recipe of Transformer Engine → formats with the same scales. A recipe that is not here names none."""
+"""Recipe of Transformer Engine → formats with the same scales. Other recipes have no such formats."""
 
 _OFF: dict[str, Any] = {
     "fp8": None,
@@ -37,12 +37,12 @@ _OFF: dict[str, Any] = {
     "moe_expert_rank_capacity_factor": None,
     "delay_wgrad_compute": False,
 }
-"""What needs Megatron's FP8 or FP4, or runs linears by other code, and its value without that.
+"""Setting that needs Megatron's FP8 or FP4, or that runs linears by other code → its value while SNIP chooses formats.
 
-Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` says so: a GEMM must add them to
-``main_grad``, which has a fixed address. The four above serve fused operations, whose buffers of tokens have a fixed
-size. A step in which tokens do not fit is run again without that bound, so that training is the same without it. The
-backend ncclep alone needs the bound.
+Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` allows it: a GEMM must add them to
+``main_grad``, which has a fixed address. The four settings above serve fused operations, whose buffers of tokens have a
+fixed size. Megatron runs a step again without that bound if its tokens do not fit, so that training is the same without
+the bound. Only the backend ncclep needs it.
 """
 
 
@@ -62,10 +62,10 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
     recipe = settings.fp4_recipe if on.get("fp4") else settings.fp8_recipe if on.get("fp8") else None
     for name in on:
         setattr(settings, name, _OFF[name])
-    named = ", ".join(_argument(name, value) for name, value in on.items())
+    arguments = ", ".join(_argument(name, value) for name, value in on.items())
     of_recipe = "" if recipe is None else f" with recipe {recipe}"
     return (
-        f"{named}{of_recipe} left out: SNIP chooses the formats of linears; parameters, and what is no linear, stay"
+        f"{arguments}{of_recipe} left out: SNIP chooses the formats of linears; parameters, and what is no linear, stay"
         f" in BF16{graphs}",
         RECIPES.get(str(getattr(recipe, "value", recipe)), ()),
     )
@@ -74,13 +74,14 @@ def switch_off(settings: Any) -> tuple[str, tuple[str, ...]]:
 def may_delay_wgrads(settings: Any) -> bool:
     """Return whether the graphs of ``settings``, if any, are those beside which wgrads can be delayed."""
     graphs = getattr(settings, "cuda_graph_impl", None)
-    accumulated = getattr(settings, "gradient_accumulation_fusion", False)
-    return graphs in (None, "none") or (graphs == "transformer_engine" and accumulated)
+    accumulates = getattr(settings, "gradient_accumulation_fusion", False)
+    return graphs in (None, "none") or (graphs == "transformer_engine" and accumulates)
 
 
 def _graph_parts(settings: Any) -> str:
-    """Replace a graph of the iteration, which cannot hold experts, by graphs of the other parts. Returns what to add
-    to the printed line.
+    """Replace a graph of the iteration, which cannot contain experts, by graphs of the other parts.
+
+    Returns a clause for the printed line.
     """
     scope = getattr(settings, "cuda_graph_scope", None)  # the older name of the modules
     if "full_iteration" not in (settings.cuda_graph_impl, scope):
@@ -104,8 +105,8 @@ def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     parse = parser.parse_known_args
 
-    def parse_known_args(*given: Any, **named: Any) -> Any:
-        args, others = parse(*given, **named)
+    def parse_known_args(*positional: Any, **named: Any) -> Any:
+        args, others = parse(*positional, **named)
         if getattr(args, "snip", False):
             line, args.snip_recipe = switch_off(args)
             if line:

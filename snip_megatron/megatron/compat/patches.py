@@ -6,8 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.core.datasets.utils as dataset_utils
 import megatron.training.training as training
@@ -31,14 +30,14 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
     """
     torch_norms = args.sequence_parallel and args.transformer_impl == "local"
     torch_adamw = args.use_distributed_optimizer and USING_PYTORCH_OPTIMIZER  # neither Apex nor Transformer Engine
-    by_torch = getattr(args, "use_torch_fsdp2", False)
-    steps = distributed_optimizer.install_for_shards_of_torch if by_torch else distributed_optimizer.install
+    torch_fsdp = getattr(args, "use_torch_fsdp2", False)
+    resume = distributed_optimizer.install_for_torch_fsdp if torch_fsdp else distributed_optimizer.install
     sets: dict[str, tuple[bool, Callable[[], str]]] = {
         "cpu": (startup.on_cpu, _patch_for_cpu),
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
-        "distributed-optimizer-resume": (torch_adamw or by_torch, steps),
+        "distributed-optimizer-resume": (torch_adamw or torch_fsdp, resume),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():
         raise SnipError(
@@ -49,7 +48,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
 
 
 def _patch_for_cpu() -> str:
-    """Apply the part of ``cpu`` that patches Megatron. :mod:`snip_megatron.megatron.cpu_device` patches torch."""
+    """Apply the part of ``cpu`` that patches Megatron; :mod:`snip_megatron.megatron.cpu_device` patches torch."""
     if not isinstance(training.initialize_megatron, functools.partial):
         training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
     # set_jit_fusion_options warms fused kernels up with random inputs whose shape depends on the layout. On the CPU
@@ -85,8 +84,8 @@ def _skip_dataset_build() -> str:
 def _allow_torch_norms() -> str:
     """Let Megatron's wrapper build torch's norms under ``--sequence-parallel``, which it refuses.
 
-    A norm works on each token alone, so it can run on shards of the sequence. Only the gradients of its weights must be
-    summed over the tensor parallel group. Megatron does that for parameters marked ``sequence_parallel``.
+    A norm works on each token alone, so that it can run on shards of the sequence. Only the gradients of its weights
+    must be summed over the tensor parallel group. Megatron does that for parameters marked ``sequence_parallel``.
     """
 
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +99,9 @@ def _allow_torch_norms() -> str:
     return "torch norms accepted, their gradients summed over the tensor-parallel group"
 
 
-@dataclass(frozen=True)
-class Default:
-    """A default: ``flag`` sets ``dest`` to ``value``. No other value works if ``required`` is set."""
+# -- defaults of arguments -------------------------------------------------------------------------------------
+class Default(NamedTuple):
+    """The argument ``flag`` sets ``dest`` to ``value``. No other value works if ``required`` is set."""
 
     flag: str
     dest: str
@@ -122,30 +121,28 @@ CPU = (
     Default("--disable-jit-fuser", "disable_jit_fuser", True),
 )
 
-#: (extension module, the default that switches off the fusion which needs it).
-EXTENSIONS = (
-    ("fused_weight_gradient_mlp_cuda", CPU[3]),
-    ("scaled_upper_triang_masked_softmax_cuda", CPU[4]),
-    ("apex", CPU[5]),
-    ("transformer_engine", CPU[6]),
-)
-
-
-def _wanted(startup: Startup) -> list[tuple[str, Default]]:
-    if startup.on_cpu:
-        return [("cpu", default) for default in CPU]
-    if not startup.allows("missing-extensions"):
-        return []
-    return [("missing-extensions", d) for module, d in EXTENSIONS if importlib.util.find_spec(module) is None]
+#: Extension module → the default that switches off the fusion which needs it.
+EXTENSIONS = {
+    "fused_weight_gradient_mlp_cuda": CPU[3],
+    "scaled_upper_triang_masked_softmax_cuda": CPU[4],
+    "apex": CPU[5],
+    "transformer_engine": CPU[6],
+}
 
 
 def set_defaults(parser: argparse.ArgumentParser, startup: Startup) -> list[str]:
-    """Change the defaults of ``parser``. Returns one line per compat set with its name and its flags."""
-    flags: dict[str, list[str]] = {}
-    for name, default in _wanted(startup):
-        parser.set_defaults(**{default.dest: default.value})
-        flags.setdefault(name, []).append(default.flag)
-    return [f"{name}: defaults {' '.join(values)}" for name, values in flags.items()]
+    """Change the defaults of ``parser`` to what this machine can run. Returns the lines to print, with the flags.
+
+    A value that the user gives is kept, and :func:`check` refuses it if it cannot work.
+    """
+    if startup.on_cpu:
+        name, defaults = "cpu", list(CPU)
+    else:
+        name, defaults = "missing-extensions", [d for e, d in EXTENSIONS.items() if importlib.util.find_spec(e) is None]
+    if not defaults or not startup.allows(name):
+        return []
+    parser.set_defaults(**{default.dest: default.value for default in defaults})
+    return [f"{name}: defaults {' '.join(default.flag for default in defaults)}"]
 
 
 def check(args: argparse.Namespace, startup: Startup) -> None:
@@ -153,8 +150,8 @@ def check(args: argparse.Namespace, startup: Startup) -> None:
     for default in CPU if startup.on_cpu else ():
         value = getattr(args, default.dest)
         if default.required and value != default.value:
-            given = default.dest.replace("_", "-")
-            raise SnipError(f"--{given} {value}: impossible without a CUDA device; the CPU needs {default.flag}")
+            argument = default.dest.replace("_", "-")
+            raise SnipError(f"--{argument} {value}: impossible without a CUDA device; the CPU needs {default.flag}")
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise SnipError(
             "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not"

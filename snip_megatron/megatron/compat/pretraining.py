@@ -41,23 +41,23 @@ def parse_arguments(provide_arguments: ArgumentsProvider) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise SnipError in place of what Megatron raises for arguments that it refuses."""
+    """Replace what Megatron raises for arguments that it refuses by SnipError."""
     try:
         yield
     except SnipError:
         raise
-    except ImportError as error:  # a tokenizer's or a logger's package; the rank that needs it finds it missing
+    except ImportError as error:  # of a tokenizer or a logger, on the rank that needs it
         raise SnipError(
             f"Megatron cannot import what the arguments ask for: {error}; snip doctor lists the packages,"
             " pip install 'snip_megatron[all]' brings them"
         ) from error
     except Exception as error:  # Megatron asserts, and evaluates patterns of layers
-        failed = traceback.extract_tb(error.__traceback__)[-1]  # says which condition, if the error does not
+        failed = traceback.extract_tb(error.__traceback__)[-1]  # shows the condition of an assert without a message
         place = f"{failed.line} ({Path(failed.filename).name}:{failed.lineno})"
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if not isinstance(error, AssertionError | ValueError | RuntimeError):
-            said = f"{type(error).__name__}: {said}: {place}"
-        raise SnipError(f"Megatron refuses the arguments: {said or place}") from error
+            message = f"{type(error).__name__}: {message}: {place}"
+        raise SnipError(f"Megatron refuses the arguments: {message or place}") from error
 
 
 def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
@@ -72,15 +72,15 @@ def model_config(args: argparse.Namespace, *, on_cpu: bool) -> Any:
         model = make(args)
     if on_cpu:
         # Schedules free an output as soon as its send is queued, which is safe on a CUDA stream. gloo reads the memory
-        # later: under an interleaved pipeline the next stage received what was written there in the meantime.
+        # later, so that under an interleaved pipeline the next stage received what was written there meanwhile.
         model.transformer.deallocate_pipeline_outputs = False
     return model
 
 
 def _start(args: argparse.Namespace, **parameters: Any) -> None:
-    """Call Megatron's ``pretrain``. An in-process restart calls this again after destroying the global state.
+    """Call Megatron's ``pretrain``, which expects the global arguments to be set.
 
-    ``pretrain`` expects the global arguments to be set, so a restart must set them first.
+    An in-process restart calls this again after it has destroyed the global state.
     """
     if global_vars._GLOBAL_ARGS is None:
         global_vars.set_global_variables(args)
@@ -113,13 +113,15 @@ def pretrain(
         if failed.filename != optimizer_param_scheduler.__file__:
             raise
         choose = "--override-opt-param-scheduler keeps this one, --use-checkpoint-opt-param-scheduler the checkpoint's"
-        said = f"{error}; {choose}" if str(error) else failed.line
-        raise SnipError(f"Megatron refuses the learning rate's schedule: {said}") from error
+        message = f"{error}; {choose}" if str(error) else failed.line
+        raise SnipError(f"Megatron refuses the learning rate's schedule: {message}") from error
 
 
 def _embedding_ranks(config: Any, args: argparse.Namespace, ranks: list[int]) -> list[int]:
-    """Return those of a pipeline's ranks that have a copy of the same embedding: where further tokens are predicted it
-    is needed again, and for an output layer with its weight.
+    """Return the ranks of a pipeline that have a copy of the embedding.
+
+    Besides the first rank, these are the ranks that predict further tokens and the rank of an output layer with tied
+    weights.
     """
     tied = [] if args.untie_embeddings_and_output_weights else [ranks[-1]]
     return sorted({ranks[0], *tied, *get_mtp_ranks(ranks, config)})
@@ -143,24 +145,24 @@ def parsed_arguments() -> argparse.Namespace:
 
 @contextmanager
 def hooked_model(call: inspect.BoundArguments, *, on_cpu: bool) -> Iterator[Any]:
-    """Give the model of a call hooks inside this context, and yield what holds ``pre_wrap_hooks``.
+    """Yield the object in a script's call whose ``pre_wrap_hooks`` run, and restore its hooks after this context.
 
-    That is the model's own configuration, or a model provider that takes the place of the script's in the call. Raises
-    SnipError if the call has neither a model configuration nor a model provider. Outputs sent through gloo must not be
-    freed early ``on_cpu``.
+    It is the configuration of the model, or a :class:`HookedProvider` that replaces the script's model provider in the
+    call. Raises SnipError if the call has neither. ``on_cpu`` says that outputs sent through gloo must not be freed
+    early.
     """
-    given = call.arguments
-    model = getattr(given.get("cfg_container"), "model", None)
+    arguments = call.arguments
+    model = getattr(arguments.get("cfg_container"), "model", None)
     if model is None:
-        if given.get("model_provider") is None:
+        if arguments.get("model_provider") is None:
             raise SnipError("attach(): pretrain() got neither a model configuration nor a model_provider")
-        model = given["model_provider"] = HookedProvider(given["model_provider"])
-    with changed(model, pre_wrap_hooks=[*model.pre_wrap_hooks, *([_keep_outputs] if on_cpu else [])]):
+        model = arguments["model_provider"] = HookedProvider(arguments["model_provider"])
+    with changed(model, pre_wrap_hooks=[*model.pre_wrap_hooks, *([_retain_outputs] if on_cpu else [])]):
         yield model
 
 
-def _keep_outputs(model_chunks: list[Any]) -> list[Any]:
-    """See :func:`snip_megatron.megatron.compat.pretraining.model_config`."""
+def _retain_outputs(model_chunks: list[Any]) -> list[Any]:
+    """Keep the outputs of pipeline stages until gloo has read them. See :func:`model_config`."""
     for chunk in model_chunks:
         get_model_config(chunk).deallocate_pipeline_outputs = False
     return model_chunks

@@ -1,4 +1,4 @@
-"""Restores the state of expert routers after a probe, and makes all passes of a probe route their tokens alike.
+"""Restores the state of expert routers after a probe, and routes tokens equally in all passes of a probe.
 
 A forward counts tokens per expert (expert bias, global auxiliary loss, quantiles) for the end of the training step, and
 records auxiliary losses in a global tracker. A probe must leave this state unchanged.
@@ -11,7 +11,6 @@ therefore use the routing of its first pass.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,10 +38,10 @@ TopK = tuple[torch.Tensor, torch.Tensor]
 
 
 def skip_sorting(model: Sequence[torch.nn.Module]) -> None:
-    """Let the experts of a rank that has all of them take rows as the first permutation leaves them.
+    """Skip Megatron's second sorting of rows by expert on a rank that has all experts.
 
-    Megatron sorts them by expert once more, and their result back, which leaves every row where it is: four passes over
-    the rows of a layer.
+    There the first permutation has sorted the rows already. The second one and its inverse move no row, but take four
+    passes over the rows of a layer.
     """
     for module in (module for chunk in model for module in chunk.modules()):
         dispatcher: Any = getattr(module, "token_dispatcher", None)
@@ -52,14 +51,15 @@ def skip_sorting(model: Sequence[torch.nn.Module]) -> None:
             dispatcher.num_local_experts, dispatcher.num_global_tokens_per_local_expert = 1, None
 
 
-def before_counts(dispatcher: Any, call: Callable[[], None]) -> None:
-    """Let ``call`` run before a dispatcher waits for the experts' numbers of rows."""
-    dispatcher.dispatch_postprocess = functools.partial(_after, call, dispatcher.dispatch_postprocess)
+def call_before_counts(dispatcher: Any, callback: Callable[[], None]) -> None:
+    """Call ``callback`` before a dispatcher waits for the experts' numbers of rows."""
+    stock = dispatcher.dispatch_postprocess
 
+    def dispatch_postprocess(*arguments: Any) -> Any:
+        callback()
+        return stock(*arguments)
 
-def _after(call: Callable[[], None], stock: Callable[..., Any], *given: Any) -> Any:
-    call()
-    return stock(*given)
+    dispatcher.dispatch_postprocess = dispatch_postprocess
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:
@@ -68,11 +68,13 @@ def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:
 
 # -- state of the routers --------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the routers' buffers, the tracker and scale of auxiliary losses, and the losses of multi-token prediction
-    that Megatron will print, at the end of this context.
+def routers_restored(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the state of routers and auxiliary losses at the end of this context.
+
+    It consists of the routers' buffers, the tracker and the scale of auxiliary losses, and the losses of multi-token
+    prediction that Megatron will print.
     """
-    routers, ahead = _routers(model), MTPLossLoggingHelper.tracker
+    routers, mtp_losses = _routers(model), MTPLossLoggingHelper.tracker
     buffers = [(buffer, buffer.detach().clone()) for router in routers for buffer in router.buffers(recurse=False)]
     tracked = {name: values.clone() for name, values in _tracked().items()}
     scale = getattr(MoEAuxLossAutoScaler, _SCALE)
@@ -81,7 +83,7 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        MTPLossLoggingHelper.tracker = ahead
+        MTPLossLoggingHelper.tracker = mtp_losses
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -93,7 +95,7 @@ def routers_kept(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _tracked() -> dict[str, torch.Tensor]:
-    """Return name → values per layer from Megatron's tracker of auxiliary losses."""
+    """Return Megatron's tracker of auxiliary losses as name → values per layer."""
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
@@ -108,7 +110,7 @@ class AuxiliaryScale:
         self._scales: dict[Any, torch.Tensor] = {}
 
     def multiply(self, factor: float) -> None:
-        """Let the next backwards multiply them by ``factor``."""
+        """Multiply the gradients of the next backwards by ``factor``."""
         for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
             scale = getattr(scaler, _SCALE)
             if scale is not None:
@@ -117,7 +119,7 @@ class AuxiliaryScale:
 
 # -- equal routing in all passes -------------------------------------------------------------------------------
 class RepeatedRouting:
-    """Records the experts that the first pass chooses. Later passes use the same experts with their own weights."""
+    """Records the experts that the first pass chooses. Later passes use these experts with their own probabilities."""
 
     def __init__(self) -> None:
         self._routes: list[_Route] = []
@@ -131,35 +133,35 @@ class RepeatedRouting:
     def start(self, *, first: bool) -> None:
         """Begin a pass over the same microbatches. The routing is recorded if ``first``, else replayed."""
         for route in self._routes:
-            route.start(noting=first)
+            route.start(recording=first)
 
 
 class _Route:
-    """Takes the place of a router's ``router_replay``.
+    """Replaces a router's ``router_replay``.
 
-    Activation recomputation runs the forward of a microbatch twice, first without gradients. On every schedule the
-    forwards of each kind run in the order of the microbatches, so they are counted apart.
+    Activation recomputation runs the forward of a microbatch twice, first without gradients. On every schedule, the
+    forwards of each kind run in the order of the microbatches. They are therefore counted separately.
     """
 
     def __init__(self, owner: RepeatedRouting) -> None:
         self._owner = owner
-        self._noting = True
-        self._noted: dict[tuple[str, bool], list[torch.Tensor]] = {}
-        self._at: dict[tuple[str, bool], int] = {}
+        self._recording = True
+        self._recorded: dict[tuple[str, bool], list[torch.Tensor]] = {}
+        self._calls: dict[tuple[str, bool], int] = {}
 
-    def start(self, *, noting: bool) -> None:
-        self._noting = noting
-        self._at.clear()
-        if noting:
-            self._noted.clear()
+    def start(self, *, recording: bool) -> None:
+        self._recording = recording
+        self._calls.clear()
+        if recording:
+            self._recorded.clear()
 
-    def repeated(self, what: str, value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return ``value()`` in the first pass, and what the first pass returned at the same place in later ones."""
-        key = (what, torch.is_grad_enabled())
-        at = self._at[key] = self._at.get(key, -1) + 1
-        if self._noting:
-            self._noted.setdefault(key, []).append(value().detach())
-        return self._noted[key][at]
+    def repeated(self, name: str, value: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return ``value()`` in the first pass. In later passes, return the result of the same call in the first."""
+        key = (name, torch.is_grad_enabled())
+        call = self._calls[key] = self._calls.get(key, -1) + 1
+        if self._recording:
+            self._recorded.setdefault(key, []).append(value().detach())
+        return self._recorded[key][call]
 
     def get_replay_topk(
         self,
@@ -172,7 +174,7 @@ class _Route:
         """Return values and indices [tokens, k] of the chosen experts. Megatron's routing function calls this."""
         assert default_compute_topk is not None
         self._owner.latest = self
-        if self._noting:
+        if self._recording:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             self.repeated("experts", lambda: indices)
             return values, indices
@@ -182,35 +184,35 @@ class _Route:
 
 @contextlib.contextmanager
 def routing_repeated(model: Sequence[torch.nn.Module]) -> Iterator[RepeatedRouting]:
-    """Let all passes inside this context route as :meth:`RepeatedRouting.start` says."""
+    """Route tokens equally in all passes inside this context. Each pass begins with :meth:`RepeatedRouting.start`."""
     routing, routers = RepeatedRouting(), _routers(model)
     drop = getattr(router_module, _DROP)
 
-    def drop_alike(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> TopK:
+    def drop_equally(probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> TopK:
         """Drop the same tokens beyond an expert's capacity in all passes."""
         route = routing.latest
         assert route is not None
-        kept, final = drop(probs, routing_map, *args, **kwargs)
-        again = route.repeated("kept", lambda: final)
-        return (kept, final) if torch.equal(again, final) else (probs * again, again)
+        remaining, mask = drop(probs, routing_map, *args, **kwargs)
+        first_mask = route.repeated("mask", lambda: mask)
+        return (remaining, mask) if torch.equal(first_mask, mask) else (probs * first_mask, first_mask)
 
     balanced = {name: getattr(router_module, name) for name in _BALANCED}
-    together = routing.add()  # these functions do not say which router calls, and all are called in the same order
+    common = routing.add()  # these functions do not know which router calls, but calls always have the same order
 
-    def sinkhorn_alike(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def sinkhorn_equally(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the assignment of the first pass, of which the router takes the largest."""
-        return together.repeated("sinkhorn", lambda: balanced["sinkhorn"](*args, **kwargs))
+        return common.repeated("sinkhorn", lambda: balanced["sinkhorn"](*args, **kwargs))
 
-    def quantiles_alike(*args: Any, **kwargs: Any) -> TopK:
+    def quantiles_equally(*args: Any, **kwargs: Any) -> TopK:
         """Return the experts of the first pass, and this pass's own update of the quantiles."""
         indices, update = balanced["qb_dual_update"](*args, **kwargs)
-        return together.repeated("quantiles", lambda: indices), update
+        return common.repeated("quantiles", lambda: indices), update
 
     with contextlib.ExitStack() as stack:
         for router in routers:
             stack.enter_context(changed(router, router_replay=routing.add()))
             stack.enter_context(changed(router.config, moe_router_fusion=False))  # a fused router replays nothing
         if routers:
-            alike = {_DROP: drop_alike, "sinkhorn": sinkhorn_alike, "qb_dual_update": quantiles_alike}
-            stack.enter_context(changed(router_module, **alike))
+            replaced = {_DROP: drop_equally, "sinkhorn": sinkhorn_equally, "qb_dual_update": quantiles_equally}
+            stack.enter_context(changed(router_module, **replaced))
         yield routing

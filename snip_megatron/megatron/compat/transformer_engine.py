@@ -32,10 +32,10 @@ def recipe_of(formats: Formats) -> Any:
 
 
 class StockState:
-    """Keeps recipes of maps out of checkpoints, so that any model of Megatron loads them."""
+    """Keeps recipes of maps out of checkpoints, so that any model of Megatron can load the checkpoints."""
 
     def get_extra_state(self: Any) -> Tensor | None:
-        """Return what a linear without a recipe has, if its recipe is one of a map: these keep nothing."""
+        """Return the empty state of a linear without a recipe if the recipe is one of a map, which has no state."""
         if isinstance(self.fp8_meta.get("recipe"), CustomRecipe):
             return torch.empty(0, dtype=torch.uint8)
         return super().get_extra_state()  # type: ignore[misc,no-any-return]
@@ -46,8 +46,8 @@ def forward_under(
 ) -> Any:
     """Return ``forward(*arguments)`` of a stock linear in the formats of ``handle``. Its backward has them too.
 
-    Megatron tells linears of a new optimizer step only where it quantises itself. So the quantised weight is forgotten
-    here as soon as the cache of ``handle`` would be made anew.
+    Megatron announces a new optimizer step to linears only where it quantises itself. The quantised weight is therefore
+    dropped here as soon as the cache of ``handle`` is out of date.
     """
     recipe = recipe_of(handle.formats)
 

@@ -25,7 +25,7 @@ def write(folder: Path, iteration: int, *keys: str) -> None:
 def holds(load: Path, own_folder: Path | None = None, **fields: object) -> bool:
     folder = None if own_folder is None else str(own_folder)
     args = argparse.Namespace(load=str(load), ckpt_step=None, non_persistent_global_ckpt_dir=folder, **fields)
-    return compat.checkpoint_holds(args, "snip.state")
+    return compat.checkpoint_has(args, "snip.state")
 
 
 def test_the_tracker_names_it(tmp_path: Path) -> None:

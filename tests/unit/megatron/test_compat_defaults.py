@@ -56,8 +56,7 @@ def test_missing_extensions_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> object:
-        known = {module for module, _ in EXTENSIONS}
-        return (object() if name in present else None) if name in known else find_spec(name, package)
+        return (object() if name in present else None) if name in EXTENSIONS else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
     args, shown = parse(ON_GPU)

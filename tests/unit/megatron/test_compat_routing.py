@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from snip_megatron.megatron.compat.routing import _tracked, routers_kept, routing_repeated, skip_sorting
+from snip_megatron.megatron.compat.routing import _tracked, routers_restored, routing_repeated, skip_sorting
 
 pytestmark = pytest.mark.usefixtures("model_parallel_of_one")
 
@@ -74,7 +74,7 @@ def test_nothing_is_left_behind(model: list[torch.nn.Module]) -> None:
     assert {name.split(".")[1] for name in buffers} >= {"local_tokens_per_expert", "global_tokens_per_expert"}
     assert all(float(values.abs().sum()) > 0 for values in tracked.values())
     assert len(tracked) == 3
-    with routers_kept(model):
+    with routers_restored(model):
         forward(model, tokens(1))
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.5))
         assert any(not torch.equal(value, buffers[name]) for name, value in model[0].named_buffers())
@@ -90,7 +90,7 @@ def test_losses_of_multi_token_prediction_are_those_of_the_step(monkeypatch: pyt
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     one = torch.ones(())
     MTPLossLoggingHelper.save_metrics_to_tracker(2 * one, one, one, 0, 1)
-    with routers_kept([]):
+    with routers_restored([]):
         MTPLossLoggingHelper.save_metrics_to_tracker(3 * one, one, one, 0, 1)
     assert float(MTPLossLoggingHelper.tracker["loss_values"]) == 2
 
