@@ -161,20 +161,45 @@ def rates() -> None:
     """GEMMs timed by a clock that knows the rate of every format."""
     from snip_megatron.megatron import setup, times, validate
 
-    class RateClock:
-        """Each call takes as long as its format's rate says."""
-
-        device = torch.device("cpu")
-
-        def seconds[Key: Hashable](self, calls: Mapping[Key, Any]) -> dict[Key, float]:
-            return {key: 1e-3 / RATES[of(key)] if isinstance(key, tuple) and len(key) == 2 else 1e-5 for key in calls}
-
-    def of(key: Any) -> Format:
-        return next(part for part in key if isinstance(part, Format))
-
-    times.clock_for = lambda device: RateClock()
+    times.clock_for = lambda device: RateClock(RATES)
     for module in (setup, validate):
         module.check_measurable = lambda config, backend: None
+
+
+class RateClock:
+    """Runs each call once. It takes as long as the rate of its format says."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rates: Mapping[Format, float]) -> None:
+        self.rates = rates
+
+    def seconds[Key: Hashable](self, calls: Mapping[Key, Any]) -> dict[Key, float]:
+        def of(key: Any) -> Format:
+            return next(part for part in key if isinstance(part, Format))
+
+        for call in calls.values():
+            call(0)
+        return {k: 1e-3 / self.rates[of(k)] if isinstance(k, tuple) and len(k) == 2 else 1e-5 for k in calls}
+
+
+def blackwell() -> None:
+    """A Blackwell card, whose Transformer Engine is emulated: its GEMMs by torch, its linears by SNIP's own."""
+    from snip_megatron.megatron import attachment, conversion, setup, times, validate
+    from snip_megatron.numerics.products import selection
+    from tests.unit.numerics.products.emulated_te import gemms
+
+    torch.cuda.get_device_capability = lambda *_: (10, 0)
+    torch.cuda.get_device_name = lambda *_: "Some Blackwell"
+    selection.on_blackwell = lambda: True
+    selection.why_not_transformer_engine = selection._fault_of_transformer_engine = lambda formats: None
+    resolve, native = selection.resolve_gemm, selection.native_backend
+    conversion.resolve_gemm = lambda name, formats, te_linears: resolve(name, formats, te_linears=True)
+    attachment.native_backend = lambda name, te_linears: native(name, te_linears=True)
+    conversion.ColumnParallelLinear = conversion.RowParallelLinear = type("NotOfMegatron", (), {})
+    validate.check_measurable = lambda config, backend: None  # it refuses a CPU
+    setup.transformer_engine_gemms = gemms
+    times.clock_for = lambda device: RateClock({Format.BF16: 1.0, Format.MXFP8: 1.6, Format.NVFP4: 2.4})
 
 
 def graphs() -> None:

@@ -86,6 +86,24 @@ def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
     assert "over fp8,fp4, schedule static: formats are emulated on this machine, which saves no time" in emulated.stdout
 
 
+def test_snip_alone_on_blackwell(warm: WarmRanks, tmp_path: Path) -> None:
+    """The card and Transformer Engine are emulated: its linears run the map, and the run times and records them."""
+    run = tmp_path / "run"
+    args = tiny_llama_args(*SNIP, "--snip-dir", str(run), iters=14)
+    env = {"ALTER": "blackwell", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env=env)
+    assert "snip: --snip-budget loss=0.002 over bf16,mxfp8,nvfp4, schedule auto\n" in done.stdout
+    assert "GEMMs by transformer_engine (by Transformer Engine's linears on Some Blackwell, sm_100" in done.stdout
+    assert "timed the GEMMs of this model (4 shapes, bf16, nvfp4, mxfp8) on cpu" in done.stdout
+    record = read_config(run)
+    config, backend = record["config"], record["facts"]["gemm_backend"]
+    assert (config["gemm"], backend) == ("transformer_engine", "transformer_engine")
+    assert TimingTable.load(run / TIMINGS).backend == "transformer_engine"
+    assert [event["event"] for event in read_events(run)].count("adopt") == len(maps := read_maps(run)) > 1
+    assert {fmt for each in maps.values() for fmt in each.choices.values()} <= {Format.MXFP8, Format.NVFP4, Format.BF16}
+    assert all((each.speedup or 0) > 1.3 and each.budget == "loss" for each in maps.values())
+
+
 def test_what_cannot_be_reached_is_refused_at_start(warm: WarmRanks, tmp_path: Path) -> None:
     done = warm.run(1, arguments(tmp_path, "speedup=2.5"), tmp=tmp_path, timeout=400)
     assert done.returncode == 2

@@ -11,7 +11,7 @@ from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize.operands import quantize_operands
 from snip_megatron.precision import Format, Gemm
 from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
-from tests.unit.numerics.products.test_transformer_engine import gemms
+from tests.unit.numerics.products.emulated_te import gemms
 
 SHAPE = (256, 384, 512)  # M, N, K
 
