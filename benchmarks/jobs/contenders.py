@@ -114,8 +114,6 @@ CONTENDERS = {
     "snip_fp4_75": Contender(updates=_FP4),
     "snip_fp4_75_graphs": Contender(graphs=_BOTH, updates=_FP4),
     "snip_bf16_graphs": Contender(graphs=_BOTH, map=Format.BF16),
-    "snip_fp4_75_gather_graphs": Contender(("--snip-communication", "gather"), graphs=_BOTH, updates=_FP4),
-    "snip_fp4_75_all_graphs": Contender(("--snip-communication", "all"), graphs=_BOTH, updates=_FP4),
 }
 EXTRA = (
     "te_fp8_tensor_routed",
@@ -123,7 +121,5 @@ EXTRA = (
     "snip_fp8_tensor_unfused_graphs",
     "snip_fp8_unfused_graphs",
     "snip_fp4_75",
-    "snip_fp4_75_gather_graphs",
-    "snip_fp4_75_all_graphs",
 )
 """The contenders that are in a table only if they are asked for by name."""

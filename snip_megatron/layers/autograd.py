@@ -13,27 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from snip_megatron.layers.communication import (
-    Exchange,
-    done,
-    gather_tokens,
-    has_whole_tiles,
-    quantized_shards,
-    start_all_reduce,
-    start_gather,
-    start_reduce_scatter,
-    unquantized_shard,
-)
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.prequantized import PrequantizedTensor
 from snip_megatron.numerics.products.backend import matrix, unflattened
 from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, assemble, flatten
-from snip_megatron.numerics.products.shards import QuantizedShard
 from snip_megatron.numerics.quantize import derive_seeds
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.wire import bytes_per_element
+from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm
 from snip_megatron.precision.errors import SnipError
 
@@ -54,7 +42,6 @@ class LinearCall(NamedTuple):
         override: what a measuring pass requests; None during training and in probes.
         scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
             then gathered.
-        packs_gradient: with ``scatters``, whether the output gradient is quantised before it is gathered.
     """
 
     handle: LinearHandle
@@ -64,7 +51,6 @@ class LinearCall(NamedTuple):
     has_backward: bool = True
     override: Override | None = None
     scatters: bool = False
-    packs_gradient: bool = False
 
     @property
     def formats(self) -> Formats:
@@ -76,22 +62,13 @@ class LinearCall(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """Whether dgrad and wgrad run at once: nothing is exchanged or measured between them."""
-        exchanges = self.sequence_parallel or self.allreduce_dgrad or self.packs_gradient
+        exchanges = self.sequence_parallel or self.allreduce_dgrad
         return not (exchanges or self.handle.delays or self.override is not None)
 
     @property
     def trains(self) -> bool:
         """Whether the pass uses the formats of the map in force. Only such passes may be captured in CUDA graphs."""
         return self.override is None and not self.handle.context.probing
-
-    def packs(self, x: Tensor) -> bool:
-        """Whether the token shard x [s/tp, b, K] is quantised before it is gathered."""
-        packs = self.sequence_parallel and self.trains and self.handle.context.packs
-        return packs and has_whole_tiles(math.prod(x.shape[:-1]))
-
-    def reduces(self, fmt: Format) -> bool:
-        """Whether the partial results of a GEMM in ``fmt`` are quantised before they are summed over ranks."""
-        return self.trains and self.handle.context.reduces and fmt is not Format.BF16
 
     def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
         """Return how X or W is quantised. See :meth:`LinearHandle.spec`."""
@@ -102,8 +79,8 @@ class QuantizedLinear(torch.autograd.Function):
     """Compute Y = X·Wᵀ (+ bias) with X [s(/tp), b, K], W [N, K] and Y [s, b, N] in X's dtype.
 
     X is saved for the backward as the operand of wgrad. Quantised to 8 bits, it takes half the bytes of bf16. Under
-    sequence parallelism the token shard is saved: as it is, or quantised (``--snip-communication gather``). X, and the
-    gradient of Y, may be a :class:`PrequantizedTensor`.
+    sequence parallelism the token shard is saved as it is. X, and the gradient of Y, may be a
+    :class:`PrequantizedTensor`.
     """
 
     @staticmethod
@@ -117,27 +94,19 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.formats, ctx.error, ctx.version = call.formats, None, weight._version
         ctx.recorder = handle.state.recorder if handle.context.probing else None
         fprop, dgrad, wgrad = ctx.formats
-        kept_format = wgrad if call.has_backward else None
-        total, rowwise, kept = x, None, None
+        total, saved, saved_format = x, None, wgrad if call.has_backward else None
         if isinstance(x, PrequantizedTensor):
-            rowwise, kept = x.operands
-        elif call.packs(x):
-            row, kept = quantized_shards(
-                backend, matrix(x).contiguous(), OperandSpec(fprop, kept_format), call.tp_group
-            )
-            assert row is not None
-            rowwise = start_gather(row, call.tp_group).result()
-        elif call.sequence_parallel:
-            total = gather_tokens(x, call.tp_group)
-            kept = unquantized_shard(x, backend, wgrad, handle.rotation("x", x, wgrad, on_device=call.trains))
-            kept_format = None
-        if rowwise is None:
-            spec = call.spec("x", total, fprop, kept_format)
-            y, saved = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
-            saved = saved if kept is None else flatten(kept)
+            rowwise, columnwise = x.operands
+            y = backend.multiply(Gemm.FPROP, rowwise, weight_operands(call, weight, fprop, dgrad)[0], x.dtype)
+            saved = None if columnwise is None else flatten(columnwise)
         else:
-            w = weight_operands(call, weight, fprop, dgrad)[0]
-            y, saved = backend.multiply(Gemm.FPROP, rowwise, w, x.dtype), None if kept is None else flatten(kept)
+            if call.sequence_parallel:
+                total, saved_format = gather_tokens(x, call.tp_group), None
+                rotation = handle.rotation("x", x, wgrad, on_device=call.trains)
+                saved = flatten(TokenShard(x.contiguous(), rotation))
+            spec = call.spec("x", total, fprop, saved_format)
+            y, operand = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
+            saved = saved or operand
         if saved is not None:
             tensors, ctx.rest = saved
             ctx.save_for_backward(*tensors)
@@ -146,7 +115,7 @@ class QuantizedLinear(torch.autograd.Function):
             if call.has_backward:
                 ctx.error = output_error(call.override, handle, backend, matrix(total), weight, y)
         if call.scatters:
-            y = start_reduce_scatter(matrix(y), call.tp_group, quantised=call.reduces(fprop)).result()
+            y = start_reduce_scatter(matrix(y), call.tp_group).result()
         if y.dim() != x.dim() or call.override is not None:
             y = _unflattened(y, x, call)
         return y if bias is None else y + bias
@@ -190,26 +159,19 @@ def _backward_in_parts(
     call: LinearCall = ctx.call
     handle, weight, (_, dgrad, wgrad) = call.handle, ctx.weight, ctx.formats
     backend = handle.context.backend
-    kept, x_gather, g_gather = assemble(x), None, None
-    rowwise: Any = None
-    columnwise: Any = None
+    saved_x: Any = assemble(x)
+    x_gather: Exchange | None = None
     if isinstance(g, PrequantizedTensor):
         rowwise, columnwise = g.operands
-    elif not call.packs_gradient:
+    else:
         if call.scatters:
             g = gather_tokens(g, call.tp_group)
         # These collectives come before the gather of X: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
         spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
-    if isinstance(kept, QuantizedShard):
-        x_gather = start_gather(kept, call.tp_group)
-    if call.packs_gradient:
-        keys = gradient_keys(call, g, dgrad, wgrad)
-        spec = OperandSpec(dgrad, wgrad, keys=keys)
-        shards = quantized_shards(backend, matrix(g).contiguous(), spec, call.tp_group)
-        row_gather, g_gather = (start_gather(shard, call.tp_group) for shard in shards if shard is not None)
-        rowwise = row_gather.result()
-    elif rowwise is None:
+    if isinstance(saved_x, TokenShard):
+        x_gather = start_gather(saved_x.tensor, call.tp_group)
+    if not isinstance(g, PrequantizedTensor):
         rowwise, columnwise = backend.quantize(matrix(g).contiguous(), spec)
     handle.state.backwards += 1
     d_local = backend.multiply(Gemm.DGRAD, rowwise, w, g.dtype)
@@ -217,18 +179,19 @@ def _backward_in_parts(
         rows = matrix(g).contiguous()
         d_local = perturbed(call.override, Gemm.DGRAD, rows, weight, d_local)
         report_error(call.override, rows, ctx.error)
-    for gather in (x_gather, g_gather):
-        if gather is not None:
-            gather.wait()
+    if x_gather is not None:
+        x_gather.wait()
 
     # A recorder reads the unreduced input gradient as well. The all-reduce works in place, so it gets a copy.
     copied = ctx.recorder is not None and call.allreduce_dgrad
-    reduction = _start_reduction(d_local.clone() if copied else d_local, call, dgrad)
-    x_columnwise: Any = kept if x_gather is None else x_gather.result()
-    g_columnwise = columnwise if g_gather is None else g_gather.result()
+    reduction = _start_reduction(d_local.clone() if copied else d_local, call)
+    x_columnwise = saved_x
+    if x_gather is not None:
+        x_spec = OperandSpec(None, wgrad, rotation=saved_x.rotation)
+        x_columnwise = backend.quantize(matrix(x_gather.tensor), x_spec)[1]
 
     def grad_weight_of() -> Tensor:
-        return backend.multiply(Gemm.WGRAD, g_columnwise, x_columnwise, torch.float32, main_grad)
+        return backend.multiply(Gemm.WGRAD, columnwise, x_columnwise, torch.float32, main_grad)
 
     grad_weight = None
     if handle.delays and call.trains:
@@ -301,15 +264,14 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
 
     Args:
         call: the arguments of the forward.
-        g: G [..., N], or a tensor of as many rows; a token shard if it is quantised before it is gathered.
+        g: G [..., N], or a tensor of as many rows.
         formats: formats of dgrad and wgrad.
     """
     handle = call.handle
     context, graphed, cols = handle.context, handle.state.graphed, handle.columns(g.device)
     if STOCHASTIC.isdisjoint(formats):
         return GradientKeys(None, None, cols)
-    shard = call.packs_gradient or handle.shares_tokens
-    first_row = handle.tp_rank * math.prod(g.shape[:-1]) if shard else 0
+    first_row = handle.tp_rank * math.prod(g.shape[:-1]) if handle.shares_tokens else 0
     if graphed is not None and call.trains:
         dgrad, wgrad = graphed.next_keys()
         return GradientKeys(dgrad, wgrad, cols, first_row=first_row, paired=handle.paired)
@@ -317,20 +279,6 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
     identity = (context.seed, context.step, handle.global_microbatch(own), handle.index)
     first, second = derive_seeds(identity, _GRADIENT_GEMMS)
     return GradientKeys(first, second, cols, first_row=first_row, paired=handle.paired)
-
-
-def packs_gradient(handle: LinearHandle, x: Tensor) -> bool:
-    """Return whether the output gradient of a row parallel linear is to be quantised before it is gathered.
-
-    The pass must be one of training. ``x`` is the linear's input [s, b, K local], with the tokens of all ranks.
-    """
-    _, dgrad, wgrad = handle.formats
-    if not handle.context.packs or Format.BF16 in (dgrad, wgrad):
-        return False
-    size = x.element_size()
-    tokens, left = divmod(math.prod(x.shape[:-1]), handle.tp_size)
-    saves = bytes_per_element(dgrad, unquantised=size) + bytes_per_element(wgrad, unquantised=size) < size
-    return saves and not left and has_whole_tiles(tokens)
 
 
 def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
@@ -376,8 +324,53 @@ def placeholder_of(weight: Tensor) -> Tensor:
     return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
-def _start_reduction(d: Tensor, call: LinearCall, dgrad: Format) -> Exchange[Tensor]:
+# -- what tensor parallel ranks exchange around the GEMMs ------------------------------------------------------------
+class TokenShard(NamedTuple):
+    """X of this rank's tokens [s/tp, b, K], saved for wgrad, and the Hadamard transform of wgrad's format, if any."""
+
+    tensor: Tensor
+    rotation: Rotation | None
+
+
+class Exchange(NamedTuple):
+    """A collective in progress, and the tensor that it writes. There is no collective if ``work`` is None."""
+
+    tensor: Tensor
+    work: Any = None
+
+    def wait(self) -> None:
+        """Make the current stream, or a CPU, wait for the collective."""
+        if self.work is not None:
+            self.work.wait()
+
+    def result(self) -> Tensor:
+        """Wait for the collective, and return the result."""
+        self.wait()
+        return self.tensor
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the token shards x [s/tp, b, K] of all ranks along dimension 0."""
+    out = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
+    """Start the gather of the contiguous token shards x [s/tp, b, K] of all ranks along dimension 0."""
+    out = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+    return Exchange(out, dist.all_gather_into_tensor(out, x, group=group, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
+    """Start the sum over ranks of ``x`` [T, ...], of which this rank gets its T/ranks tokens."""
+    shard = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    return Exchange(shard, dist.reduce_scatter_tensor(shard, x, group=group, async_op=True))
+
+
+def _start_reduction(d: Tensor, call: LinearCall) -> Exchange:
     """Start the reduction of d [T, K], the input gradient, over tensor parallel ranks."""
     if call.sequence_parallel:
-        return start_reduce_scatter(d, call.tp_group, quantised=call.reduces(dgrad))
-    return start_all_reduce(d, call.tp_group) if call.allreduce_dgrad else done(d)
+        return start_reduce_scatter(d, call.tp_group)
+    work = dist.all_reduce(d, group=call.tp_group, async_op=True) if call.allreduce_dgrad else None
+    return Exchange(d, work)

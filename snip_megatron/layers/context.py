@@ -81,9 +81,6 @@ class StepContext:
             accumulates in FP32.
         bf16_eval: whether forwards without gradients run in bf16 under any map, of modules in evaluation mode
             (``module.eval()``). Forwards of training have no gradients either where they are recomputed later.
-        packs: whether shards of tokens are quantised before they are gathered (``--snip-communication gather``).
-        reduces: whether partial results of quantised GEMMs are quantised before they are summed over tensor parallel
-            ranks (``--snip-communication all``).
         use_te_recipe: whether linears of Transformer Engine run their own GEMMs in the formats of the map
             (``--snip-gemm transformer_engine``). Probes and measuring passes use ``backend``.
         map_is_quantized: whether the map in force quantises any GEMM of the model.
@@ -101,8 +98,6 @@ class StepContext:
     probing: bool = False
     override: Callable[[LinearHandle], Override] | None = None
     bf16_eval: bool = False
-    packs: bool = False
-    reduces: bool = False
     use_te_recipe: bool = False
     map_is_quantized: bool = False
     fsdp_sharded: bool = False

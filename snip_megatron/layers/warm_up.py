@@ -1,7 +1,4 @@
-"""Runs every kind of GEMM on tensors of its own, so that its kernels can be listed.
-
-The few small kernels of ``--snip-communication`` are not among them.
-"""
+"""Runs every kind of GEMM on tensors of its own, so that its kernels can be listed."""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -62,13 +62,8 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     formats = formats_in_use(config)
     # The selection is completed when its kernels are compiled: megatron/warmup.py.
     selection = select_backend(config.gemm, formats, library=config.gemm_library, checks=False)
-    packs, reduces = config.communication != "bf16", config.communication == "all"
-    if packs:
-        selection.backend.check_gathers(formats)
     use_te_recipe = config.gemm == "transformer_engine"
-    context = StepContext(
-        seed=config.seed, backend=selection.backend, packs=packs, reduces=reduces, use_te_recipe=use_te_recipe
-    )
+    context = StepContext(seed=config.seed, backend=selection.backend, use_te_recipe=use_te_recipe)
     registry = LinearRegistry(linears.covered, context, stock, linears.left)
     for linear in built:
         if str(linear.id) not in stock:

@@ -14,7 +14,7 @@ from megatron.core.transformer.heterogeneous.linear_replacements import ColumnPa
 from megatron.core.transformer.mlp import MLP
 from torch.nn import functional
 
-from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, packs_gradient
+from snip_megatron.layers.autograd import LinearCall, QuantizedLinear
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.swiglu import SwiGLU, fused_swiglu, may_fuse
 from snip_megatron.numerics.products.backend import GemmBackend
@@ -46,7 +46,6 @@ def product(
         has_backward=torch.is_grad_enabled(),
         override=None if override is None else override(handle),
         scatters=scatters,
-        packs_gradient=scatters and torch.is_grad_enabled() and packs_gradient(handle, x),
     )
     return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -55,8 +54,7 @@ def scatters(handle: LinearHandle) -> bool:
     """Return whether a row-parallel linear under sequence parallelism reduce-scatters its output itself.
 
     It does in a pass of training under the map, with or without gradients, because recomputation must repeat the
-    forward. One node of autograd then takes less host time than two. Partial sums may also be quantised before they are
-    exchanged, and the output gradient before it is gathered, which Megatron's own reduction does in the training dtype.
+    forward. One node of autograd then takes less host time than two.
     """
     context = handle.context
     return handle.tp_group is not None and not handle.is_stock and context.override is None and not context.probing

@@ -90,8 +90,6 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
     _check_optimizer(config, args)
     _check_gradients(config, args)
     _check_full_sharding(config, args)
-    if config.communication != "bf16":
-        check_gathers(args, config.communication)
     if config.gradient_reduction != "fp32":
         compat.check_gradient_reduction(args)
     if not torch.cuda.is_available():
@@ -366,32 +364,6 @@ def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, ta
     if reachable_share(linears.covered, loose) >= target - 1e-9:  # some stage alone holds too many pins
         less += ", or use --snip-stage-tolerance none"
     return "--snip-pin" if own else "--first-last-layers-bf16", f"lower the budget or {less}"
-
-
-def check_gathers(args: argparse.Namespace, communication: str = "gather") -> None:
-    """Check that shards can be quantised before they are gathered, and partial sums before they are exchanged.
-
-    Raises SnipError if nothing is gathered, if the shards of a rank cut tiles, or if Megatron must reduce the output.
-    """
-    here = f"--snip-communication {communication}"
-    if not args.sequence_parallel or args.tensor_model_parallel_size == 1:
-        does = "gather nothing" if communication == "gather" else "neither gather nor scatter"
-        raise SnipError(
-            f"{here}: linears {does} without --sequence-parallel and --tensor-model-parallel-size 2 or more;"
-            " add them, or leave it out"
-        )
-    if communication == "all" and getattr(args, "cpu_offloading_num_layers", 0) > 0:
-        raise SnipError(
-            f"{here} cannot be combined with --cpu-offloading-num-layers {args.cpu_offloading_num_layers}, under which"
-            " Megatron reduces outputs itself; use --snip-communication gather or bf16"
-        )
-    ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    tokens = args.seq_length * args.micro_batch_size
-    if tokens % (ranks * TILE):
-        raise SnipError(
-            f"{here}: the {tokens} tokens of a microbatch on {ranks} ranks are {tokens / ranks:g} each, no multiple of"
-            f" {TILE}, so that shards cut tiles; choose another --seq-length or --micro-batch-size, or leave it out"
-        )
 
 
 def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:

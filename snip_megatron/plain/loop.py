@@ -37,7 +37,7 @@ from snip_megatron.sensitivity.table import StatisticsTable
 
 #: Fields of SnipConfig that need Megatron's loop.
 _WITH_MEGATRON = (
-    "enabled", "replay", "timings", "communication", "gradient_reduction", "fusions", "wait",
+    "enabled", "replay", "timings", "gradient_reduction", "fusions", "wait",
     "deadline", "no_compat", "stage_tolerance", "probe_microbatches", "guard_steps", "guard_sigma",
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ ASSUMPTIONS = (
     " communication and the optimizer; data parallel ranks are equally fast",
     "tensor parallel communication: the forward's is exposed, and under sequence parallelism the gather of an output"
     " gradient; the rest of the backward's hides behind its GEMMs; pipeline sends are exposed unless the pipeline is"
-    " virtual; what --snip-communication and --snip-gradient-reduction quantise takes as long as in bf16 and FP32",
+    " virtual; what --snip-gradient-reduction quantises takes as long as in FP32",
     "tokens are spread evenly over experts, dispatch and combination are exposed; experts of three bf16 GEMMs are"
     " launched one by one, by Transformer Engine, if the table has its times, else at once; exchanges of context"
     " parallel ranks, routers and scans take no time",

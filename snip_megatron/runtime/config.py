@@ -29,7 +29,6 @@ from snip_megatron.runtime.options import (
 from snip_megatron.sensitivity.policies import ESTIMATORS, LATE, POLICIES, Q_RULES, UNSOLVED
 from snip_megatron.sensitivity.request import BACKWARD_SHARE, STANDING_SHARE, SolveRequest
 
-COMMUNICATION = ("bf16", "gather", "all")
 GRADIENT_REDUCTION = ("fp32", "fp8")
 DEPLOYED = ("map", "bf16")
 
@@ -117,13 +116,6 @@ class SnipConfig:
         None, "repeat the adoptions of another run, given by its run directory, at their steps", metavar="RUN"
     )
     gemm: str = option("auto", "GEMM backend; auto: the one for this device", choices=BACKENDS)
-    communication: str = option(
-        "bf16",
-        "how linears communicate under sequence parallelism. gather: shards of X, and of G where that is less, are"
-        " quantised before they are gathered, with the same numbers; all: in addition, partial sums of quantised GEMMs"
-        " are exchanged in FP8, which adds an error",
-        choices=COMMUNICATION,
-    )
     gradient_reduction: str = option(
         "fp32",
         "how the distributed optimizer reduces gradients over data parallel ranks. fp8: partial sums are exchanged in"
@@ -359,11 +351,6 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
         yield "--snip-map and --snip-replay cannot be combined: both fix the maps; give one"
     if fixed and config.pin:
         yield f"--snip-pin cannot be combined with --snip-{fixed[0]}: its maps are used as they are"
-    if config.gemm == "transformer_engine" and config.communication != "bf16":
-        yield (
-            f"--snip-communication {config.communication} cannot be combined with --snip-gemm transformer_engine, whose"
-            " linears communicate themselves; leave one out"
-        )
 
 
 # -- the command line ----------------------------------------------------------------------------------------------
@@ -387,17 +374,24 @@ class _Help(argparse.HelpFormatter):
             return action.help or ""
 
 
+_REMOVED = {"--snip-communication": "leave it out"}
+"""Argument of an earlier version → what to do instead."""
+
+
 def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse SNIP's arguments among others, without torch and Megatron.
 
     ``snip`` and ``snip_no_compat`` of the result are needed before Megatron is imported. :func:`resolve_arguments`
-    checks the values. Raises SnipError if a value has the wrong type.
+    checks the values. Raises SnipError if a value has the wrong type, or an argument was removed.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
-        args, _ = add_arguments(parser).parse_known_args(argv)
+        args, others = add_arguments(parser).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise SnipError(str(error)) from None
+    for word in others:
+        if (argument := word.partition("=")[0]) in _REMOVED:
+            raise SnipError(f'{argument} was removed: {_REMOVED[argument]} (CHANGELOG.md, "Removed")')
     args.snip_no_compat = tuple(args.snip_no_compat or ())
     return args
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle
 from snip_megatron.layers.registry import LinearRegistry
-from snip_megatron.numerics.quantize.wire import bytes_per_element
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
@@ -72,12 +71,9 @@ def needed(
 
 def _excess(host: Host, handle: LinearHandle, linear: LinearRows, size: int) -> float:
     fmt, elements = handle.formats[GEMM_INDEX[Gemm.WGRAD]], linear.rows * linear.k
-    if fmt is Format.BF16:
+    if fmt is Format.BF16 or (host.gathers and handle.parallel == "column"):  # a token shard is saved as it is
         return 0.0
-    if not (host.gathers and handle.parallel == "column"):
-        return (size - 1) * elements
-    kept = bytes_per_element(fmt) if handle.context.packs else size
-    return (size - kept) * elements / handle.tp_size
+    return (size - 1) * elements
 
 
 def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedShapes:

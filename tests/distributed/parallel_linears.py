@@ -2,13 +2,9 @@
 
 Each rank writes ``rank<k>.pt``: case -> (Y, ∂L/∂X, ∇W) as it holds them, and ``recorded<k>.pt``: case -> what a probe
 records of its quantisation errors; rank 0 also ``whole.pt`` and ``recorded.pt`` of the same linears without any
-parallelism. ``saved<k>.pt``: bytes that autograd saves of X, by case, for sequence parallel cases. ``packed<k>.pt`` and
-``packed_saved<k>.pt``: the same where shards are quantised before they are gathered. ``reduced<k>.pt``: case -> the
-results where partial sums are quantised too, twice, and the partial sums. ``broken<k>.pt`` and
-``reduced_broken<k>.pt``: case -> the results of either with a NaN in one shard.
+parallelism. ``saved<k>.pt``: bytes that autograd saves of X, by case, for sequence parallel cases.
 """
 
-import math
 import os
 from dataclasses import dataclass
 from itertools import product
@@ -121,22 +117,16 @@ def run(
     *,
     recorded: dict[str, torch.Tensor] | None = None,
     saved: list[int] | None = None,
-    packs: bool = False,
-    reduces: bool = False,
-    broken: bool = False,
-    forced: bool = False,
 ) -> Tensors:
     """Build Megatron's linear over ``group``, convert it, and run it forward and backward once.
 
     With ``recorded`` it runs as in a probe, and that gets the recorder's sums by candidate format. ``saved`` gets the
-    bytes of each tensor that the forward saves for the backward, the weight aside. With ``packs`` shards are quantised
-    before they are gathered; with ``reduces`` partial sums too before they are exchanged; ``broken`` puts a NaN and an
-    Inf into the shards of one rank; ``forced`` runs a measuring pass.
+    bytes of each tensor that the forward saves for the backward, the weight aside.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from snip_megatron.layers.context import Override, StepContext
+    from snip_megatron.layers.context import StepContext
     from snip_megatron.layers.registry import LinearRegistry
     from snip_megatron.megatron.conversion import _convert_linear
     from snip_megatron.megatron.model_linears import BuiltLinear
@@ -144,9 +134,6 @@ def run(
 
     size = group.size()
     x, w, g = local_tensors(case, group.rank(), size)
-    if broken and group.rank() == size - 1:
-        x, g = x.clone(), g.clone()
-        x[3, 1, 5], x[60, 0, 100], g[9, 1, 7] = math.nan, -math.inf, math.nan
     config = TransformerConfig(
         num_layers=4,
         hidden_size=256,
@@ -173,8 +160,6 @@ def run(
     _convert_linear(BuiltLinear(linear, module, None, module, module, None, row), registry)
     registry[str(linear)].state.formats = case.formats
     registry.start_step(6)
-    registry.context.packs, registry.context.reduces = packs, reduces
-    registry.context.override = (lambda _: Override(case.formats)) if forced else None
     recorder = LinearRecorder(registry[str(linear)], CANDIDATES, sample_tokens=16)
     if recorded is not None:
         registry.context.probing, registry[str(linear)].state.recorder = True, recorder
@@ -205,30 +190,11 @@ def record(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     return recorded
 
 
-def saved_bytes(case: Case, group: dist.ProcessGroup, *, packs: bool = False) -> list[int]:
+def saved_bytes(case: Case, group: dist.ProcessGroup) -> list[int]:
     """Bytes of each tensor saved of X."""
     saved: list[int] = []
-    run(case, group, saved=saved, packs=packs)
+    run(case, group, saved=saved)
     return saved
-
-
-def reduced(case: Case, group: dist.ProcessGroup) -> tuple[list[Tensors], list[torch.Tensor]]:
-    """The results of two runs that quantise partial sums, and what this rank quantised of them in the first."""
-    from snip_megatron.numerics.quantize import wire
-
-    original, seen = wire.pack_partial, []
-
-    def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(x.clone())
-        return original(x)
-
-    wire.pack_partial = pack
-    results = [run(case, group, packs=True, reduces=True) for _ in range(2)]
-    found = seen[: len(seen) // 2]
-    run(case, group, packs=True, reduces=True, forced=True)
-    assert len(seen) == 2 * len(found), "a measuring pass has quantised partial sums"
-    wire.pack_partial = original
-    return results, found
 
 
 def main() -> None:
@@ -247,14 +213,5 @@ def main() -> None:
     torch.save({str(case): record(case, both) for case in WHOLE_TENSOR_CASES}, folder / f"recorded{rank}.pt")
     sequence_parallel = [case for case in CASES if case.sequence_parallel]
     torch.save({str(case): saved_bytes(case, both) for case in sequence_parallel}, folder / f"saved{rank}.pt")
-    torch.save({str(case): run(case, both, packs=True) for case in sequence_parallel}, folder / f"packed{rank}.pt")
-    packed_saved = {str(case): saved_bytes(case, both, packs=True) for case in sequence_parallel}
-    torch.save(packed_saved, folder / f"packed_saved{rank}.pt")
-    reducing = [case for case in sequence_parallel if HADAMARD not in case.formats]
-    broken = {str(case): run(case, both, packs=True, broken=True) for case in reducing}
-    torch.save(broken, folder / f"broken{rank}.pt")
-    torch.save({str(case): reduced(case, both) for case in reducing}, folder / f"reduced{rank}.pt")
-    reduced_broken = {str(case): run(case, both, packs=True, reduces=True, broken=True) for case in reducing}
-    torch.save(reduced_broken, folder / f"reduced_broken{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

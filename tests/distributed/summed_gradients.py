@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snip_megatron.layers.communication import start_gradient_reduction
+from snip_megatron.megatron.startup import prepare
 
 LENGTHS = (1, 130, 384, 2048)
 
 
 def main() -> None:
+    prepare([], [])
+    from snip_megatron.megatron.compat.gradients import start_gradient_reduction
+
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
@@ -24,7 +27,7 @@ def main() -> None:
         if length == 384:
             whole[130] = torch.nan  # in the second tile of rank 0's part
         before, shard = whole.clone(), whole.view(ranks, length)[rank]
-        start_gradient_reduction(shard, whole, None).result()  # into the part itself, as Megatron has it
+        start_gradient_reduction(shard, whole, None)()  # into the part itself, as Megatron has it
         found.append((before, whole.view(ranks, length)[rank].clone()))
     torch.save(found, Path(os.environ["OUT"]) / f"rank{rank}.pt")
     dist.destroy_process_group()

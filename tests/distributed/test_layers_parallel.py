@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_linears import (
-    BF16,
     CANDIDATES,
     CASES,
     NVFP4,
@@ -19,11 +18,6 @@ from parallel_linears import (
 from warm_ranks import WarmRanks
 
 from snip_megatron.numerics.products.check import decibel
-from snip_megatron.numerics.products.hopper import NATIVE
-from snip_megatron.numerics.quantize import fake_quantize
-from snip_megatron.numerics.quantize.reference import ROTATED
-from snip_megatron.numerics.quantize.wire import bytes_per_element
-from snip_megatron.precision import Format
 
 Results = dict[str, Tensors]
 
@@ -85,68 +79,3 @@ def test_under_sequence_parallelism_a_rank_saves_its_own_tokens(case: Case, fold
         expected.append(4)  # the amax of the whole
     for rank in range(2):
         assert torch.load(folder / f"saved{rank}.pt")[str(case)] == expected
-
-
-SEQUENCE_PARALLEL = [case for case in CASES if case.sequence_parallel and ROTATED.isdisjoint(case.formats)]
-
-
-@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
-def test_shards_quantised_before_the_gather_give_the_same_bits(case: Case, folder: Path) -> None:
-    for rank in range(2):
-        expected = torch.load(folder / f"rank{rank}.pt")[str(case)]
-        for one, other in zip(torch.load(folder / f"packed{rank}.pt")[str(case)], expected, strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("case", [case for case in SEQUENCE_PARALLEL if not case.row], ids=str)
-def test_the_quantised_shard_is_what_is_saved(case: Case, folder: Path) -> None:
-    """In wgrad's format, with its scales; unless its linear is all bf16, which Megatron runs.
-
-    The reference saves numbers of formats that Hopper's GEMMs do not have in FP32.
-    """
-    x, _, _ = local_tensors(case, 0, 2)
-    wgrad = case.formats[2]
-    each = bytes_per_element(wgrad, unquantised=x.element_size()) if wgrad in NATIVE else 4
-    expected = each * x.numel()
-    if wgrad is TENSOR:
-        expected += 4  # the amax of the whole
-    for rank in range(2):
-        assert sum(torch.load(folder / f"packed_saved{rank}.pt")[str(case)]) == expected
-
-
-# -- quantised partial sums -------------------------------------------------------------------------------------------
-def reduced_format(case: Case) -> Format:
-    """Of the GEMM whose result the linear sums over ranks: fprop of row parallel linears, dgrad of column ones."""
-    return case.formats[0] if case.row else case.formats[1]
-
-
-REDUCED = [case for case in SEQUENCE_PARALLEL if reduced_format(case) is not BF16]
-
-
-@pytest.mark.parametrize("case", SEQUENCE_PARALLEL, ids=str)
-def test_sums_of_quantised_partial_results(case: Case, folder: Path) -> None:
-    """Bit by bit what one process makes of the partial results of all ranks, in every run; all else as without."""
-    ranks = [torch.load(folder / f"reduced{rank}.pt")[str(case)] for rank in range(2)]
-    place = 0 if case.row else 1
-    for rank, ((first, second), partials) in enumerate(ranks):
-        assert len(partials) == (case in REDUCED)
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one, other)
-        packed = torch.load(folder / f"packed{rank}.pt")[str(case)]
-        for i, (one, other) in enumerate(zip(first, packed, strict=True)):
-            assert torch.equal(one, other) == (i != place or case not in REDUCED)
-        if partials:
-            terms = [fake_quantize(ranks[other][1][0], Format.FP8).chunk(2)[rank] for other in range(2)]
-            terms[rank] = partials[0].chunk(2)[rank].float()
-            assert torch.equal(first[place].flatten(0, 1), (terms[0] + terms[1]).to(case.dtype))
-
-
-@pytest.mark.parametrize("case", REDUCED, ids=str)
-def test_a_nan_survives_quantised_sums(case: Case, folder: Path) -> None:
-    """Where the sums of bf16 communication are not finite, these are not either."""
-    for rank in range(2):
-        packed = torch.load(folder / f"broken{rank}.pt")[str(case)]
-        found = torch.load(folder / f"reduced_broken{rank}.pt")[str(case)]
-        assert any(not one.isfinite().all() for one in packed)
-        for one, other in zip(found, packed, strict=True):
-            assert not one[~other.isfinite()].isfinite().any()

@@ -102,10 +102,10 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
 
 def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     body = json.loads(NANO.read_text())
-    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    layout = ["--use-distributed-optimizer"]
     body["training"] |= {"ranks": 2, "arguments": layout}
     del body["warm"]
-    sums = {"label": "sums in fp8", "policy": "uniform-fp4", "arguments": ["--snip-communication", "all"]}
+    sums = {"label": "sums in fp8", "policy": "uniform-fp4", "arguments": ["--snip-gradient-reduction", "fp8"]}
     body["from_scratch"] = body.pop("from_warm") | {"steps": 3, "save": False, "policies": [sums]}
     experiment = tmp_path / "ranks.json"
     experiment.write_text(json.dumps(body))
@@ -114,7 +114,7 @@ def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (run,) = results(out)["runs"]
     assert (run["label"], run["status"]) == ("sums in fp8", "done")
-    assert "using world size: 2, data-parallel size: 1" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
+    assert "using world size: 2, data-parallel size: 2" in (out / "work" / "logs" / f"{run['id']}.txt").read_text()
 
     planned = alone(experiment, "--data", data, "--dry-run").stdout
     assert planned.count("torch.distributed.run --standalone --nproc-per-node 2 -m snip_megatron.pretrain_gpt") == 1

@@ -54,8 +54,6 @@ QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
     (programs.quantised_rows_kernel, ROWS, LAUNCH["quantised rows"]),
     (programs.quantised_rows_kernel, ROWS | {"ROW": 4, "ROW_RANDOM": True, "LOADED": True}, LAUNCH["quantised rows"]),
     (programs.key_kernel, {"FIRST_MIXED": splitmix64(1), "SECOND_MIXED": splitmix64(2)}, {"num_warps": 1}),
-    (wire.pack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
-    (wire.unpack_kernel, {"BLOCK": 2048}, wire.LAUNCH["packing"]),
     (swiglu.swiglu_kernel, SWIGLU | {"ROW": 8, "COL": 4}, swiglu.LAUNCH["swiglu"]),
     (swiglu.swiglu_kernel, SWIGLU | WEIGHTED, swiglu.LAUNCH["swiglu"]),
     (swiglu.swiglu_gradient_kernel, GRADIENT | DRAWN, swiglu.LAUNCH["gradient"]),

@@ -1,7 +1,12 @@
-"""Gradients of DDP: those of experts are reported complete together, and buckets may be reduced in FP8."""
+"""Gradients of DDP: those of experts are reported complete together, and buckets may be reduced in FP8.
+
+``--snip-gradient-reduction fp8`` exchanges partial sums in FP8 with a scale for every 128 consecutive elements of a
+rank's part, and adds them in FP32 (:mod:`snip_megatron.numerics.quantize.wire`). That is a quarter of FP32's bytes.
+"""
 
 import argparse
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +17,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
+from torch.nn import functional
 
-from snip_megatron.layers.communication import start_gradient_reduction
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.versions import changed, check_signature
+from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize.formats import TILE
+from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.precision.errors import SnipError
 
 check_signature(_ParamAndGradBucketGroup.register_grad_ready, "self", "param", "force_all_reduce")
@@ -51,6 +59,10 @@ def _callback(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callab
 
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
+
+
+_ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most
+_LARGE, _LONG_ROW = 2**29, 256 * TILE  # a bucket of so many elements, and its rows
 
 
 def check_gradient_reduction(args: argparse.Namespace) -> None:
@@ -127,8 +139,54 @@ def _reduce_scatter(
 ) -> SimpleNamespace | None:
     """Write the sum over ranks of this rank's part of ``input_tensor`` to ``output_tensor``, which is that part."""
     assert op == dist.ReduceOp.SUM
-    reduction = start_gradient_reduction(output_tensor, input_tensor, group)
+    finish = start_gradient_reduction(output_tensor, input_tensor, group)
     if async_op:
-        return SimpleNamespace(wait=reduction.result)  # what Megatron waits for
-    reduction.result()
+        return SimpleNamespace(wait=finish)  # what Megatron waits for
+    finish()
     return None
+
+
+def start_gradient_reduction(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
+
+    Args:
+        shard: [n], where the sum is written. It may be this rank's part of ``whole``.
+        whole: [ranks·n], this rank's gradients.
+        group: the data parallel group.
+
+    Returns:
+        A function that waits for the exchange and writes the sum.
+    """
+    ranks, rank, n = dist.get_world_size(group), dist.get_rank(group), shard.numel()
+    if ranks == 1:
+        shard.copy_(whole)
+        return lambda: None
+    rows = as_rows(whole.view(ranks, n))
+    arithmetic: Any = wire
+    if has_kernels(rows):
+        from snip_megatron.numerics.quantize.kernels import quantize as arithmetic
+    sent = arithmetic.pack_partial(rows)
+    received = tuple(torch.empty_like(t) for t in sent)
+    pairs = zip(received, sent, strict=True)
+    works = [dist.all_to_all_single(out, t, group=group, async_op=True) for out, t in pairs]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
+        own = rows.view(ranks, -1, rows.shape[1])[rank]
+        shard.copy_(arithmetic.add_partials(elements, scales, own, rank).view(-1)[:n])
+
+    return finish
+
+
+def as_rows(parts: Tensor) -> Tensor:
+    """Return the parts [ranks, n] of gradients as a matrix of whole tiles whose rows end where parts end.
+
+    Long rows suit the kernels, and tiles are the same for any length. A launch has at most 65535 programs of 128 rows,
+    so that a large bucket needs long rows. The parts are copied if they must be padded.
+    """
+    unit, longest = (TILE, _ROW) if parts.numel() < _LARGE else (_LONG_ROW, _LONG_ROW)
+    if padding := -parts.shape[1] % unit:
+        parts = functional.pad(parts, (0, padding))
+    return parts.view(-1, math.gcd(parts.shape[1], longest))

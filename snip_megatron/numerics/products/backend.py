@@ -16,11 +16,8 @@ from snip_megatron.numerics.products import reference
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.products.shards import QuantizedShard, unquantized_shard
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
-from snip_megatron.numerics.quantize.reference import ROTATED
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.precision.errors import SnipError
 
 Formats = tuple[Format | None, Format | None]
 """The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
@@ -54,10 +51,6 @@ class GemmBackend:
         Returns what is wrong and what multiplies instead, or None. Nothing is optional in this base class.
         """
         return None
-
-    def check_gathers(self, formats: Collection[Format]) -> None:
-        """Raise SnipError if :meth:`pack` does not support one of ``formats``. This base class transforms no shards."""
-        refuse_gathers(ROTATED.intersection(formats), ": shards are not transformed before they are gathered so far")
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
@@ -121,15 +114,6 @@ class GemmBackend:
         """Return the products of one linear of all experts of a layer, whose weights on this rank are [n, k]."""
         return GroupLoop(self.quantize, self.multiply)
 
-    def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
-        """Return an operand of a token shard of X or G as the bytes in which tensor parallel ranks gather it.
-
-        The tokens of ``operand``, which :meth:`quantize` made, are a multiple of 128, and its amax is that of all
-        shards. ``axis`` is the dimension that its GEMM reduces over: 0 for tokens (wgrad), otherwise 1.
-        """
-        assert isinstance(operand, UnquantizedOperand)
-        return unquantized_shard(operand)
-
     # -- what a linear runs between its collectives --------------------------------------------------------------
     def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
         """Quantise X and run fprop.
@@ -173,16 +157,6 @@ def unflattened(y: Tensor, leading: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view(y, (*leading, y.shape[-1]))  # type: ignore[no-any-return]
 
 
-def refuse_gathers(formats: Collection[Format], why: str) -> None:
-    """Raise SnipError if there are ``formats``, whose operands are not gathered. ``why`` goes on from their names."""
-    if formats:
-        names = ", ".join(sorted(fmt.value for fmt in formats))
-        raise SnipError(
-            f"--snip-communication gather and all cannot be combined with {names}{why}; use --snip-communication bf16"
-        )
-
-
-NOT_GATHERED = " on the {} GEMMs, whose operands are not gathered so far"
 REFERENCE = GemmBackend()
 REPLAYED = ("quantize", "multiply", "swiglu", "forward", "backward")
 """The methods of a backend that compute."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import NOT_GATHERED, GemmBackend, refuse_gathers
+from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.operands import GemmOperand
@@ -41,10 +41,6 @@ class EmulatedBackend(GemmBackend):
             return None
         self._in_torch = True
         return f"{fault}: torch emulates, slower than bf16"
-
-    def check_gathers(self, formats: Collection[Format]) -> None:
-        """See the base class. Gathers of quantised operands are not implemented for this backend."""
-        refuse_gathers(set(formats) - {Format.BF16}, NOT_GATHERED.format(self.name))
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
         plain, own = super().quantize(x, spec, cached), spec.only(SPECS)

@@ -17,7 +17,6 @@ from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgrad
 from snip_megatron.numerics.products.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.products.shards import QuantizedShard, operand_shard
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.operands import STORED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.precision import Format, Gemm
@@ -65,10 +64,6 @@ class HopperBackend(GemmBackend):
             self._groups = None
         faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
-
-    def check_gathers(self, formats: Collection[Format]) -> None:
-        if others := set(formats) - NATIVE:
-            self._others.check_gathers(others)
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""
@@ -124,9 +119,3 @@ class HopperBackend(GemmBackend):
             return super().grouped(n, k, dtype)
         swiglu = None if self._activations is None else self.swiglu
         return HopperGroups(self.quantize, self.multiply, self._quantizers, self._add_wgrad, self._groups, swiglu)
-
-    def pack(self, operand: GemmOperand, format: Format, axis: int) -> QuantizedShard:
-        """See the base class. Ranks exchange the operand as it is, except that fp4 is packed two elements to a byte."""
-        if isinstance(operand, Operand):
-            return operand_shard(operand, format, axis, self._quantizers)
-        return self._others.pack(operand, format, axis)

@@ -15,13 +15,11 @@ class UnquantizedOperand(NamedTuple):
     Attributes:
         tensor: [rows, cols] in the training dtype.
         axis: the dimension that the GEMM reduces over: 1 for the rowwise operand, 0 for the columnwise one.
-        quantized: whether ``tensor`` holds quantised numbers in FP32 already, which the GEMM uses unchanged.
     """
 
     tensor: Tensor
     axis: int
     spec: OperandSpec
-    quantized: bool = False
 
     @property
     def format(self) -> Format | None:

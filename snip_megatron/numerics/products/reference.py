@@ -15,7 +15,7 @@ from snip_megatron.precision import Format, Gemm
 
 def numbers(operand: UnquantizedOperand) -> Tensor:
     """Return the numbers that a GEMM multiplies: the matrix itself in bf16, otherwise Q of it in FP32."""
-    if operand.quantized or operand.format is Format.BF16:
+    if operand.format is Format.BF16:
         return operand.tensor
     x, options = operand.spec.of(operand.tensor, operand.axis)
     return fake_quantize(x, **options)

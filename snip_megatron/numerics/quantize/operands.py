@@ -21,8 +21,6 @@ from torch import Tensor
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, TILE, Scaling
 from snip_megatron.numerics.quantize.reference import Quantized, Rotation, quantize, turned
 from snip_megatron.numerics.quantize.rounding import Key
-from snip_megatron.numerics.quantize.wire import pack_fp4 as pack_fp4
-from snip_megatron.numerics.quantize.wire import unpack_fp4 as unpack_fp4
 from snip_megatron.precision import Format
 
 OperandPair = tuple[Any, Any]

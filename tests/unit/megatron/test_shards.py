@@ -6,9 +6,8 @@ from typing import Any
 import llama_arguments
 import pytest
 from llama_arguments import linears
-from refusal import refusal
 
-from snip_megatron.megatron.validate import check_gathers, cut_tiles
+from snip_megatron.megatron.validate import cut_tiles
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 1536,
@@ -50,18 +49,3 @@ def arguments(tp: int, **given: Any) -> argparse.Namespace:
 def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
     args = arguments(tp, **given)
     assert cut_tiles(args, linears(args)) == cut
-
-
-def test_layouts_without_sums_over_shards_are_refused() -> None:
-    check_gathers(arguments(2, sequence_parallel=True), "all")
-    check_gathers(arguments(2, sequence_parallel=True, cpu_offloading_num_layers=1), "gather")
-    for tp, given, words in (
-        (2, {}, "--snip-communication all: linears neither gather nor scatter without --sequence-parallel"),
-        (4, {"sequence_parallel": True}, "--snip-communication all: the 256 tokens of a microbatch on 4 ranks"),
-        (
-            2,
-            {"sequence_parallel": True, "cpu_offloading_num_layers": 1},
-            "--snip-communication all cannot be combined with --cpu-offloading-num-layers 1",
-        ),
-    ):
-        assert refusal(check_gathers, arguments(tp, **given), "all").startswith(words)

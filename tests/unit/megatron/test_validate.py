@@ -31,10 +31,9 @@ GRAPHS = {name: {"cuda_graph_impl": name} for name in ("local", "transformer_eng
 MODULES = {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]}
 FULLY_SHARDED = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 SCATTERS = {"use_distributed_optimizer": True, "data_parallel_size": 2}
-GATHERS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 256, "micro_batch_size": 1}
 LOW = {"accumulate_allreduce_grads_in_fp32": False}
 TP, PP, CP = ({f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"))
-GATHER, ALL, FP8 = {"communication": "gather"}, {"communication": "all"}, {"gradient_reduction": "fp8"}
+FP8 = {"gradient_reduction": "fp8"}
 OVERLAPPED, OWN_GEMMS = {"tp_comm_overlap": True}, {"gemm": "transformer_engine"}
 FISHER, RULE, FIRST = {"estimator": "fisher"}, {"policy": "backward-first"}, {"first_update": 0}
 
@@ -55,8 +54,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (CP | CONTEXT, {}),
         ({"defer_embedding_wgrad_compute": True} | CONTEXT, {}),
         (OVERLAPPED | CONTEXT, {}),
-        (GATHERS, GATHER),
-        (GATHERS, ALL),
         (SCATTERS, FP8),
         (SCATTERS | {"data_parallel_size": 1} | CP | CONTEXT, FP8),
         (SCATTERS | TP | {"sequence_parallel": True, "position_embedding_type": "rope"}, FP8),
@@ -112,9 +109,6 @@ OF_FP8 = "--snip-gradient-reduction fp8"
         ({"defer_embedding_wgrad_compute": True, "transformer_impl": "local"}, {},
          "--defer-embedding-wgrad-compute cannot be combined with --transformer-impl local: ", ""),
         (OVERLAPPED | CONTEXT, OWN_GEMMS, "--tp-comm-overlap cannot be combined with", ""),
-        ({}, GATHER, "--snip-communication gather: linears gather nothing without", ""),
-        ({}, ALL, "--snip-communication all: ", ""),
-        (GATHERS | {"seq_length": 128}, GATHER, "", "no multiple of 128"),
         (SCATTERS | {"use_distributed_optimizer": False}, FP8,
          f"{OF_FP8}: only the distributed optimizer scatters gradients; add", ""),
         (SCATTERS | {"use_layer_wise_distributed_optimizer": True}, FP8,

@@ -268,7 +268,6 @@ def _shared() -> nn.Module:
         (example.Model(), {"budget": "speedup=1.2"}, "takes budget=.fp4=SHARE"),
         (example.Model(), {"budget": "fp4=0.9", "pin": ("*=fp8",)}, "fp4=0.9 is unreachable"),
         (example.Model(), {"colour": "blue"}, "unknown option colour="),
-        (example.Model(), {"communication": "gather"}, "communication= has no effect in a plain loop"),
         (example.Model(), {"guard_steps": 5}, "guard_steps= has no effect in a plain loop"),
         (example.Model(), {"stage_tolerance": "none"}, "stage_tolerance= has no effect in a plain loop"),
     ],

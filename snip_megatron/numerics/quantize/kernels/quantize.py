@@ -23,8 +23,6 @@ from snip_megatron.numerics.quantize.kernels.programs import (
 )
 from snip_megatron.numerics.quantize.kernels.replay import Seed
 from snip_megatron.numerics.quantize.kernels.wire import add_partials as add_partials
-from snip_megatron.numerics.quantize.kernels.wire import pack_fp4 as pack_fp4
-from snip_megatron.numerics.quantize.kernels.wire import unpack_fp4 as unpack_fp4
 from snip_megatron.numerics.quantize.operands import CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.reference import check_matrix
 from snip_megatron.numerics.quantize.rounding import Key, key_words, splitmix64

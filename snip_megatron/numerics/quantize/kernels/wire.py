@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Packed fp4 and sums of ``wire.py`` as Triton kernels, with the same bits."""
+"""The sums of ``wire.py`` as a Triton kernel, with the same bits."""
 
 import torch
 import triton
@@ -10,68 +10,9 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.device import to_float32
 from snip_megatron.numerics.quantize.kernels.launch import launch
 
-_BLOCK, _PIECE = 2048, 16  # bytes of packed fp4 and tiles of a program
+_PIECE = 16  # tiles of a program
 # Without fusion: a fused multiply-add would not round the product of an element and its scale, as the reference does.
-LAUNCH = {"packing": {"num_warps": 4}, "sums": {"num_warps": 4, "enable_fp_fusion": False}}
-
-
-@triton.jit
-def pack_kernel(values_ptr, packed_ptr, count, BLOCK: tl.constexpr):
-    """Pack ``count`` pairs of E4M3 bytes, each read as one 16-bit word."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pair = tl.load(values_ptr + i, mask=i < count, other=0).to(tl.int32)
-    tl.store(packed_ptr + i, (_e2m1_code(pair) | (_e2m1_code(pair >> 8) << 4)).to(tl.uint8), mask=i < count)
-
-
-@triton.jit
-def _e2m1_code(value):
-    magnitude = value & 0x7F
-    index = tl.where(magnitude >= 0x38, (magnitude >> 2) - 12, (magnitude >> 4) & 1) & 7
-    return index | ((value >> 4) & 8)
-
-
-@triton.jit
-def unpack_kernel(parts_ptr, values_ptr, columns, rows, ranks, BLOCK: tl.constexpr):
-    """Unpack a piece of one row of [ranks, rows, columns] bytes to 16-bit words [rows, ranks, columns]."""
-    source = tl.program_id(0).to(tl.int64)
-    rank, row = source // rows, source % rows
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    byte = tl.load(parts_ptr + source * columns + i, mask=i < columns, other=0).to(tl.int32)
-    pair = _e4m3_byte(byte) | (_e4m3_byte(byte >> 4) << 8)
-    tl.store(values_ptr + (row * ranks + rank) * columns + i, pair.to(tl.int16), mask=i < columns)
-
-
-@triton.jit
-def _e4m3_byte(code):
-    index = code & 7
-    magnitude = tl.where(index >= 2, (index + 12) << 2, index * 0x30)
-    return magnitude | ((code & 8) << 4)
-
-
-def pack_fp4(values: Tensor) -> Tensor:
-    """See :func:`snip_megatron.numerics.quantize.wire.pack_fp4`."""
-    rows, columns = values.shape
-    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
-    count = packed.numel()
-    if count:
-        launch(
-            pack_kernel, (-(-count // _BLOCK), 1), ((values, torch.int16), packed), (count,), (),
-            {"BLOCK": _BLOCK}, LAUNCH["packing"],
-        )  # fmt: skip
-    return packed
-
-
-def unpack_fp4(parts: Tensor) -> Tensor:
-    """See :func:`snip_megatron.numerics.quantize.wire.unpack_fp4`."""
-    ranks, rows, columns = parts.shape
-    values = torch.empty(rows, ranks * columns * 2, dtype=torch.uint8, device=parts.device)
-    if parts.numel():
-        block = min(_BLOCK, triton.next_power_of_2(columns))
-        launch(
-            unpack_kernel, (ranks * rows, -(-columns // block)), (parts, (values, torch.int16)),
-            (columns, rows, ranks), (), {"BLOCK": block}, LAUNCH["packing"],
-        )  # fmt: skip
-    return values
+LAUNCH = {"sums": {"num_warps": 4, "enable_fp_fusion": False}}
 
 
 @triton.jit

@@ -24,10 +24,3 @@ def differences(shape: Shape, formats: Names) -> list[str]:
     chosen = tuple(map(Format, formats))
     pairs = zip(*(run(backend, x, w, g, chosen) for backend in (kernels(), BACKENDS["hopper"]())), strict=True)
     return [name for name, (found, expected) in zip(("Y", "dX", "dW"), pairs, strict=True) if not found.equal(expected)]
-
-
-def shard_differences(shape: Shape, formats: Names) -> list[str]:
-    """Which of Y, ∂L/∂X, ∇W differ by a bit between shards of tokens and the whole, by Triton's quantisers."""
-    from .test_shards import differing
-
-    return differing(kernels(), tuple(map(Format, formats)), shape)

@@ -6,7 +6,7 @@ tests/distributed/test_gradient_reduction.py has the bits of the sums.
 import pytest
 import torch
 
-from snip_megatron.layers.communication import as_rows
+from snip_megatron.megatron.compat.gradients import as_rows
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 72])
