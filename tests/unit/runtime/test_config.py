@@ -55,6 +55,13 @@ def test_snips_arguments_are_parsed_among_megatrons() -> None:
         parse_snip_arguments(["--snip", "--snip-lag", "soon"])
 
 
+def test_an_argument_that_was_removed_says_so() -> None:
+    words = "--snip-communication was removed: leave it out .CHANGELOG.md"
+    for argv in (["--snip-communication", "gather"], ["--snip-communication=all"]):
+        with pytest.raises(SnipError, match=words):
+            parse_snip_arguments(["--snip", *argv])
+
+
 def test_settings() -> None:
     config = parse("--snip", "--snip-settings", "probe_tokens=64", "--snip-settings", '{"deadline": 7.0, "lag": 3}')
     assert config == SnipConfig(enabled=True, probe_tokens=64, deadline=7.0, lag=3)
