@@ -9,7 +9,7 @@ def drift_differs(
     shape: tuple[int, int], start: int, end: int, step: int, noise: float, rhos: Sequence[float], device: str = "cpu"
 ) -> float:
     """Largest relative difference over ρ, and over two candidates, for elements ``start`` to ``end`` of a weight."""
-    from snip_megatron.sensitivity.update_error import ErrorSizes, error_signs, error_sums  # imports Triton
+    from snip_megatron.sensitivity.update_error import ErrorSizes, adamw_error_sums, error_signs
     from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
     generator = torch.Generator().manual_seed(2)
@@ -33,7 +33,7 @@ def drift_differs(
     rows, cols, unit_rows, unit_cols, var_rows, var_cols = parts
     m, v, gradient = m.to(device), v.to(device), gradient.to(device)
     kept = AdamWState(start, end, step, m, v, 0.9, 0.95, 1e-8)
-    found = error_sums(gradient, kept, ErrorSizes(9, *parts), rhos, factor=0.7, noise=noise)
+    found = adamw_error_sums(gradient, kept, ErrorSizes(9, *parts), rhos, factor=0.7, noise=noise)
 
     exact = AdamWState(start, end, step, m.double(), v.double(), 0.9, 0.95, 1e-8)
     of_step = gradient_of_a_step(gradient.double() * 0.7, exact, noise)

@@ -22,7 +22,7 @@ from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
 from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
 from snip_megatron.sensitivity.sums import sum_squares
-from snip_megatron.sensitivity.update_error import KeptWords, StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.update_error import CachedSignWords, StepScale, linear_update_error, sink_update_error
 
 _NOISE_SIZE = 0.03
 _NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
@@ -185,7 +185,7 @@ class UpdateErrors:
         self._host = host
         self._linears = linears
         self._seed = seed
-        self._words = KeptWords()  # four bytes for each row and column of a weight
+        self._words = CachedSignWords()  # four bytes for each row and column of a weight
 
     def collect(
         self,

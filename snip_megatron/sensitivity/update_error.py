@@ -1,10 +1,12 @@
-"""Update error of one parameter on one rank, for gradient errors of given sizes.
+"""The update error of one parameter on one rank: how far gradient errors of given sizes change its next update.
 
-Source: how-it-works.md, Weight divergence, steps 5 and 6. The size of an element's error follows from the norms of its
-row and its column. A single σ for the whole matrix would overstate the update error, because elements with v ≈ 0 would
-get too large an error. Signs are random and belong to the global element, so that every sharding draws the same.
+Source: how-it-works.md, Weight divergence, steps 5 and 6. The size of an element's error is a product of a factor of
+its row and one of its column, or a sum of two such products. A single σ for the whole matrix would overstate the update
+error, because elements with v ≈ 0 would get too large an error. Signs are random and belong to the global element, so
+that every sharding draws the same.
 
-On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch evaluates everything else.
+On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch evaluates other optimizers,
+and is the kernel's reference.
 """
 
 from __future__ import annotations
@@ -26,39 +28,43 @@ from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.updates import AdamWState, Update, gradient_of_a_step
 
+_BLOCK = 2048  # elements of a program
+_MOST_ELEMENTS = 2**31 - 2**16  # the kernel's indices have 32 bits
+LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 80}
+
 # -- random signs ----------------------------------------------------------------------------------------------
 # A sign is a function of (seed, global row, global column). Each row and each column has a word, the finaliser of
 # MurmurHash3 applied to its id. For an element, two multiplications mix the exclusive or of its two words, and the
-# upper bit is the sign. update_error_programs.py computes the same bits.
+# upper bit is the sign. update_error_programs.py computes the same bits, and repeats the two constants, because device
+# code cannot read those of a module.
+_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
+
 Words = Callable[[int, Tensor, Tensor, torch.device], tuple[Tensor, Tensor]]
 """A function with the arguments and results of :func:`sign_words`."""
 
-# Repeated in update_error_programs.py, because device code cannot read the constants of a module.
-_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
-
 
 def sign_words(seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return one int32 word on ``device`` for each row and one for each column, whose global ids in [0, 2^32), 1-D in
-    any order, are given.
+    """Return an int32 word on ``device`` for each row and for each column.
+
+    ``rows`` and ``cols`` are global ids in [0, 2^32), 1-D, in any order.
     """
     return _mixed(derive_seed(seed, 0), rows.to(device)), _mixed(derive_seed(seed, 1), cols.to(device))
 
 
-class KeptWords:
-    """The words of the parameters of a run. A rank always holds the same rows and columns of each.
+class CachedSignWords:
+    """:func:`sign_words`, computed once for each ``seed``, which belongs to one parameter.
 
-    Ids are copied to the device once, because a copy waits for all work that runs there.
+    A rank always holds the same rows and columns of a parameter. Copying their ids to the device waits for all work
+    that runs there.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._words: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return :func:`sign_words`, computed once for each ``seed``, which belongs to one parameter."""
-        found = self._kept.get(seed)
-        if found is None:
-            found = self._kept[seed] = sign_words(seed, rows, cols, device)
-        return found
+        if seed not in self._words:
+            self._words[seed] = sign_words(seed, rows, cols, device)
+        return self._words[seed]
 
 
 def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
@@ -73,18 +79,15 @@ def _mixed(seed: int, ids: Tensor) -> Tensor:
     return mix32((ids.long() * ROW_STEP + (seed & MASK32)) & MASK32).to(torch.int32)
 
 
-# -- the kernel of AdamW ---------------------------------------------------------------------------------------
-_BLOCK = 2048  # elements of a program
-LAUNCH: dict[str, int] = {"num_warps": 8, "maxnreg": 80}
-
-
+# -- errors of given sizes -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ErrorSizes:
-    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns, which have global ids.
+    """Sizes of the errors of a gradient [N, K], as float64 factors of rows and columns.
 
     Attributes:
-        seed: seed of the signs, which belong to global elements.
-        unit_rows, unit_cols: the error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
+        seed: seed of the signs.
+        rows, cols: global ids [N], [K], to which the signs belong.
+        unit_rows, unit_cols: [N], [K]. The error of element (n, k) at ρ = 1 is unit_rows[n]·unit_cols[k].
         var_rows, var_cols: [1 + F, N], [1 + F, K]. The error of candidate f has the variance var_rows[f]·var_cols[0] +
             var_rows[0]·var_cols[f]. None if there are no candidates.
     """
@@ -97,72 +100,24 @@ class ErrorSizes:
     var_rows: Tensor | None = None
     var_cols: Tensor | None = None
 
+    @property
+    def candidates(self) -> int:
+        return 0 if self.var_rows is None else len(self.var_rows) - 1
 
-def error_sums(
-    gradient: Tensor,
-    state: AdamWState,
-    sizes: ErrorSizes,
-    scales: Sequence[float],
-    *,
-    factor: float,
-    noise: float,
-    words: Words = sign_words,
-) -> tuple[Tensor, Tensor]:
-    """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ and of each candidate, float64.
-
-    ``gradient`` are this rank's elements in recorded units, flat, any floating dtype, and ``factor`` brings them to the
-    units of the gradient that the optimizer of a step sees, in which ``sizes`` are. ``state`` has their position in the
-    flattened [N, K] parameter. ``scales`` are values of ρ; for ``noise`` see
-    :func:`snip_megatron.sensitivity.updates.gradient_of_a_step`; ``words`` returns the words of rows and columns.
-    """
-    size, formats = gradient.numel(), 0 if sizes.var_rows is None else sizes.var_rows.shape[0] - 1
-    blocks = -(-size // _BLOCK)
-    device = gradient.device
-    sums = torch.empty(len(scales) + formats, blocks, dtype=torch.float32, device=device)
-    rho = _on_device(tuple(scales), device)
-    if size:
-        from snip_megatron.sensitivity.update_error_programs import update_error_kernel
-
-        settled = noise < 1.0 and state.step > 0
-        next_step = state.step + 1
-        launch(
-            update_error_kernel, (blocks, 1),
-            (
-                gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
-                rho, *_vectors(sizes, device), *words(sizes.seed, sizes.rows, sizes.cols, device),
-            ),
-            (state.start, size, sizes.rows.numel(), sizes.cols.numel()),
-            (
-                float(factor), float(noise) if settled else 1.0,
-                1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
-                state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
-                state.eps,
-            ),
-            {"RHOS": len(scales), "FORMATS": formats, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"}, LAUNCH,
-        )  # fmt: skip
-    totals = sums.sum(1, dtype=torch.float64)
-    return totals[: len(scales)] * rho.double().square(), totals[len(scales) :]
+    def factors(self, device: torch.device) -> list[Tensor]:
+        """Return the four factors in FP32, those of columns at most 1, so that no product leaves the range of FP32
+        early. Those of candidates are empty if there are none.
+        """
+        factors = []
+        for rows, cols in ((self.unit_rows, self.unit_cols), (self.var_rows, self.var_cols)):
+            if rows is None or cols is None:
+                factors += [torch.empty(0, dtype=torch.float32, device=device)] * 2
+                continue
+            largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
+            factors += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
+        return factors
 
 
-@functools.cache
-def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return ``scales`` as an FP32 tensor. Cached, because a copy to the device waits for all work that runs there."""
-    return torch.tensor(scales, dtype=torch.float32, device=device)
-
-
-def _vectors(sizes: ErrorSizes, device: torch.device) -> list[Tensor]:
-    """Return FP32 factors, those of columns at most 1, so that no product leaves the range of FP32 early."""
-    found = []
-    for rows, cols in ((sizes.unit_rows, sizes.unit_cols), (sizes.var_rows, sizes.var_cols)):
-        if rows is None or cols is None:
-            found += [torch.empty(0, dtype=torch.float32, device=device)] * 2
-            continue
-        largest = cols.amax().clamp(min=torch.finfo(torch.float64).tiny)
-        found += [(rows * largest).float().contiguous(), (cols / largest).float().contiguous()]
-    return found
-
-
-# -- the update error of a parameter --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StepScale:
     """Factors that bring the sums of a probe of ``tokens`` to the gradient that the optimizer sees in a training step.
@@ -181,6 +136,87 @@ class StepScale:
         return self.tokens / self.tokens_per_step
 
 
+def _error_sums(
+    gradient: Tensor, state: Update, sizes: ErrorSizes, scale: StepScale, words: Words
+) -> tuple[Tensor, Tensor]:
+    """Return Σ (u(g + δ) − u(g))² over this rank's elements, at each ρ of the grid and of each candidate, float64.
+
+    ``gradient`` is the local main gradient in recorded units, any shape.
+    """
+    own, factor, noise = gradient.reshape(-1)[state.start : state.end], scale.gradient * scale.clip, scale.variance**0.5
+    if isinstance(state, AdamWState) and has_kernels(gradient) and gradient.numel() < _MOST_ELEMENTS:
+        return adamw_error_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
+    width = len(sizes.cols)
+    rows = slice(state.start // width, -(-state.end // width))
+    first = rows.start * width
+    elements = slice(state.start - first, state.end - first)
+    unit_rows, unit_cols, var_rows, var_cols = sizes.factors(gradient.device)
+
+    def product(row_factor: Tensor, col_factor: Tensor) -> Tensor:
+        return torch.outer(row_factor[rows], col_factor).view(-1)[elements]
+
+    z = error_signs(sizes.seed, sizes.rows[rows], sizes.cols).view(-1)[elements]
+    g = gradient_of_a_step(own.float() * factor, state, noise)
+    update = state.direction(g)
+    drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist(), update)
+    candidates = []
+    for f in range(1, 1 + sizes.candidates):
+        variance = product(var_rows[f], var_cols[0]) + product(var_rows[0], var_cols[f])
+        candidates.append(state.squared_error(g, variance.sqrt() * z, [1.0], update))
+    return drift2, torch.cat(candidates) if candidates else drift2[:0]
+
+
+def adamw_error_sums(
+    gradient: Tensor,
+    state: AdamWState,
+    sizes: ErrorSizes,
+    scales: Sequence[float],
+    *,
+    factor: float,
+    noise: float,
+    words: Words = sign_words,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel. Return Σ (u(g + δ) − u(g))² at each ρ of ``scales`` and of each candidate, float64.
+
+    ``gradient`` are this rank's elements in recorded units, flat, any floating dtype. ``factor`` brings them to the
+    units of ``sizes``, those of the gradient that the optimizer of a step sees. ``state`` has their position in the
+    flattened [N, K] parameter. For ``noise`` see :func:`snip_megatron.sensitivity.updates.gradient_of_a_step`.
+    """
+    size, blocks, device = gradient.numel(), -(-gradient.numel() // _BLOCK), gradient.device
+    sums = torch.empty(len(scales) + sizes.candidates, blocks, dtype=torch.float32, device=device)
+    rho = _on_device(tuple(scales), device)
+    if size:
+        from snip_megatron.sensitivity.update_error_programs import update_error_kernel
+
+        settled = noise < 1.0 and state.step > 0
+        next_step = state.step + 1
+        launch(
+            update_error_kernel, (blocks, 1),
+            (
+                gradient.contiguous(), state.exp_avg.contiguous(), state.exp_avg_sq.contiguous(), sums,
+                rho, *sizes.factors(device), *words(sizes.seed, sizes.rows, sizes.cols, device),
+            ),
+            (state.start, size, sizes.rows.numel(), sizes.cols.numel()),
+            (
+                float(factor), float(noise) if settled else 1.0,
+                1.0 / (1.0 - state.beta1**state.step) if settled else 0.0,
+                state.beta1, state.beta2, 1.0 / (1.0 - state.beta1**next_step), 1.0 / (1.0 - state.beta2**next_step),
+                state.eps,
+            ),
+            {"RHOS": len(scales), "FORMATS": sizes.candidates, "BLOCK": _BLOCK, "HARDWARE": device.type == "cuda"},
+            LAUNCH,
+        )  # fmt: skip
+    totals = sums.sum(1, dtype=torch.float64)
+    return totals[: len(scales)] * rho.double().square(), totals[len(scales) :]
+
+
+@functools.cache
+def _on_device(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``scales`` as an FP32 tensor. Cached, because a copy to the device waits for all work that runs there."""
+    return torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+# -- linears and other parameters ------------------------------------------------------------------------------
 def linear_update_error(
     recorder: LinearRecorder,
     gradient: Tensor,
@@ -194,75 +230,32 @@ def linear_update_error(
     tokens: float | None = None,
     words: Words = sign_words,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of a linear's ``drift2`` and ``wdrift2`` (``statistics/table.py``), float64: the squared
-    update errors of the elements [start, end) of its local weight.
+    """Return this rank's share of a linear's ``drift2`` and ``wdrift2`` (table.py), float64.
 
-    The ``recorder`` is that of the linear after :func:`sensitivity.reduction.reduce_columns`; ``gradient``
-    the local main gradient [N local, K local], summed over data parallel ranks, in recorded units; ``state`` the
-    optimizer's update of the elements; ``s2``, ``x2`` and ``g2`` reduced entries of the table (global, in its units);
-    ``seed`` that of the random signs, whose ``words`` the kernel takes; ``tokens`` the number that the linear saw, by
-    default all of the probe.
+    They are the squared update errors of the elements [start, end) of its local weight.
+
+    Args:
+        recorder: that of the linear, after :func:`snip_megatron.sensitivity.reduction.reduce_columns`.
+        gradient: the local main gradient [N local, K local], summed over data parallel ranks, in recorded units.
+        state: the optimizer's update of the elements.
+        s2, x2, g2: reduced entries of the table, global and in its units.
+        seed: seed of the random signs.
+        tokens: tokens that the linear saw, by default all of the probe.
     """
-    handle = recorder.handle
-    x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
     tokens = scale.tokens if tokens is None else max(tokens, 1.0)
-    power = scale.gradient**2 * scale.variance / tokens
     # The outer product of column norms gives the relative sizes; it is scaled to the norm Σ_t ‖G_t‖²‖X_t‖².
     rescale = s2 * tokens / (g2 * x2) if g2 > 0 and x2 > 0 else 0.0
-    if isinstance(state, AdamWState) and _has_kernel(gradient):
-        return _linear_by_kernel(recorder, gradient, state, scale, power, rescale, seed, words)
-
-    elements = slice(state.start, state.end)
-    z = error_signs(seed, handle.out_features, handle.in_features).view(-1)[elements]
-    g = _gradient(gradient, state, scale)
-    base = state.direction(g)
-    per_token = torch.outer(g_cols, x_cols).view(-1)[elements] * power
-    unit = (per_token * rescale).sqrt().float() * (z * scale.clip)
-    drift2 = state.squared_error(g, unit, RHO_GRID.tolist(), base)
-
-    wdrift2 = []
-    for dx, dg in zip(dx_cols, dg_cols, strict=True):
-        variance = (torch.outer(dg, x_cols) + torch.outer(g_cols, dx)).view(-1)[elements] * power
-        wdrift2.append(state.squared_error(g, variance.sqrt().float() * (z * scale.clip), [1.0], base)[0])
-    return drift2, torch.stack(wdrift2)
-
-
-def _has_kernel(gradient: Tensor) -> bool:
-    return has_kernels(gradient) and gradient.numel() < 2**31 - 2**16  # the kernel's indices have 32 bits
-
-
-def _linear_by_kernel(
-    recorder: LinearRecorder,
-    gradient: Tensor,
-    state: AdamWState,
-    scale: StepScale,
-    power: float,
-    rescale: float,
-    seed: int,
-    words: Words,
-) -> tuple[Tensor, Tensor]:
-    """Evaluate :func:`linear_update_error` of AdamW on a GPU: one read of g, m and v serves all errors."""
-    handle = recorder.handle
-    x_cols, g_cols, dx_cols, dg_cols = recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols
-    seen = power * scale.clip**2
+    power = scale.gradient**2 * scale.variance / tokens * scale.clip**2
     sizes = ErrorSizes(
         seed=seed,
-        rows=handle.out_features,
-        cols=handle.in_features,
-        unit_rows=(g_cols * (seen * rescale)).sqrt(),
-        unit_cols=x_cols.sqrt(),
-        var_rows=torch.cat([g_cols[None], dg_cols]) * seen,
-        var_cols=torch.cat([x_cols[None], dx_cols]),
+        rows=recorder.handle.out_features,
+        cols=recorder.handle.in_features,
+        unit_rows=(recorder.g_cols * (power * rescale)).sqrt(),
+        unit_cols=recorder.x_cols.sqrt(),
+        var_rows=torch.cat([recorder.g_cols[None], recorder.dg_cols]) * power,
+        var_cols=torch.cat([recorder.x_cols[None], recorder.dx_cols]),
     )
-    return _kernel_sums(gradient, state, scale, sizes, words)
-
-
-def _kernel_sums(
-    gradient: Tensor, state: AdamWState, scale: StepScale, sizes: ErrorSizes, words: Words
-) -> tuple[Tensor, Tensor]:
-    own = gradient.reshape(-1)[state.start : state.end]
-    factor, noise = scale.gradient * scale.clip, scale.variance**0.5
-    return error_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
+    return _error_sums(gradient, state, sizes, scale, words)
 
 
 def sink_update_error(
@@ -271,32 +264,26 @@ def sink_update_error(
     """Return the squared update error over the ρ grid of a parameter that is no linear, float64 [len(RHO_GRID)].
 
     An error of relative size ρ gives each element ρ times the root mean square of its row: the row of a token in the
-    embedding, or the whole weight of a norm. A row without gradient gets no error. ``gradient`` is the reduced local
-    main gradient in recorded units, any shape; ``first_row`` the global index of its first row. The others are those of
-    :func:`linear_update_error`.
+    embedding, or the whole weight of a norm. A row without gradient gets no error.
+
+    Args:
+        gradient: the local main gradient of any shape, summed over data parallel ranks, in recorded units.
+        first_row: global index of its first row.
+
+    The other arguments are those of :func:`linear_update_error`.
     """
     matrix = gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)
     row_squares = quantization_error.sum_squares(matrix, 1)
     rms = (row_squares / matrix.shape[1]).sqrt().float() * abs(scale.gradient) * scale.variance**0.5
     rows = torch.arange(first_row, first_row + matrix.shape[0], device=gradient.device)
     cols = torch.arange(matrix.shape[1], device=gradient.device)
-    if isinstance(state, AdamWState) and _has_kernel(gradient):
-        sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
-        return _kernel_sums(gradient, state, scale, sizes, words)[0]
-    z = error_signs(seed, rows, cols)
-    elements = slice(state.start, state.end)
-    unit = (rms[:, None] * z).view(-1)[elements] * scale.clip
-    return state.squared_error(_gradient(gradient, state, scale), unit, RHO_GRID.tolist())
-
-
-def _gradient(gradient: Tensor, state: Update, scale: StepScale) -> Tensor:
-    """Return this rank's elements of the gradient that a training step would give its optimizer, flat float32."""
-    own = gradient.reshape(-1)[state.start : state.end].float() * (scale.gradient * scale.clip)
-    return gradient_of_a_step(own, state, scale.variance**0.5)
+    sizes = ErrorSizes(seed, rows, cols, rms.double() * scale.clip, torch.ones_like(cols, dtype=torch.float64))
+    return _error_sums(gradient, state, sizes, scale, words)[0]
 
 
 # -- warm-up ---------------------------------------------------------------------------------------------------
 _SCALE = StepScale(gradient=1.0, clip=1.0, tokens=1, tokens_per_step=2)
+_SINK_ROWS = 128
 
 
 def warm_up_recording(linear: WarmUpLinear, formats: Sequence[str], sample_tokens: int) -> LinearRecorder:
@@ -324,13 +311,10 @@ def warm_up_update_error(recorder: LinearRecorder, *, sharded: bool) -> None:
 
 def warm_up_sinks(weight: Tensor, *, sharded: bool) -> None:
     """Evaluate the update error of a parameter that is no linear's weight, of a matrix in its first rows only."""
-    rows = min(len(weight), _ROWS) if weight.dim() > 1 else len(weight)
+    rows = min(len(weight), _SINK_ROWS) if weight.dim() > 1 else len(weight)
     gradient = torch.zeros(rows, *weight.shape[1:], dtype=torch.float32, device=weight.device)
     for start, end in _ranges(gradient.numel(), sharded):
         sink_update_error(gradient, _state(gradient, start, end), _SCALE, seed=0, first_row=0)
-
-
-_ROWS = 128
 
 
 def _ranges(size: int, sharded: bool) -> list[tuple[int, int]]:
