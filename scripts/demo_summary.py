@@ -66,8 +66,7 @@ def criteria(
 def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
     """Prints the result, and that of a recorded ``gpu_run``; exit code 0 if the run is enough, 1 otherwise."""
     from snip_megatron.reporting.report import write_report
-    from snip_megatron.reporting.summary import summarise
-    from snip_megatron.reporting.summary_text import headline, sentences
+    from snip_megatron.reporting.summary import headline, sentences, summarise
     from snip_megatron.runtime.run_data import load_run, read_events, read_maps
 
     adopted = [event for event in read_events(run) if event["event"] == "adopt"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from snip_megatron.reporting.stage_view import Prediction
+from snip_megatron.reporting.map_views import Prediction
 from snip_megatron.runtime.run_data import load_run
 
 _LAYER = re.compile(r".*layers\.\d+\.")
@@ -95,7 +95,7 @@ def predicted_step(run: Path, bf16_ms: float | None) -> float | None:
     such steps, those that the planner predicts.
     """
     data = load_run(run)
-    prediction, chosen = Prediction.stored(data), data.adoptions[-1].precision_map if data.adoptions else None
+    prediction, chosen = Prediction.load(data), data.adoptions[-1].precision_map if data.adoptions else None
     if prediction is None or chosen is None:
         return None
     seconds = prediction.times.step_seconds(chosen, prediction.stages, None if bf16_ms is None else bf16_ms / 1e3)

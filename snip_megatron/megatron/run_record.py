@@ -110,8 +110,7 @@ def finish(run: Path) -> None:
     """Print whether the run was worth it, and write ``report.html`` into its directory. Failures are printed only."""
     # The record is already on disk. A missing package or a full disk must not change the exit code of the job.
     try:
-        from snip_megatron.reporting.summary import summarise
-        from snip_megatron.reporting.summary_text import lines
+        from snip_megatron.reporting.summary import lines, summarise
 
         for line in lines(summarise(load_run(run))):
             say(line)

@@ -1,4 +1,4 @@
-"""The report's figures as plotly's data and layout, and its maps as data. The page's theme sets the colours."""
+"""The figures of the page as plotly's data and layout, and the maps as data for the page's script."""
 
 import html
 import itertools
@@ -10,7 +10,7 @@ from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 MAX_POINTS = 2000
-"""Number of buckets of a thinned line. Each bucket keeps its lowest and highest value, so that spikes stay visible."""
+"""Number of buckets of a thinned line. The lowest and highest value of each are drawn, so that spikes stay visible."""
 _COLOURS = {
     Format.BF16: "#8f99a8",
     Format.FP8: "#3f83c8",
@@ -25,7 +25,7 @@ _COLOURS = {
 }
 FORMAT_COLOURS = {fmt: _COLOURS.get(fmt, _COLOURS[fmt.base]) for fmt in Format}
 """8-bit formats are blue and 4-bit formats orange or brown. Colour-blind readers can distinguish them in light and dark
-mode. A variant without a colour of its own has that of its base.
+mode. A variant that is not in the table has the colour of its base.
 """
 STAGE_COLOURS = ("#3f83c8", "#e8833a", "#3a9e7c", "#b568b8", "#c9a227", "#d1495b", "#5fa8a0", "#8f99a8")
 LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
@@ -33,7 +33,7 @@ LINE, MARK, FAULT = "#3f83c8", "#e8833a", "#d1495b"
 
 @dataclass
 class Figure:
-    """A figure over training steps in the style of the page. ``share``: the y axis shows shares as per cent."""
+    """A figure over training steps in the style of the page. With ``share`` the y axis shows shares as per cent."""
 
     y_title: str
     share: bool = False
@@ -41,10 +41,10 @@ class Figure:
     layout: dict[str, Any] = field(default_factory=dict)
 
     def line(
-        self, name: str, x: Sequence[Any], y: Sequence[Any], colour: str, form: str = "%{y:.4f}", **line: Any
+        self, name: str, x: Sequence[Any], y: Sequence[Any], colour: str, hover: str = "%{y:.4f}", **line: Any
     ) -> None:
-        """Add a line. ``form`` is its text on hover, ``line`` its width, dash and shape."""
-        trace = {"type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "hovertemplate": form}
+        """Add a line. ``hover`` is plotly's template of its hover text, ``line`` its width, dash and shape."""
+        trace = {"type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "hovertemplate": hover}
         self.data.append(trace | {"x": list(x), "y": list(y), "line": {"color": colour, "width": 1.6} | line})
 
     def marks(
@@ -74,16 +74,16 @@ def thin(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int
     """Reduce a line to at most 2·MAX_POINTS points: the lowest and the highest value of each bucket of steps."""
     if len(steps) <= 2 * MAX_POINTS:
         return list(steps), list(values)
-    keep: list[int] = []
+    selected: list[int] = []
     for bucket in range(MAX_POINTS):
         start, stop = (len(steps) * b // MAX_POINTS for b in (bucket, bucket + 1))
         finite = [(value, i) for i in range(start, stop) if (value := values[i]) is not None]
-        keep += sorted({min(finite)[1], max(finite)[1]}) if finite else [start]
-    return [steps[i] for i in keep], [values[i] for i in keep]
+        selected += sorted({min(finite)[1], max(finite)[1]}) if finite else [start]
+    return [steps[i] for i in selected], [values[i] for i in selected]
 
 
 def loss_figure(run: RunData) -> dict[str, Any] | None:
-    """Draw the loss over steps with adoptions, guard events and validation. Returns None without a loss."""
+    """Draw the loss over steps with adoptions, guard events and validations. None if no loss is recorded."""
     steps, losses = run.series("loss")
     points = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
     if not points:
@@ -91,8 +91,8 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
     figure = Figure("loss")
     figure.line("training loss", *thin(steps, losses), LINE)
     for (formats, values), colour in zip(run.validations().items(), STAGE_COLOURS[2:], strict=False):
-        bf16, _, of = formats.partition(", ")
-        name = ("validation in bf16" if bf16 == "bf16" else "validation") + (f", {of}" if of else "")
+        kind, _, data_set = formats.partition(", ")
+        name = ("validation in bf16" if kind == "bf16" else "validation") + (f", {data_set}" if data_set else "")
         figure.line(name, *thin(list(values), list(values.values())), colour)
         if len(values) <= 40:
             marker = {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}}
@@ -102,11 +102,11 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
         ("map adopted", [(a.step, _adoption_text(a)) for a in run.maps], MARK, "diamond"),
         ("guard", guards, FAULT, "x"),
     ]
-    for name, found, colour, symbol in marks:
-        if found:
-            at = [step for step, _ in found]
-            heights = [next((loss for s, loss in points if s >= step), points[-1][1]) for step in at]
-            figure.marks(name, at, heights, [text for _, text in found], colour, symbol)
+    for name, texts, colour, symbol in marks:
+        if texts:
+            x = [step for step, _ in texts]
+            y = [next((loss for s, loss in points if s >= step), points[-1][1]) for step in x]
+            figure.marks(name, x, y, [text for _, text in texts], colour, symbol)
     dotted = {"type": "line", "line": {"color": MARK, "width": 1, "dash": "dot"}, "opacity": 0.6}
     dotted |= {"xref": "x", "yref": "y domain", "y0": 0, "y1": 1}
     figure.layout["shapes"] = [dotted | {"x0": a.step, "x1": a.step} for a in run.maps]
@@ -114,16 +114,17 @@ def loss_figure(run: RunData) -> dict[str, Any] | None:
 
 
 def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) -> dict[str, Any] | None:
-    """Draw the share of each format over steps, four bits lowest. Returns None if no adopted map is known.
+    """Draw the share of each format over steps, four bits lowest. None if no adopted map is known.
 
-    Arguments as of :func:`snip_megatron.precision.format_shares`. Where no FLOPs are known, GEMMs are counted.
+    ``flops`` and ``unquantised`` are those of :func:`snip_megatron.precision.format_shares`. If ``flops`` is empty, the
+    shares are those of GEMMs.
     """
     maps = [(a.step, a.precision_map) for a in run.adoptions if a.precision_map is not None]
     if not maps:
         return None
     figure = Figure("share of FLOPs" if flops else "share of GEMMs", share=True)
     flops = flops or dict.fromkeys(map(str, maps[-1][1].linears()), 1.0)
-    points = [(step, format_shares(chosen, flops, unquantised)) for step, chosen in maps]
+    points = [(step, format_shares(precision_map, flops, unquantised)) for step, precision_map in maps]
     if steps := run.series("loss")[0]:
         first, last = min(steps[0], maps[0][0]), max(steps[-1], maps[-1][0])
         points = [(first, {Format.BF16: 1.0}), *points, (last, points[-1][1])]
@@ -137,7 +138,6 @@ def format_figure(run: RunData, flops: Mapping[str, float], unquantised: float) 
     return figure.as_dict()
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------
 def _adoption_text(adoption: Adoption) -> str:
     text = f"map{'' if adoption.version is None else f' v{adoption.version}'}: {adoption.status}"
     parts = [html.escape(text)]
@@ -154,17 +154,19 @@ def _adoption_text(adoption: Adoption) -> str:
 
 
 # -- maps: columns are layers; rows are kinds of linears × GEMMs --------------------------------------------------
-_BLOCKS = ("mtp_model_layer", "transformer_layer", "self_attention", "mlp", "mixer")
+_COMMON_MODULES = ("mtp_model_layer", "transformer_layer", "self_attention", "mlp", "mixer")
 SCORE_FIELDS = ("delta_loss", "delta_weight", "q")
 
 
 def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     """Return the data that the page's script draws, or None if no adopted map is known.
 
-    ``rows`` [R] holds objects {stack, path, gemm, label}. ``layers`` [C] holds global layer indices. Each of ``maps``
-    has ``codes`` [R][C] (an index into ``formats``; null if the model has no such linear), ``changed`` (the number of
-    changed GEMMs; null for the first map) and ``scores`` (an index into the list ``scores``; null if unknown). Each
-    entry of the list ``scores`` [R][C] holds {format: [ΔL, ΔW, Q]}.
+    ``rows`` [R] holds objects {stack, path, gemm, label}, ``layers`` [C] global layer indices, and ``scores`` a list of
+    tables [R][C] of {format: [ΔL, ΔW, Q]}. Each of ``maps`` has
+
+    - ``codes`` [R][C]: an index into ``formats``, or null if the model has no such linear,
+    - ``changed``: the number of changed GEMMs, or null for the first map,
+    - ``scores``: an index into the list ``scores``, or null if the scores are not known.
     """
     known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
     keys = dict.fromkeys(key for a in known if a.precision_map for key in a.precision_map.choices)
@@ -178,19 +180,19 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
     cells = [[(str(LinearId(stack, layer, path)), gemm) for layer in layers] for (stack, path), gemm in rows]
     tables = {id(a.scores): a.scores for a in known if a.scores}  # a map that the guard restored shares its scores
     maps: list[dict[str, Any]] = []
-    before: list[list[int | None]] | None = None
+    previous: list[list[int | None]] | None = None
     for adoption in known:
-        chosen = adoption.precision_map or PrecisionMap(choices={})
-        codes = [[chosen.format_of(*cell).code if cell[0] in present else None for cell in row] for row in cells]
-        pairs = [] if before is None else zip(itertools.chain(*before), itertools.chain(*codes), strict=True)
-        named = ("step", "version", "status", "achieved", "speedup")
-        own = {
+        precision_map = adoption.precision_map or PrecisionMap(choices={})
+        codes = [[precision_map.format_of(*cell).code if cell[0] in present else None for cell in row] for row in cells]
+        pairs = [] if previous is None else zip(itertools.chain(*previous), itertools.chain(*codes), strict=True)
+        names = ("step", "version", "status", "achieved", "speedup")
+        computed = {
             "codes": codes,
-            "changed": None if before is None else sum(a != b for a, b in pairs),
+            "changed": None if previous is None else sum(a != b for a, b in pairs),
             "scores": list(tables).index(id(adoption.scores)) if adoption.scores else None,
         }
-        maps.append({name: getattr(adoption, name) for name in named} | own)
-        before = codes
+        maps.append({name: getattr(adoption, name) for name in names} | computed)
+        previous = codes
     return {
         "formats": [{"name": fmt.value, "colour": FORMAT_COLOURS[fmt]} for fmt in Format],
         "rows": [
@@ -203,10 +205,10 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
 
 
 def _short_kind(stack: str, path: str) -> str:
-    """Return a short name of the linears of one path: without the modules that all layers consist of."""
+    """Return a short name for the linears of one path, without the modules that all layers have."""
     *owners, last = path.split(".")
-    own = [name for name in owners if name not in _BLOCKS]
-    return " ".join([*([] if stack == "decoder" else [stack]), *own, last.removeprefix("linear_")])
+    modules = [name for name in owners if name not in _COMMON_MODULES]
+    return " ".join([*([] if stack == "decoder" else [stack]), *modules, last.removeprefix("linear_")])
 
 
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:

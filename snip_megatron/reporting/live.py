@@ -1,9 +1,9 @@
-"""``snip report RUN --live``: serves the page about a running job, and draws it again as the run continues.
+"""``snip report RUN --live``: serves the page about a running job, and renders it again as the run continues.
 
 The server reads the run directory, so it can run on any machine that shares the file system with the job. It listens on
-the loopback address only; ``ssh -L`` forwards the page to another machine. The address contains a secret, because other
-users of this machine could connect, too. The browser reloads the page by itself (the header ``Refresh``). The page's
-security policy, which forbids network access to its scripts, is not changed.
+the loopback address only. ``ssh -L`` forwards the page to another machine. The address contains a secret, because other
+users of this machine can connect to the port too. The header ``Refresh`` makes the browser reload the page, so that the
+page's security policy, which forbids network access to its scripts, stays as it is.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from snip_megatron.runtime.run_data import CONFIG, EVENTS, METRICS, load_run
 
 PORT = 8765
 REFRESH_S = 15
-REDRAW_S = 60
-"""The page is drawn when it is requested, if the run has recorded something or so long has passed since."""
+MAX_AGE_S = 60
+"""A request renders the page again if the run has recorded something, or if the page is older than this."""
 
 
 class LiveServer:
@@ -35,25 +35,25 @@ class LiveServer:
     def __init__(self, run: Path | str, port: int = PORT) -> None:
         self._run = Path(run)
         self._lock = threading.Lock()
-        self._seen: object = None
+        self._state: object = None  # of the run's files when the page was rendered
         self._page = b""
-        self.compressed()  # an error is one of the command, not of the first request
+        self.compressed_page()  # an error ends the command, not the first request
         self.secret = secrets.token_urlsafe(12)
         try:
             self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         except (OSError, OverflowError) as error:
             raise SnipError(f"--port {port}: cannot listen ({error}); choose another one, 0 for any") from None
-        self.http.daemon_threads = True  # a browser that keeps its connection does not keep the command
+        self.http.daemon_threads = True  # an open connection does not keep the command from ending
         self.port = int(self.http.server_address[1])
         self.url = f"http://127.0.0.1:{self.port}/{self.secret}/"
 
-    def compressed(self) -> bytes:
+    def compressed_page(self) -> bytes:
         """Return the page, compressed by gzip. Raises SnipError if the run directory cannot be read."""
         with self._lock:
-            now = (time.time() // REDRAW_S, *(_stamp(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
-            if now != self._seen:
+            state = (time.time() // MAX_AGE_S, *(_file_state(self._run / name) for name in (CONFIG, EVENTS, METRICS)))
+            if state != self._state:
                 text = render(load_run(self._run), live=True)
-                self._page, self._seen = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), now
+                self._page, self._state = gzip.compress(text.encode("utf-8", errors="replace"), compresslevel=5), state
             return self._page
 
     def serve(self) -> None:
@@ -66,12 +66,13 @@ class LiveServer:
         self.http.shutdown()
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_state(path: Path) -> tuple[int, int]:
+    """Return size and time of a file, or zeros if it cannot be read."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:
@@ -81,7 +82,7 @@ def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:
                 self._answer(404, b"There is no page here: use the address that snip report printed.\n")
                 return
             try:
-                self._answer(200, server.compressed(), "text/html", **{"Content-Encoding": "gzip"})
+                self._answer(200, server.compressed_page(), "text/html", **{"Content-Encoding": "gzip"})
             except SnipError as error:
                 self._answer(503, f"{error}\n".encode())
 
@@ -93,7 +94,7 @@ def _handler(server: LiveServer) -> type[BaseHTTPRequestHandler]:
                 headers["Refresh"] = str(REFRESH_S)
             for name, value in headers.items():
                 self.send_header(name, value)
-            with contextlib.suppress(ConnectionError):  # the browser has gone away
+            with contextlib.suppress(ConnectionError):  # the browser has closed the connection
                 self.end_headers()
                 self.wfile.write(body)
 

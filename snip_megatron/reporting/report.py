@@ -1,61 +1,79 @@
-"""``report.html``, a self-contained page about one run."""
+"""``report.html``, the page about a run.
 
+The page is one self-contained file: plotly.js, style and data are inside. Its content security policy forbids all
+network access, and all scripts except the two whose hashes it names. Text from a run's files can therefore never run as
+code.
+"""
+
+import base64
+import functools
+import hashlib
 import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
+from snip_megatron import __version__
+from snip_megatron.precision.errors import needs_extra
 from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
-from snip_megatron.reporting.page import render_page, write_page
-from snip_megatron.reporting.phases import phase_view
-from snip_megatron.reporting.stage_view import recorded_linears, stage_view, unquantised_flops
-from snip_megatron.reporting.summary import RunSummary, summarise
-from snip_megatron.reporting.summary_text import headline, sentences
+from snip_megatron.reporting.map_views import phase_view, recorded_linears, stage_view, unquantised_flops
+from snip_megatron.reporting.summary import RunSummary, headline, sentences, summarise
 from snip_megatron.runtime.account import duration, share_text
 from snip_megatron.runtime.run_data import REPORT, RunData, fields_of, load_run, number
 from snip_megatron.runtime.run_directory import read_lock
-from snip_megatron.runtime.storage import flatten
+from snip_megatron.runtime.storage import deliver, flatten
+
+with needs_extra("report", "a report"):
+    from plotly.offline import get_plotlyjs
 
 MAX_EVENT_ROWS = 1000
 """Number of rows in the table of events. Of a longer list, the last rows are shown."""
 MAX_MAP_ROWS = 200
-"""The same for the table of steps by map."""
+"""Number of rows in the table of steps by map. Of a longer list, the last rows are shown."""
 SILENT_S, SILENT_STEPS = 120.0, 20
-"""A live run whose last record is older than both of these has stopped, or hangs."""
-_FACTS_TO_COMPUTE_WITH = ("request", "unquantised_flops", "predicted_times", "linear_stages")
+"""A run whose last record is older than so many seconds, and than so many steps take, has stopped or hangs."""
+_HIDDEN_FACTS = ("request", "unquantised_flops", "predicted_times", "linear_stages")
 
 
 def write_report(run: Path | str, out: Path | str | None = None) -> Path:
-    """Write the report page of a run to ``out``, or to ``report.html`` in its directory. Return its path.
+    """Write the page of a run to ``out``, by default ``report.html`` in the run directory. Return its path.
 
-    Raises SnipError if ``run`` is not a run directory, or ``out`` cannot be written.
+    Raises SnipError if ``run`` is not a run directory, or the file cannot be written.
     """
-    return write_page(render(load_run(run)), Path(run) / REPORT if out is None else Path(out))
+    path = Path(run) / REPORT if out is None else Path(out)
+    deliver("page", path, render(load_run(run)))
+    return path
 
 
 def render(run: RunData, *, live: bool = False) -> str:
-    """Return the page as text.
-
-    With ``live`` the page says how old the last record is.
-    """
+    """Return the page as text. With ``live`` it is read at once, and says how old the last record is."""
     summary = summarise(run)
     unreadable = list(run.unreadable)
+    facts = {name: value for name, value in run.facts.items() if name not in _HIDDEN_FACTS}
     rows, phases = recorded_linears(run, unreadable), phase_view(run)
     figures = {
         "loss": loss_figure(run),
         "formats": format_figure(run, {row.name: row.flops for row in rows}, sum(unquantised_flops(run).values())),
     }
-    return render_page(
-        "report.html",
+    plotly_js, page_js = get_plotlyjs(), _template_text("report.js")
+    return _template().render(
+        version=__version__,
+        style=Markup(_template_text("report.css")),
+        scripts=[Markup(plotly_js), Markup(page_js)],
+        script_hashes=[_csp_hash(plotly_js), _csp_hash(page_js)],
         title=run.path.resolve().name,
         lines=[line for line in (_policy_line(run.config), _machine_line(run)) if line],
         state=_state(run, summary, live=live),
         tiles=_tiles(run, summary),
         summary={
             "headline": headline(summary),
-            "lines": [*sentences(summary), *_stays_bf16(run)],
+            "lines": [*sentences(summary), *_unconverted_line(run)],
             "warnings": summary.warnings,
         },
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
@@ -68,23 +86,19 @@ def render(run: RunData, *, live: bool = False) -> str:
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
         events_left_out=max(0, len(run.events) - MAX_EVENT_ROWS),
-        tables=[("Facts", _pairs(_shown_facts(run))), ("Configuration", _pairs(run.config))],
+        tables=[("Facts", _pairs(facts)), ("Configuration", _pairs(run.config))],
         unreadable=unreadable,
     )
 
 
+# -- parts of the page ---------------------------------------------------------------------------------------------
 def _pairs(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (dotted key, value as text) pairs of a nested configuration."""
     return [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in flatten(tree).items()]
 
 
-def _shown_facts(run: RunData) -> dict[str, Any]:
-    """Return the facts that a page shows: those that a reader can use."""
-    return {name: value for name, value in run.facts.items() if name not in _FACTS_TO_COMPUTE_WITH}
-
-
-def _stays_bf16(run: RunData) -> list[str]:
-    """Return a sentence about the linears that no map covers; none if there are none."""
+def _unconverted_line(run: RunData) -> list[str]:
+    """Return a sentence about the linears that no map covers, or an empty list if there are none."""
     stays = run.facts.get("stays_bf16")
     return [f"Not converted: {'; '.join(map(str, stays))}."] if isinstance(stays, list) and stays else []
 
@@ -95,7 +109,6 @@ def _policy_line(config: Mapping[str, Any]) -> str:
     return " · ".join(named)
 
 
-# -- parts of the page ---------------------------------------------------------------------------------------------
 def _machine_line(run: RunData) -> str:
     """Return one line with card, host, date and versions."""
     facts, ranks = run.facts, number(run.facts.get("world_size"))
@@ -109,26 +122,28 @@ def _machine_line(run: RunData) -> str:
 
 
 def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
-    """Return whether the job still runs, as a ``text``, and whether it was killed or hangs, a ``fault``."""
+    """Return the state of the job as ``text``. ``fault`` says whether it was killed or hangs."""
     times = [number(row.get("time")) for row in (*run.metrics[-1:], *run.events[-1:])]
     last = max((at for at in times if at is not None), default=0.0)
     age, lock = time.time() - last, read_lock(run.path)
-    usual = max((each.step_s or 0.0 for each in summary.maps), default=0.0)
-    total, over = summary.total_steps, summary.total_steps is not None and summary.steps >= summary.total_steps
-    fault = True
+    step_s = max((stretch.step_s or 0.0 for stretch in summary.maps), default=0.0)
+    total = summary.total_steps
+    complete = total is not None and summary.steps >= total
+    fault = False
     if lock is None or lock.gone:
-        what, fault = ("Ended", False) if over else ("Stopped", lock is not None)
-        what += f", {lock} was killed" if fault else ""
+        fault = not complete and lock is not None
+        text = ("Ended" if complete else "Stopped") + (f", {lock} was killed" if fault else "")
     elif lock.mine and not live:
-        what, fault = "Written by the run itself", False
-    elif age > max(SILENT_S, SILENT_STEPS * usual):
-        what = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
+        text = "Written by the run itself"
+    elif age > max(SILENT_S, SILENT_STEPS * step_s):
+        fault = True
+        text = f"Stopped, or hangs: {lock} has written nothing for {duration(age)}"
     else:
-        what, fault = f"{'Running' if live else 'Running when this page was written'}: {lock}", False
+        text = f"{'Running' if live else 'Running when this page was written'}: {lock}"
     ago = f", {duration(max(0.0, age))} ago" if live and last else ""
-    steps = f"step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
+    steps = f"Step {summary.steps:,}" + ("" if total is None else f" of {total:,}")
     written = f"last write {_utc(last, '%Y-%m-%d %H:%M:%S UTC')}{ago}" if last else "nothing was written"
-    return {"text": f"{what}. {steps[:1].upper()}{steps[1:]}, {written}.", "fault": fault}
+    return {"text": f"{text}. {steps}, {written}.", "fault": fault}
 
 
 def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
@@ -138,12 +153,12 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     timed = next((adoption for adoption in reversed(run.adoptions) if adoption.asked is not None), None)
     total = summary.total_steps
     of = f" of {total:,}" if total is not None and total > summary.steps else ""
-    now = summary.maps[-1] if summary.maps else None
-    predicted = None if now is None or now.predicted is None else f"{now.predicted:.3f}"
-    linears = " of the linears" if now is not None and now.predicted_of == "linears" else ""
+    last = summary.maps[-1] if summary.maps else None
+    predicted = None if last is None or last.predicted is None else f"{last.predicted:.3f}"
+    linears = " of the linears" if last is not None and last.predicted_of == "linears" else ""
     cost = f"{summary.cost_s:.2f} s" + ("" if summary.cost_share is None else f", {summary.cost_share:.2%}")
     measured = None if summary.judged is None else summary.judged.speedup
-    found: list[tuple[str, str | None]] = [
+    tiles: list[tuple[str, str | None]] = [
         ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
         (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
         ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if 0 < len(finite) < len(losses) else None),
@@ -158,11 +173,11 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         ("cost of updates", cost if run.updates else None),
         ("faults", f"{len(run.faults):,}"),
     ]
-    return [(label, value) for label, value in found if value is not None]
+    return [(label, value) for label, value in tiles if value is not None]
 
 
 def _formats_now(run: RunData) -> str | None:
-    """Return the shares of the formats of the map in force, as text; None without a map."""
+    """Return the shares of the formats of the map in force, as text. None without a map."""
     shares = run.adoptions[-1].fields.get("formats") if run.adoptions else None
     known = shares.items() if isinstance(shares, Mapping) else ()
     return share_text({name: share for name, value in known if (share := number(value)) is not None}) or None
@@ -196,3 +211,30 @@ def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + _details(value) + "}"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- the template --------------------------------------------------------------------------------------------------
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["data"] = _script_data
+    environment.filters["figure"] = lambda value: "" if value is None else f"{value:.4g}"
+    environment.filters["percent"] = lambda value: "" if value is None else f"{value:.2%}"
+    return environment.from_string(_template_text("report.html"))
+
+
+def _template_text(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _script_data(value: Any) -> Markup:
+    """Return JSON for a ``<script type="application/json">``. ``<``, ``>`` and ``&`` are escaped."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+@functools.cache
+def _csp_hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,10 +1,10 @@
-"""SNIP's figures in the host framework's own loggers: Megatron's wandb run and TensorBoard log.
+"""SNIP's figures in Megatron's own loggers, its wandb run and its TensorBoard log.
 
-Megatron opens both on the **last** rank, and its writers are None on the others. So they show only what the last rank
-knows, such as the map and the loss; rank 0 writes the run directory.
+Megatron opens both on the last rank, and its writers are None on all other ranks. They therefore show only what the
+last rank knows, such as the map and the loss. Rank 0 writes the run directory.
 
 Loggers count iterations (completed steps). The metrics of the 0-based training step N belong to iteration N + 1, and
-events before ``train_step(N)`` to iteration N. A logger that fails never stops training: the first failure is printed,
+events before ``train_step(N)`` to iteration N. A logger that fails never stops training: its first failure is printed,
 and after a few failures in a row nothing more is written to it.
 """
 
@@ -20,18 +20,20 @@ from snip_megatron.precision import Gemm, PrecisionMap
 from snip_megatron.runtime.storage import jsonable
 
 PREFIX = "snip/"
-GIVE_UP_AFTER = 3
-"""Number of failures in a row after which a logger is given up. Each may cost the training thread a time-out."""
+MAX_FAILURES = 3
+"""Number of failures in a row after which a logger is not used again. Each may cost the training thread a time-out."""
 MAP_COLUMNS = ("linear", *(gemm.value for gemm in Gemm))
 
 Rows = Sequence[Sequence[str]]
-"""A map: a row of MAP_COLUMNS for each linear."""
+"""A map as a table: the columns of :data:`MAP_COLUMNS` for each linear."""
 
 
 class Sinks:
-    """The loggers of a run (see :class:`snip_megatron.runtime.host.Sink`). A writer of None is none.
+    """The loggers of a run, as a :class:`snip_megatron.runtime.host.Sink`.
 
-    ``wandb`` is the module with an open run, or a run object, ``tensorboard`` a ``SummaryWriter``.
+    Args:
+        wandb: the module ``wandb`` with an open run, or a run object. None if wandb is off.
+        tensorboard: a ``SummaryWriter``. None if TensorBoard is off.
     """
 
     def __init__(self, *, wandb: Any = None, tensorboard: Any = None) -> None:
@@ -48,14 +50,14 @@ class Sinks:
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         """Write the numbers of an event before training step ``step`` as ``snip/<kind>/<field>``.
 
-        Numbers in a mapping (``achieved_per_stage``) become ``snip/<kind>/<field>/<key>``. The text fields ``kind`` of
-        a probe and ``formats`` of a validation become part of the name, so that those of one step stay separate.
+        Numbers in a mapping (``achieved_per_stage``) become ``snip/<kind>/<field>/<key>``. The text field ``kind`` of a
+        probe and ``formats`` of a validation become part of the name, because one step may have several of them.
         """
-        name = "/".join([kind, *(fields[each] for each in ("kind", "formats") if isinstance(fields.get(each), str))])
+        name = "/".join([kind, *(fields[field] for field in ("kind", "formats") if isinstance(fields.get(field), str))])
         self._send(step, scalars(f"{name}/", fields) | {f"{PREFIX}{name}/happened": 1})
 
     def precision_map(self, step: int, precision_map: PrecisionMap, linears: Iterable[str] | None = None) -> None:
-        """Write the map adopted before training step ``step`` as the table ``snip/map`` with one row a linear.
+        """Write the map that is adopted before training step ``step`` as the table ``snip/map``, one row a linear.
 
         Also writes ``snip/gemms/<format>``, the number of GEMMs in each format, and ``snip/solve/seconds``, the solving
         time, if the solver made the map.
@@ -71,23 +73,19 @@ class Sinks:
 
 
 class Logger(ABC):
-    """One logger over its ``writer``; None: nothing is written. ``last_error`` holds the last failure."""
+    """A logger with the ``writer`` of Megatron. If ``writer`` is None, nothing is written."""
 
     name = ""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer
         self.iteration = 0
-        self.last_error: str | None = None
         self._failures = 0
-
-    @property
-    def active(self) -> bool:
-        return self.writer is not None and self._failures < GIVE_UP_AFTER
+        self._reported = False
 
     def send(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
-        """Write figures, and a map if ``rows`` are given. Never raises: the first failure is printed."""
-        if not self.active:
+        """Write figures, and a map if ``rows`` is not empty. Never raises. The first failure is printed."""
+        if self.writer is None or self._failures == MAX_FAILURES:
             return
         # A logger may raise any error of its service, network or file system. None may reach the training loop.
         try:
@@ -95,11 +93,11 @@ class Logger(ABC):
             self._failures = 0
         except Exception as error:
             self._failures += 1
-            if self.last_error is None:
+            if not self._reported:
+                self._reported = True
                 line = f"snip: {self.name}: {error}; training goes on without these figures"
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError):  # standard error is closed
                     print(line, file=sys.stderr, flush=True)
-            self.last_error = f"{type(error).__name__}: {error}"
 
     @abstractmethod
     def _write(self, iteration: int, figures: Mapping[str, float], rows: Rows) -> None:
@@ -122,7 +120,7 @@ class TensorBoard(Logger):
 class Wandb(Logger):
     """A wandb run. Its rows have Megatron's iteration as wandb's step, so that the panels line up with ``lm loss``.
 
-    wandb drops rows below its current step, and reading that step may take up to 30 s. So ``iteration`` keeps track of
+    wandb drops rows below its current step, and reading that step may take up to 30 s. ``iteration`` therefore follows
     it: at the start of ``train_step(N)`` Megatron has logged up to iteration N. Late figures join that row.
     """
 
@@ -132,7 +130,7 @@ class Wandb(Logger):
         self.iteration = max(self.iteration, iteration)
         values: dict[str, Any] = dict(figures)
         if rows:
-            import wandb  # a writer exists, so it is installed; optional otherwise
+            import wandb  # an optional package, installed if there is a writer
 
             values[f"{PREFIX}map"] = wandb.Table(columns=list(MAP_COLUMNS), data=list(rows))
         if values:
@@ -141,11 +139,11 @@ class Wandb(Logger):
 
 def scalars(prefix: str, fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of ``fields`` by their logged name. Nested mappings become further levels."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in fields.items():
         plain = jsonable(value)
         if isinstance(plain, dict):
-            found |= scalars(f"{prefix}{name}/", plain)
+            numbers |= scalars(f"{prefix}{name}/", plain)
         elif isinstance(plain, (int, float)) and not isinstance(plain, bool) and math.isfinite(plain):
-            found[f"{PREFIX}{prefix}{name}"] = plain
-    return found
+            numbers[f"{PREFIX}{prefix}{name}"] = plain
+    return numbers

@@ -1,7 +1,8 @@
 """The summary of a run: what its maps saved and cost in time, predicted loss and memory, and whether it was worth it.
 
-Only :func:`summarise` computes these figures. The end of a run, the report and ``snip report --json`` show them. The
-running job has the same times (:mod:`snip_megatron.runtime.account`).
+:func:`summarise` computes the figures. :func:`headline`, :func:`sentences` and :func:`lines` turn them into text. The
+end of a run, the report and ``snip report --json`` show them. A running job computes the same times
+(:mod:`snip_megatron.runtime.account`).
 """
 
 import contextlib
@@ -16,18 +17,32 @@ import numpy as np
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.phases import RunPhase, differences, remaining_phases
-from snip_megatron.reporting.stage_view import Prediction
-from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, is_quantised
+from snip_megatron.reporting.map_views import Prediction, RunPhase, differences, remaining_phases
+from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
 from snip_megatron.runtime.defaults import in_nats
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 SCHEMA = "snip.worth/1"
 TRUE_OVER_PREDICTED = (0.95, 1.45)
-"""True change of the loss over the predicted one, for all fprops of small models (docs/results.md)."""
-_SLOPE_LOSSES = 200  # a slope is fitted to no fewer losses
-_CERTAIN = 4.0  # standard errors that make a fall of the loss one
-_OF_STRETCH = ("begin", "end", "version", "quantised", "step_s", "bf16_s", "speedup", "mean_s", "predicted")
+"""Range of the true rise of the loss over the predicted one, for all fprops of small models (docs/results.md)."""
+_MIN_SLOPE_LOSSES = 200  # minimum number of losses for a slope
+_MIN_SLOPE_ERRORS = 4.0  # minimum of a slope in its standard errors; a smaller one is noise
+_STRETCH_FIELDS = ("begin", "end", "version", "quantised", "step_s", "bf16_s", "speedup", "mean_s", "predicted")
+
+_COST_NAMES = {
+    "compile": "compiling at start",
+    "probe": "probes",
+    "collect": "reduction of statistics",
+    "times": "timing of GEMMs",
+    "submit": "submission",
+    "dropped": "dropped updates",
+    "postpone": "waiting for the solver",
+    "kept": "waiting for failed solves",
+    "guard": "refused maps",
+    "adopt": "adoption",
+    "settled": "slower steps afterwards",
+    "recapture": "capturing graphs again",
+}
 
 
 @dataclass(frozen=True)
@@ -36,12 +51,12 @@ class LossCost:
 
     Attributes:
         nats: predicted rise of the loss over bf16 at equal weights, while the map is in force.
-        at_end: with phases, the rise that the plan is predicted to leave when training ends; None without phases.
-        bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without; None under another one.
+        at_end: with phases, the rise that the plan is predicted to leave when training ends. None without phases.
+        bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without. None for other budgets.
         low, high: range of the true rise, from the ratios that were measured on small models.
         backward: whether the formats of dgrad and wgrad are included.
-        measured: validation loss in the map's formats minus that in bf16, if the run validated in both.
-        steps: training steps by which the loss falls by ``nats`` at present; None if noise hides its fall.
+        measured: validation loss in the map's formats minus that in bf16. None unless the run validated in both.
+        steps: training steps in which the loss falls by ``nats`` at present. None if noise hides its fall.
     """
 
     version: int | None
@@ -57,7 +72,10 @@ class LossCost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of rank 0 in bytes, so far and before the first update (None: unknown); ``resident``: the host's."""
+    """Peak memory of rank 0 in bytes, of the whole run and before the first update.
+
+    ``before`` is None if it is not known. ``resident`` says whether the memory is that of the host, not of the GPU.
+    """
 
     peak: int
     before: int | None
@@ -66,19 +84,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The judgement of a run. Times are rank 0's, in seconds; None if they are not known.
+    """The figures of a run and their verdict. Times are those of rank 0, in seconds. None means: not known.
 
     Attributes:
         verdict: ``yes``, ``no``, ``too early``, ``not judged`` or ``no map``.
-        why: why speed is not judged, or not yet; empty otherwise.
+        why: the reason if speed is not judged, or not yet. Otherwise empty.
         warnings: what to change, if it was not worth it.
         bf16_s, bf16_steps: median time of a step in bf16, and the number of steps of this median.
-        maps: steps under each map.
+        maps: the steps under each map.
         saved_s: time saved so far, minus all costs.
-        saved_run_s: the same at the end of the run, under the assumption ``assumes``, which is half a sentence: that
-            the current map stays, or that the plan of a run with phases is followed.
+        saved_run_s: the same at the end of the run.
         costs: seconds by kind of event.
-        loss, memory: None if it cannot be predicted, or was not recorded.
+        loss: None if it cannot be predicted.
+        memory: None if it was not recorded.
+        assumes: the assumption of ``saved_run_s`` as half a sentence: the current map stays, or the plan is followed.
         tokens_s: tokens a second of the usual steps under the latest map that has a median.
         over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
             fastest 8-bit format.
@@ -109,33 +128,33 @@ class RunSummary:
 
     @property
     def cost_share(self) -> float | None:
-        """All costs as a share of the time, costs included; None without times of steps.
+        """All costs as a share of the time, costs included. None if the times of steps are not known.
 
-        Steps under a map that was too short for a median count with the mean of the others.
+        A map that was in force for too few steps has no median. Its steps count with the mean of the others.
         """
         timed = [(m.steps, m.steps * m.step_s) for m in self.maps if m.step_s]
         if not timed:
             return None
         steps, seconds = map(sum, zip(*timed, strict=True))
-        trained = seconds / steps * sum(each.steps for each in self.maps)
+        trained = seconds / steps * sum(stretch.steps for stretch in self.maps)
         return self.cost_s / (trained + self.cost_s)
 
     @property
     def update_s(self) -> float:
-        """Mean cost of an update. What was compiled before the first step counts once for all of them."""
+        """Mean cost of an update, without the compilation before the first step, which no update repeats."""
         return (self.cost_s - self.costs.get("compile", 0.0)) / self.updates if self.updates else 0.0
 
     @property
     def judged(self) -> Stretch | None:
         """The latest map whose speed is known."""
-        known = [each for each in self.maps if each.quantised and each.speedup is not None]
+        known = [stretch for stretch in self.maps if stretch.quantised and stretch.speedup is not None]
         return known[-1] if known else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of a ``snip.worth/1`` file."""
         maps = [
-            {name: getattr(each, name) for name in _OF_STRETCH} | {"predicted_of": each.predicted_of or None}
-            for each in self.maps
+            {name: getattr(stretch, name) for name in _STRETCH_FIELDS} | {"predicted_of": stretch.predicted_of or None}
+            for stretch in self.maps
         ]
         return {"schema": SCHEMA, **asdict(self), "maps": maps, "cost_s": self.cost_s}
 
@@ -145,20 +164,20 @@ def summarise(run: RunData) -> RunSummary:
     account = Account()
     account.read(run.events, run.metrics, {a.step: a.precision_map for a in run.adoptions})
     prediction: Prediction | None = None
-    with contextlib.suppress(SnipError):  # figures of another version: nothing is predicted
-        prediction = Prediction.stored(run)
+    with contextlib.suppress(SnipError):  # times of another version are invalid
+        prediction = Prediction.load(run)
     by_step = {adoption.step: adoption for adoption in run.adoptions}
     maps = account.stretches()
     for stretch in maps:
-        stretch.predicted, stretch.predicted_of = _predicted(prediction, stretch, by_step.get(stretch.begin))
+        stretch.predicted, stretch.predicted_of = _stretch_prediction(prediction, stretch, by_step.get(stretch.begin))
     steps = int(run.metrics[-1]["step"]) + 1 if run.metrics else 0
-    wanted = number(run.facts.get("train_iters"))
-    found = RunSummary(
+    train_iters = number(run.facts.get("train_iters"))
+    summary = RunSummary(
         verdict="",
-        why=_why_not(run),
+        why=_why_not_judged(run),
         warnings=(),
         steps=steps,
-        total_steps=None if wanted is None else max(int(wanted), steps),
+        total_steps=None if train_iters is None else max(int(train_iters), steps),
         bf16_s=account.bf16_s,
         bf16_steps=account.bf16_steps,
         maps=tuple(maps),
@@ -173,19 +192,18 @@ def summarise(run: RunData) -> RunSummary:
     last = run.adoptions[-1].precision_map if run.adoptions else None
     over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
     if over is not None:
-        found = replace(found, fp8=over[0].value, over_fp8=over[1])
-    if found.why:  # speeds without a meaning must not be read as some
-        bare = tuple(replace(each, bf16=deque()) for each in found.maps)
-        found = replace(found, maps=bare, saved_s=None)
+        summary = replace(summary, fp8=over[0].value, over_fp8=over[1])
+    if summary.why:  # without times in bf16, no stretch has a speedup that a reader could take for a result
+        summary = replace(summary, maps=tuple(replace(stretch, bf16=deque()) for stretch in maps), saved_s=None)
     else:
-        saved_run_s, assumes = _saved_over_run(found, run, prediction)
-        found = replace(found, saved_run_s=saved_run_s, assumes=assumes)
-    return _with_verdict(found)
+        saved_run_s, assumes = _saved_over_run(summary, run, prediction)
+        summary = replace(summary, saved_run_s=saved_run_s, assumes=assumes)
+    return _with_verdict(summary)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
-def _why_not(run: RunData) -> str:
-    """Return why the speed of a run cannot be judged; an empty text if it can."""
+def _why_not_judged(run: RunData) -> str:
+    """Return why the speed of a run cannot be judged. Empty if it can."""
     if not any("step_s" in row for row in run.metrics):
         return "times of steps are not recorded"
     if run.facts.get("gemm_backend") in EMULATIONS:
@@ -193,34 +211,42 @@ def _why_not(run: RunData) -> str:
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(found: RunSummary, run: RunData, prediction: Prediction | None) -> tuple[float | None, str]:
-    """Return the time saved when training ends, if updates cost what they did so far, and what else that assumes."""
-    now = found.maps[-1] if found.maps else None
-    if found.saved_s is None or found.total_steps is None or now is None or now.speedup is None:
-        return None, ""
-    left = found.total_steps - found.steps
-    each = now.bf16_s - now.step_s if now.quantised and now.bf16_s is not None and now.step_s is not None else 0.0
-    saved, assumes = left * each, "this map stays"
-    ahead = remaining_phases(run)
-    current = run.adoptions[-1].precision_map if run.adoptions else None
-    if any(differences(current, phase.precision_map) for phase in ahead):
-        by_plan = _saved_by_plan(found.maps[-1], each, ahead, prediction)
-        assumes = "this map stays, although the plan changes it"
-        if by_plan is not None and sum(phase.steps for phase in ahead) == left:
-            saved, assumes = by_plan, "the plan is followed"
-    return found.saved_s + saved - _updates_to_come(left, run.config) * found.update_s, assumes
+def _saved_over_run(summary: RunSummary, run: RunData, prediction: Prediction | None) -> tuple[float | None, str]:
+    """Return the time saved at the end of the run, and what that assumes.
 
-
-def _saved_by_plan(now: Stretch, each: float, ahead: Sequence[RunPhase], prediction: Prediction | None) -> float | None:
-    """Return the seconds that the phases to come save: what a step saves now, times the ratio that is predicted.
-
-    None if a prediction is missing, or if nothing is saved now, so that there is nothing to scale.
+    Future updates are assumed to cost as much as those so far.
     """
-    speedups = [_speedup_of(prediction, phase.precision_map, now.predicted_of) or 0.0 for phase in ahead]
-    if min(speedups) <= 0.0 or each <= 0 or now.predicted is None or now.predicted <= 1.0:
+    last = summary.maps[-1] if summary.maps else None
+    if summary.saved_s is None or summary.total_steps is None or last is None or last.speedup is None:
+        return None, ""
+    steps = summary.total_steps - summary.steps
+    step_saving = 0.0
+    if last.quantised and last.bf16_s is not None and last.step_s is not None:
+        step_saving = last.bf16_s - last.step_s
+    saving, assumes = steps * step_saving, "this map stays"
+    phases = remaining_phases(run)
+    current = run.adoptions[-1].precision_map if run.adoptions else None
+    if any(differences(current, phase.precision_map) for phase in phases):
+        plan_saving = _plan_saving(last, step_saving, phases, prediction)
+        assumes = "this map stays, although the plan changes it"
+        if plan_saving is not None and sum(phase.steps for phase in phases) == steps:
+            saving, assumes = plan_saving, "the plan is followed"
+    return summary.saved_s + saving - _count_future_updates(steps, run.config) * summary.update_s, assumes
+
+
+def _plan_saving(
+    last: Stretch, step_saving: float, phases: Sequence[RunPhase], prediction: Prediction | None
+) -> float | None:
+    """Return the seconds that the remaining phases save.
+
+    The measured saving of a step under the current map is scaled by the ratio of the predicted savings. Returns None if
+    a prediction is missing, or if the current map saves nothing, so that there is nothing to scale.
+    """
+    speedups = [_predicted_speedup(prediction, phase.precision_map, last.predicted_of) or 0.0 for phase in phases]
+    if min(speedups) <= 0.0 or step_saving <= 0 or last.predicted is None or last.predicted <= 1.0:
         return None
-    scale = each / (1.0 - 1.0 / now.predicted)
-    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(ahead, speedups, strict=True))
+    scale = step_saving / (1.0 - 1.0 / last.predicted)
+    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(phases, speedups, strict=True))
 
 
 def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
@@ -229,27 +255,29 @@ def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
     return None if batch is None or length is None or step is None else batch * length / step
 
 
-def _updates_to_come(left: int, config: Mapping[str, Any]) -> int:
+def _count_future_updates(steps: int, config: Mapping[str, Any]) -> int:
     interval = number(config.get("update_interval"))
     policy = str(config.get("policy"))
     fixed = config.get("map") or config.get("replay") or policy.startswith(("uniform", "bf16", "late-"))
-    return 0 if not interval or fixed else left // max(1, int(interval))
+    return 0 if not interval or fixed else steps // max(1, int(interval))
 
 
-def _predicted(prediction: Prediction | None, stretch: Stretch, adoption: Adoption | None) -> tuple[float | None, str]:
-    """Return the speedup that was predicted for a stretch, and of what: the whole ``step`` or the ``linears``."""
+def _stretch_prediction(
+    prediction: Prediction | None, stretch: Stretch, adoption: Adoption | None
+) -> tuple[float | None, str]:
+    """Return the predicted speedup under the map of a stretch, and of what: the whole ``step`` or the ``linears``."""
     if adoption is None or not stretch.quantised:
         return None, ""
     step = number(adoption.fields.get("step_speedup"))
     if step is None and adoption.precision_map is not None:
-        step = _speedup_of(prediction, adoption.precision_map, "step")
+        step = _predicted_speedup(prediction, adoption.precision_map, "step")
     if step is not None:
         return step, "step"
     return (None, "") if adoption.speedup is None else (adoption.speedup, "linears")
 
 
-def _speedup_of(prediction: Prediction | None, precision_map: PrecisionMap, of: str) -> float | None:
-    """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map; None if unknown."""
+def _predicted_speedup(prediction: Prediction | None, precision_map: PrecisionMap, of: str) -> float | None:
+    """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map. None if it is not known."""
     if of != "step" or prediction is None:
         return precision_map.step_speedup if of == "step" else precision_map.speedup if of == "linears" else None
     return prediction.step_speedup(precision_map)
@@ -257,7 +285,7 @@ def _speedup_of(prediction: Prediction | None, precision_map: PrecisionMap, of: 
 
 # -- loss and memory -----------------------------------------------------------------------------------------------
 def _loss_cost(run: RunData) -> LossCost | None:
-    """Return the predicted loss of the map in force; None if there is none, or it was not chosen from statistics."""
+    """Return the predicted loss of the map in force. None if there is no such map, or it has no scores."""
     last = run.adoptions[-1] if run.adoptions else None
     if last is None or last.precision_map is None or not is_quantised(last.precision_map) or not last.scores:
         return None
@@ -271,11 +299,12 @@ def _loss_cost(run: RunData) -> LossCost | None:
     steps = None if slope is None else nats / slope
     plans = [plan for step, plan in run.plans.items() if step <= last.step and plan.version == last.version]
     at_end = None
-    if plans and backward:  # what a plan minimises under loss= is time; the objective of each of its maps is loss
+    # Under loss= a plan minimises time. The objective of each of its maps is a loss under any budget.
+    if plans and backward:
         at_end = math.fsum(phase.precision_map.objective or 0.0 for phase in plans[-1].phases)
     budget = run.budget
     bound = budget.value if budget is not None and budget.kind == "loss" else None
-    return LossCost(last.version, nats, low, high, backward, _validated(run, last.step), steps, at_end, bound)
+    return LossCost(last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, bound)
 
 
 def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float:
@@ -284,24 +313,27 @@ def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name:
     return math.fsum(number(score.get(name)) or 0.0 for score in chosen if isinstance(score, Mapping))
 
 
-def _validated(run: RunData, since: int) -> float | None:
-    """Return the latest validation loss in the map's formats less that in bf16, of the same step after ``since``."""
+def _measured_rise(run: RunData, since: int) -> float | None:
+    """Return the latest validation loss in the map's formats minus that in bf16.
+
+    None unless the latest validation after step ``since`` was in both.
+    """
     validations = run.validations()
-    own, bf16 = (validations.get(formats, {}) for formats in ("map", "bf16"))
-    last = max(own.keys() | bf16.keys(), default=since)
-    return own[last] - bf16[last] if last > since and last in own and last in bf16 else None
+    quantised, bf16 = (validations.get(formats, {}) for formats in ("map", "bf16"))
+    last = max(quantised.keys() | bf16.keys(), default=since)
+    return quantised[last] - bf16[last] if last > since and last in quantised and last in bf16 else None
 
 
 def _slope(run: RunData) -> float | None:
-    """Return by how much the loss falls in a step, over the last fifth of the steps; None if noise hides it."""
+    """Return by how much the loss falls in a step, from the last fifth of the steps. None if noise hides it."""
     losses = [value for value in run.series("loss")[1] if value is not None]
     half = len(losses) // 10
-    if 2 * half < _SLOPE_LOSSES:
+    if 2 * half < _MIN_SLOPE_LOSSES:
         return None
     first, second = losses[-2 * half : -half], losses[-half:]
     fall = float(np.mean(first) - np.mean(second))
     error = math.sqrt((np.var(first, ddof=1) + np.var(second, ddof=1)) / half)
-    return fall / half if fall > _CERTAIN * error else None
+    return fall / half if fall > _MIN_SLOPE_ERRORS * error else None
 
 
 def _memory(run: RunData) -> Memory | None:
@@ -314,27 +346,27 @@ def _memory(run: RunData) -> Memory | None:
 
 
 # -- verdict -------------------------------------------------------------------------------------------------------
-def _with_verdict(found: RunSummary) -> RunSummary:
-    if not any(each.quantised for each in found.maps):
-        return replace(found, verdict="no map", why=found.why or "every step so far was in bf16")
-    if found.why:
-        return replace(found, verdict="not judged")
-    if found.judged is None or found.saved_s is None:
-        if found.bf16_s is None:
+def _with_verdict(summary: RunSummary) -> RunSummary:
+    if not any(stretch.quantised for stretch in summary.maps):
+        return replace(summary, verdict="no map", why=summary.why or "every step so far was in bf16")
+    if summary.why:
+        return replace(summary, verdict="not judged")
+    if summary.judged is None or summary.saved_s is None:
+        if summary.bf16_s is None:
             why = (
-                f"usual steps in bf16 to compare with are {found.bf16_steps}, {STEPS} are needed: use a later"
+                f"usual steps in bf16 to compare with are {summary.bf16_steps}, {STEPS} are needed: use a later"
                 " --snip-first-update"
             )
-            return replace(found, verdict="not judged", why=why)
-        return replace(found, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
-    no, hint = _fault(found, found.judged), _hint(found.judged)
-    return replace(found, verdict="yes" if no is None else "no", warnings=tuple(w for w in (no, hint) if w))
+            return replace(summary, verdict="not judged", why=why)
+        return replace(summary, verdict="too early", why=f"fewer than {STEPS} usual steps ran under a map")
+    reason, hint = _why_not_worth(summary, summary.judged), _hint(summary.judged)
+    return replace(summary, verdict="yes" if reason is None else "no", warnings=tuple(w for w in (reason, hint) if w))
 
 
-def _fault(found: RunSummary, judged: Stretch) -> str | None:
-    """Return why it was not worth it, with a remedy; None if it was."""
+def _why_not_worth(summary: RunSummary, judged: Stretch) -> str | None:
+    """Return why it was not worth it, with a remedy. None if it was."""
     speedup = judged.speedup or 0.0
-    total = found.saved_s if found.saved_run_s is None else found.saved_run_s
+    total = summary.saved_s if summary.saved_run_s is None else summary.saved_run_s
     if speedup < TOLERANCE:
         return (
             f"steps under map {judged.version} are not faster than in bf16 ({speedup:.2f} x): if the GPU waits"
@@ -342,13 +374,15 @@ def _fault(found: RunSummary, judged: Stretch) -> str | None:
             " --snip without a budget, snip plan"
         )
     if total is not None and total <= 0:
-        each = (judged.bf16_s or 0.0) - (judged.step_s or 0.0)
+        step_saving = (judged.bf16_s or 0.0) - (judged.step_s or 0.0)
+        steps = math.ceil(summary.update_s / step_saving)
         return (
-            f"updates cost more than the maps save: one pays for itself after {math.ceil(found.update_s / each):,}"
+            f"updates cost more than the maps save: one pays for itself after {steps:,}"
             " steps; use a longer --snip-update-interval, or --snip-estimator fisher"
         )
-    lost = None if found.loss is None or found.loss.steps is None else found.loss.steps * (found.bf16_s or 0.0)
-    if lost is not None and total is not None and lost > total:
+    if summary.loss is None or summary.loss.steps is None or total is None:
+        return None
+    if summary.loss.steps * (summary.bf16_s or 0.0) > total:
         return (
             "the predicted rise of the loss costs more training time than was saved: ask for less, with a smaller"
             " --snip-budget or with --snip-budget loss=NATS"
@@ -357,7 +391,7 @@ def _fault(found: RunSummary, judged: Stretch) -> str | None:
 
 
 def _hint(judged: Stretch) -> str | None:
-    """Return what could be better, although it was worth it."""
+    """Return a remedy if much less was gained than predicted, otherwise None."""
     speedup = judged.speedup or 0.0
     predicted = judged.predicted if judged.predicted_of == "step" else None
     if predicted is None or predicted <= TOLERANCE or speedup - 1.0 >= 0.5 * (predicted - 1.0):
@@ -366,3 +400,88 @@ def _hint(judged: Stretch) -> str | None:
         f"less than half of the predicted gain was measured ({speedup:.2f} x, predicted {predicted:.2f} x): measure"
         " this GPU with snip calibrate and give --snip-timings FILE"
     )
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+def headline(summary: RunSummary) -> str:
+    """Return the verdict in one sentence."""
+    if summary.saved_s is None or summary.verdict not in ("yes", "no"):
+        return f"Worth it: {summary.verdict}. {summary.why[:1].upper()}{summary.why[1:]}."
+    text = f"{_saved(summary.saved_s)} so far"
+    if summary.saved_run_s is not None and summary.total_steps is not None and summary.total_steps > summary.steps:
+        text += f", {_saved(summary.saved_run_s)} over the run if {summary.assumes}"
+    whole = (summary.bf16_s or 0.0) * summary.steps
+    share = "" if not whole else f" ({summary.saved_s / whole:+.1%} of its time in bf16 so far)"
+    return f"Worth it: {summary.verdict}. {text[0].upper()}{text[1:]}{share}, all costs of SNIP included."
+
+
+def sentences(summary: RunSummary) -> list[str]:
+    """Return what is known of times, costs, loss and memory, one sentence each."""
+    texts = (_steps_text(summary), _costs_text(summary), _loss_text(summary, summary.loss), _memory_text(summary))
+    return [text for text in texts if text]
+
+
+def lines(summary: RunSummary) -> list[str]:
+    """Return headline, sentences and warnings, as the end of a run prints them."""
+    return [headline(summary), *sentences(summary), *(f"Warning: {warning}." for warning in summary.warnings)]
+
+
+def _saved(seconds: float) -> str:
+    return f"{'saved' if seconds >= 0 else 'lost'} {duration(abs(seconds))}"
+
+
+def _steps_text(summary: RunSummary) -> str:
+    parts = []
+    if summary.bf16_s is not None:
+        parts.append(f"{duration(summary.bf16_s)} in bf16 (median of {summary.bf16_steps} steps)")
+    shown = summary.judged or next((m for m in reversed(summary.maps) if m.quantised and m.step_s), None)
+    if shown is not None and shown.step_s is not None:
+        mean = "" if shown.mean_s is None else f", mean {duration(shown.mean_s)}"
+        speed = "" if shown.speedup is None else f": {shown.speedup:.2f} x"
+        of = " for the linears alone" if shown.predicted_of == "linears" else ""
+        predicted = "" if shown.predicted is None else f", {shown.predicted:.2f} x was predicted{of}"
+        under = f"under map {shown.version} ({shown.steps:,} steps{mean})"
+        parts.append(f"{duration(shown.step_s)} {under}{speed}{predicted}")
+    return f"A step took {', '.join(parts)}." if parts else ""
+
+
+def _costs_text(summary: RunSummary) -> str:
+    if not summary.updates and not summary.cost_s:
+        return ""
+    share = "" if summary.cost_share is None else f", {summary.cost_share:.2%} of the time"
+    largest = sorted(summary.costs.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{_COST_NAMES.get(kind, kind)} {duration(seconds)}" for kind, seconds in largest)
+    count = "SNIP" if not summary.updates else "1 update" if summary.updates == 1 else f"{summary.updates:,} updates"
+    return f"{count} cost {duration(summary.cost_s)}{share}: {parts}."
+
+
+def _loss_text(summary: RunSummary, loss: LossCost | None) -> str:
+    if loss is None:
+        return ""
+    during = "" if loss.at_end is None else " while it is in force,"
+    parts = [
+        f"Map {loss.version} is predicted to raise the loss by {loss.nats:.2g} nats{during} over bf16 at equal weights"
+        f" ({loss.low:.2g} to {loss.high:.2g} as far as small models tell: the error at real sizes, and what training"
+        " makes of the rise, were not measured)"
+    ]
+    if loss.at_end is not None:
+        bounds = "" if loss.bound is None else f": --snip-budget loss={loss.bound:g} bounds this figure, not the first"
+        left = f"of all phases of its plan, {loss.at_end:.2g} nats are predicted to be left at the end of training"
+        parts.append(left + bounds)
+    if not loss.backward:
+        parts.append("without the formats of dgrad and wgrad, whose cost these scores do not give in nats")
+    if loss.measured is not None:
+        parts.append(f"the last validation differs by {loss.measured:+.2g} between the map's formats and bf16")
+    if loss.steps is not None:
+        time = "" if summary.bf16_s is None or summary.why else f", {duration(loss.steps * summary.bf16_s)} of training"
+        parts.append(f"at present the loss falls by as much in about {loss.steps:,.0f} steps{time}")
+    return f"{'; '.join(parts)}."
+
+
+def _memory_text(summary: RunSummary) -> str:
+    memory = summary.memory
+    if memory is None:
+        return ""
+    what = "resident memory" if memory.resident else "GPU memory"
+    before = "" if memory.before is None else f", {memory.before / 2**30:.2f} GiB before the first update"
+    return f"Peak of {what} on rank 0: {memory.peak / 2**30:.2f} GiB{before}."

@@ -11,8 +11,7 @@ import synthetic_run
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting.report import render
-from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, summarise
-from snip_megatron.reporting.summary_text import headline, lines
+from snip_megatron.reporting.summary import TRUE_OVER_PREDICTED, RunSummary, headline, lines, summarise
 from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 
