@@ -26,8 +26,8 @@ from snip_megatron.megatron.model_linears import (
     BuiltLinear,
     ModelLinears,
     built_linears,
+    gather_stages,
     model_linears,
-    of_all_stages,
 )
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
@@ -57,7 +57,7 @@ _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNI
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
     """Convert every decoder linear of this rank's model chunks. See :func:`snip_megatron.megatron.convert_model`."""
     built = built_linears(model_chunks)
-    stock = of_all_stages(_stock(built))
+    stock = gather_stages(_stock(built))
     linears = model_linears(built, stock)
     formats = formats_in_use(config)
     # The selection is completed when its kernels are compiled: megatron/warmup.py.
@@ -122,7 +122,7 @@ def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:
 def _why_stock(linear: BuiltLinear) -> str | None:
     """Return why a linear stays as it is, in bf16; None if it can be converted."""
     kind = type(linear.module)
-    if isinstance(linear.owner, AbsorbedMLASelfAttention) and linear.id.path.endswith(".linear_kv_up_proj"):
+    if isinstance(linear.parent, AbsorbedMLASelfAttention) and linear.id.path.endswith(".linear_kv_up_proj"):
         return "attention multiplies by parts of its weight"
     if kind not in _SNIP_CLASS:
         return f"no quantised form of {kind.__qualname__}"

@@ -28,12 +28,12 @@ from snip_megatron.sensitivity.updates import Update
 _EMBEDDING, _FINAL_NORM = "word_embeddings", "final_layernorm"
 
 
-# -- what does not change -------------------------------------------------------------------------------------------
+# -- the host --------------------------------------------------------------------------------------------------------
 def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], registry: LinearRegistry) -> Host:
     """Return the host of a training whose ``model`` chunks DDP has wrapped."""
     config, groups = get_attr_wrapped_model(model[0], "config"), compat.process_groups(model[0])
     tp_size, tp_rank = dist.get_world_size(groups.tp), groups.tp_rank
-    split = bool(config.sequence_parallel) and tp_size > 1
+    sharded_tokens = bool(config.sequence_parallel) and tp_size > 1
     virtual = args.virtual_pipeline_model_parallel_size
     pass_group = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size if virtual else 1
     shards = compat.ShardedParameters(model)
@@ -44,7 +44,11 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         device=next(model[0].parameters()).device,
         chunks=[chunk_of(chunk, registry.rows) for chunk in model],
         hidden=config.hidden_size,
-        shard=TokenShard(rank=tp_rank if split else 0, size=tp_size if split else 1, reports=split or tp_rank == 0),
+        shard=TokenShard(
+            rank=tp_rank if sharded_tokens else 0,
+            size=tp_size if sharded_tokens else 1,
+            reports=sharded_tokens or tp_rank == 0,
+        ),
         sinks=rows,
         local_sinks=_local_sinks(model, rows, tp_rank),
         sharded=bool(
@@ -65,7 +69,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
 
 
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
-    """Return the sub-blocks of a model chunk, and where the residual stream enters them.
+    """Return the sub-blocks of a model chunk, and the places where they read the residual stream.
 
     ``rows`` are the linears of the whole model that a map covers.
     """
@@ -76,29 +80,29 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
         if (index := boundary.get(str(linear.id))) is not None:
             key = -1 if linear.id.stack == "decoder" else linear.id.layer
             strands.setdefault(key, {}).setdefault(index, linear)
-    found = []
+    chunk_strands = []
     for first in strands.values():
         places = [_place(linear, index) for index, linear in sorted(first.items())]
         last = first[places[-1].boundary]
         ended = last.id.stack == "mtp" or places[-1].boundary == ends["decoder"]
-        found.append(Strand(places, last.writer, ended))
+        chunk_strands.append(Strand(places, last.writer, ended))
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     if not getattr(model, "pre_process", False):
-        return Chunk(found)
+        return Chunk(chunk_strands)
 
-    again = model.config.mtp_num_layers if getattr(model, "mtp_process", False) else None
+    predicted = model.config.mtp_num_layers if getattr(model, "mtp_process", False) else None
 
     def enter(change: Change) -> RemovableHandle:
         calls = itertools.count()
 
         def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            # Tokens are embedded again where further ones are predicted, on whatever stage that is.
-            return output if next(calls) % (1 + (again or 0)) else change(output)
+            # A stage that predicts further tokens embeds its tokens once more for each of them.
+            return output if next(calls) % (1 + (predicted or 0)) else change(output)
 
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
 
-    return Chunk(found, enter)
+    return Chunk(chunk_strands, enter)
 
 
 def _place(linear: BuiltLinear, boundary: int) -> Place:
@@ -107,7 +111,7 @@ def _place(linear: BuiltLinear, boundary: int) -> Place:
 
 
 def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:
-    """Return the parameters beside the linears that gradient errors reach: the word embedding and norm weights."""
+    """Return the other parameters that gradient errors reach: the word embedding and the weights of norms."""
     norms = {
         f"{r.id.stack}.layers.{r.id.layer}.{norm_of(r.id.path)}": r.sub_block for r in rows if r.role is Role.READS
     }
@@ -121,14 +125,14 @@ def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -
 
 def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_rank: int) -> list[LocalSink]:
     row = {sink.name: i for i, sink in enumerate(rows)}
-    found: dict[int, LocalSink] = {}
+    sinks: dict[int, LocalSink] = {}
     for chunk in model:
-        own = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-        if own.pre_process:
-            weight = own.embedding.word_embeddings.weight
+        gpt = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        if gpt.pre_process:
+            weight = gpt.embedding.word_embeddings.weight
             index = row[f"embedding.{_EMBEDDING}"]
-            found[index] = LocalSink(index, weight, first_row=tp_rank * weight.shape[0])
-        norms = {f"decoder.{_FINAL_NORM}": getattr(getattr(own.decoder, _FINAL_NORM, None), "weight", None)}
+            sinks[index] = LocalSink(index, weight, first_row=tp_rank * weight.shape[0])
+        norms = {f"decoder.{_FINAL_NORM}": getattr(getattr(gpt.decoder, _FINAL_NORM, None), "weight", None)}
         for linear in built_linears([chunk]):
             norm = norm_of(linear.id.path)
             module = getattr(linear.writer, norm.rpartition(".")[2], None)
@@ -136,9 +140,9 @@ def _local_sinks(model: Sequence[torch.nn.Module], rows: Sequence[SinkRow], tp_r
             norms.setdefault(f"{linear.id.stack}.layers.{linear.id.layer}.{norm}", weight)
         for name, weight in norms.items():
             if weight is not None and name in row:
-                found[row[name]] = LocalSink(row[name], weight, replicated=True)
-    whole = (replace(sink, weight=getattr(sink.weight, "orig_param", sink.weight)) for sink in found.values())
-    return [sink for sink in whole if sink.weight.requires_grad]
+                sinks[row[name]] = LocalSink(row[name], weight, replicated=True)
+    unsharded = (replace(sink, weight=getattr(sink.weight, "orig_param", sink.weight)) for sink in sinks.values())
+    return [sink for sink in unsharded if sink.weight.requires_grad]
 
 
 # -- a training step ------------------------------------------------------------------------------------------------
@@ -147,8 +151,8 @@ class StepCall:
     """The arguments of Megatron's ``train_step`` that a probe needs.
 
     Attributes:
-        step: number of the step, counted from 0.
-        num_microbatches: microbatches of the step on this rank.
+        step: Number of the step, counted from 0.
+        num_microbatches: Number of microbatches of the step on this rank.
     """
 
     step: int
@@ -169,7 +173,7 @@ class MegatronStep:
         self.call = call
         self._groups = groups
         self._args, self._seq_length = args, args.seq_length
-        self._taken: int | None = None  # sequences of each microbatch in the last pass; None for all
+        self._sequences: int | None = None  # of each microbatch in the last pass; None if the pass took all
         self._rng: Any = None
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
@@ -178,9 +182,9 @@ class MegatronStep:
 
     @functools.cached_property
     def sequences(self) -> int:
-        """See :class:`HostStep`. Ranks that read data may find that it cannot be cut."""
-        whole = self._args.micro_batch_size
-        return int(whole) if whole > 1 and compat.divisible(self.call.data_iterator, self._args) else 1
+        """See :class:`HostStep`. It is 1 if this rank reads data that cannot be cut."""
+        size = self._args.micro_batch_size
+        return int(size) if size > 1 and compat.divisible(self.call.data_iterator, self._args) else 1
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -205,25 +209,27 @@ class MegatronStep:
             compat.set_rng_state(self._rng)
 
     def run(self, microbatches: int, sequences: int) -> None:
-        """Run forward and backward of the first microbatches of the step, as :class:`HostStep` says."""
-        self._taken = sequences if sequences < self.sequences else None
+        """Run forward and backward of the first microbatches of the step. See :class:`HostStep`."""
+        self._sequences = sequences if sequences < self.sequences else None
         self.rewind()
         self.schedule(range(microbatches))
 
     def rewind(self) -> None:
-        """Let the next pass draw the random numbers, and send tokens to the experts, of the first pass."""
+        """Make the next pass draw the random numbers and choose the experts of the first pass."""
         compat.set_rng_state(self._rng)
         if self._routing is not None:
             self._routing.start(first=self._passes == 0)
         self._passes += 1
 
     def schedule(self, microbatches: Sequence[int], forward_step_func: Callable[..., Any] | None = None) -> None:
-        """Run Megatron's schedule, forward and backward, into zeroed gradients, on the sequences of the last pass.
+        """Run Megatron's schedule, forward and backward, into zeroed gradients.
+
+        Each microbatch has as many sequences as in the last :meth:`run`.
 
         Args:
-            microbatches: microbatches of this data parallel rank in order, 0 being the first of the step. A number may
-                occur twice, and may lie beyond the step.
-            forward_step_func: replaces the forward step of the training loop.
+            microbatches: Numbers of microbatches of this data parallel rank in order, 0 being the first of the step. A
+                number may occur twice, and may lie beyond the step.
+            forward_step_func: Replaces the forward step of the training loop.
         """
         call = self.call
         with ExitStack() as stack:
@@ -234,11 +240,11 @@ class MegatronStep:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(compat.routers_restored(call.model))
             stack.enter_context(compat.attention_logits_restored(call.model))
-            sequences = self._args.micro_batch_size if self._taken is None else self._taken
+            sequences = self._args.micro_batch_size if self._sequences is None else self._sequences
             stack.enter_context(compat.changed(self._args, micro_batch_size=sequences))
             call.forward_backward_func(
                 forward_step_func=forward_step_func or call.forward_step_func,
-                data_iterator=compat.repeated(call.data_iterator, microbatches, self._taken),
+                data_iterator=compat.repeated(call.data_iterator, microbatches, self._sequences),
                 model=call.model,
                 num_microbatches=len(microbatches),
                 seq_length=self._seq_length,
@@ -249,9 +255,9 @@ class MegatronStep:
         self._shards.finish_pass()
 
     def gradient_scale(self) -> float:
-        """Return the factor to gradients of the mean token loss, which fp16 scales, and a mask may keep from tokens.
+        """Return the factor that turns gradients into those of the mean token loss. Collective.
 
-        Collective.
+        The loss scale of fp16 is undone. Masked tokens do not count under ``--calculate-per-token-loss``.
         """
         unscaled = 1.0 / float(self.call.optimizer.get_loss_scale())
         if not self.call.config.calculate_per_token_loss:
@@ -264,9 +270,9 @@ class MegatronStep:
         return unscaled / max(float(total), 1.0)  # as Megatron
 
     def gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Return ``main_grad`` in FP32. That of a norm under sequence parallelism is summed over token shards.
+        """Return ``main_grad`` in FP32. Collective.
 
-        Collective.
+        Under sequence parallelism, the gradient of a norm is summed over token shards.
         """
         if self._shards:
             gradient = self._shards.gradient(weight)
@@ -277,22 +283,23 @@ class MegatronStep:
         return gradient
 
     def join_gradients(self) -> None:
-        """Sum the gradients of the copies of a word embedding on pipeline stages, as a training step does: those that
-        predict further tokens have one, and that of an output layer with the same weight.
+        """Sum the gradients of the copies of a word embedding on pipeline stages, as a training step does.
+
+        Stages that predict further tokens have a copy, and the stage of an output layer with tied weights.
         """
         for chunk in self.call.model:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             tied, predicts = model.share_embeddings_and_output_weights, getattr(model, "mtp_process", False)
-            copied = tied or model.config.mtp_num_layers
+            has_copies = tied or model.config.mtp_num_layers
             group = model.embd_group if model.pre_process or predicts or (tied and model.post_process) else None
-            weight = model.shared_embedding_or_output_weight() if copied and group is not None else None
+            weight = model.shared_embedding_or_output_weight() if has_copies and group is not None else None
             if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:
                 dist.all_reduce(weight.main_grad, group=group)
 
     def update_of(self, weight: torch.nn.Parameter) -> Update | None:
         """Return the optimizer's next update of this rank's elements. See :func:`compat.update_of`.
 
-        None if a rank of the first distributed optimizer has the same elements.
+        Returns None if a rank of the first distributed optimizer has the same elements.
         """
         if compat.optimizer_instance(self.call.model[0]):
             return None

@@ -16,8 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_pg_size
 from snip_megatron.precision import LinearId, LinearRow, Role, Side
 from snip_megatron.precision.errors import SnipError
 
-# Class → part of the module, if it has several linears → what tensor parallel ranks share; None: what its parallel_mode
-# says. Subclasses are found by their bases, so that Transformer Engine's need not be importable.
+# Class → part of the module ("" if it has one linear) → the side that tensor parallel ranks shard. None stands for the
+# side of its parallel_mode. Names of base classes are compared, so that Transformer Engine need not be importable.
 _SHARDED: dict[str, dict[str, Side | None]] = {
     "ColumnParallelLinear": {"": Side.OUTPUT},
     "RowParallelLinear": {"": Side.INPUT},
@@ -27,7 +27,7 @@ _SHARDED: dict[str, dict[str, Side | None]] = {
     "TEColumnParallelGroupedLinear": {"": Side.OUTPUT},
     "TERowParallelGroupedLinear": {"": Side.INPUT},
     "TELinear": {"": Side.NEITHER},
-    # Transformer Engine's own; the last also torch's
+    # Of Transformer Engine itself. The last one is torch's too.
     "LayerNormMLP": {"fc1": Side.OUTPUT, "fc2": Side.INPUT},
     "LayerNormLinear": {"": None},
     "GroupedLinear": {"": None},
@@ -35,7 +35,7 @@ _SHARDED: dict[str, dict[str, Side | None]] = {
 }
 _MODES = {"column": Side.OUTPUT, "row": Side.INPUT}
 _INNER = ("mtp_model_layer", "transformer_layer")  # layers in a layer of multi-token prediction
-# Sub-block → norm before it; "norm" before any other.
+# Sub-block → norm before it. Before any other sub-block it is "norm".
 _NORMS = {
     "self_attention": "input_layernorm",
     "cross_attention": "pre_cross_attn_layernorm",
@@ -46,21 +46,21 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class BuiltLinear:
-    """One linear of this rank, or that of one expert.
+    """One linear of this rank, or of one of its experts.
 
     Attributes:
-        module: the module. Grouped linears of experts share one.
-        owner: the module that has it.
-        reader: the module that reads the residual stream at the beginning of the linear's sub-block.
-        writer: the layer whose output is the residual stream after the sub-block.
-        expert: global index of the expert; None for a linear that belongs to none.
-        row: its row, whose ``sub_block`` is counted within the layer.
-        parameter: name of the module's parameter that is its weight.
+        module: The module. Grouped linears of experts share one.
+        parent: The module that contains ``module``.
+        reader: The module that reads the residual stream at the beginning of the linear's sub-block.
+        writer: The layer whose output is the residual stream after the sub-block.
+        expert: Global index of the expert. None if the linear belongs to no expert.
+        row: Its row, whose ``sub_block`` is counted within the layer.
+        parameter: Name of the module's parameter that is its weight.
     """
 
     id: LinearId
     module: Any
-    owner: Any
+    parent: Any
     reader: Any
     writer: Any
     expert: int | None
@@ -73,11 +73,7 @@ def built_linears(chunks: Sequence[torch.nn.Module]) -> list[BuiltLinear]:
 
     Raises SnipError if a chunk has no decoder.
     """
-    found: list[BuiltLinear] = []
-    for chunk in chunks:
-        for stack, layer in _layers(chunk):
-            found += _in_layer(stack, layer)
-    return found
+    return [linear for chunk in chunks for stack, layer in _layers(chunk) for linear in _in_layer(stack, layer)]
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ class ModelLinears:
     """The linears of a model, over all ranks.
 
     Attributes:
-        covered: those that a precision map covers, in the order that maps and broadcasts use.
-        left: those that stay in bf16. They count in the fp4 share.
+        covered: Those that a precision map covers, in the order of maps and broadcasts.
+        left: Those that stay in bf16. They count in the fp4 share.
     """
 
     covered: tuple[LinearRow, ...]
@@ -94,7 +90,7 @@ class ModelLinears:
 
     @classmethod
     def split(cls, rows: Iterable[LinearRow], stock: Mapping[str, str]) -> ModelLinears:
-        """Split the linears of a model, of which those named in ``stock`` are not converted."""
+        """Split the linears of a model into converted ones and those named in ``stock``."""
         ordered = sorted(dict.fromkeys(rows), key=_place)
         covered = _numbered([row for row in ordered if row.name not in stock])
         return cls(tuple(covered), tuple(row for row in ordered if row.name in stock))
@@ -115,31 +111,31 @@ class ModelLinears:
 
         Dropped tokens and padding are not taken into account.
         """
-        found: dict[int, float] = {}
+        flops: dict[int, float] = {}
         for row in self.left:
-            found[row.stage] = found.get(row.stage, 0.0) + row.runs(None) * row.flops
-        return found
+            flops[row.stage] = flops.get(row.stage, 0.0) + row.runs(None) * row.flops
+        return flops
 
 
 def model_linears(local: Sequence[BuiltLinear], stock: Mapping[str, str]) -> ModelLinears:
-    """Return the linears of the whole model, from those of this rank. Collective, over all ranks.
+    """Return the linears of the whole model, given those of this rank. Collective over all ranks.
 
-    Raises SnipError if ranks of the same pipeline stage have built different models. ``stock`` is the name of a linear
-    of the model that is not converted → why.
+    ``stock`` maps the name of each linear that is not converted to the reason. Raises SnipError if ranks of the same
+    pipeline stage have built different models.
     """
-    rows = of_all_stages({each.row: None for each in local})  # experts of a layer share a row
+    rows = gather_stages({each.row: None for each in local})  # experts of a layer share a row
     linears = ModelLinears.split(rows, stock)
     _check_equal(linears.covered)
     return linears
 
 
-def of_all_stages[Key, Value](own: Mapping[Key, Value]) -> dict[Key, Value]:
-    """Return the entries of all pipeline stages. Collective, over all ranks."""
+def gather_stages[Key, Value](local: Mapping[Key, Value]) -> dict[Key, Value]:
+    """Return the entries of all pipeline stages. Collective over all ranks."""
     if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
-        return dict(own)
+        return dict(local)
     group = parallel_state.get_pipeline_model_parallel_group()
     parts: list[Mapping[Key, Value]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(parts, own, group=group)
+    dist.all_gather_object(parts, local, group=group)
     return {key: value for part in parts for key, value in part.items()}
 
 
@@ -148,17 +144,17 @@ def _place(row: LinearRow) -> tuple[str, int]:
 
 
 def _numbered(rows: Sequence[LinearRow]) -> list[LinearRow]:
-    """Count sub-blocks over the model. Each MTP layer has a stream of its own, which begins with a new boundary."""
-    found: list[LinearRow] = []
+    """Number the sub-blocks of the model. Each MTP layer has its own stream, which begins with a new boundary."""
+    numbered: list[LinearRow] = []
     first = 0
     for (stack, _), group in itertools.groupby(rows, key=_place):
         first += stack != "decoder"
-        of_layer = list(group)
-        blocks = sorted({row.sub_block for row in of_layer})  # a sub-block without a converted linear has none
-        own = [replace(row, sub_block=first + blocks.index(row.sub_block)) for row in of_layer]
-        first = 1 + max(row.sub_block for row in own)
-        found += own
-    return found
+        layer = list(group)
+        blocks = sorted({row.sub_block for row in layer})  # a sub-block without a converted linear has no number
+        layer = [replace(row, sub_block=first + blocks.index(row.sub_block)) for row in layer]
+        first = 1 + max(row.sub_block for row in layer)
+        numbered += layer
+    return numbered
 
 
 def _check_equal(rows: Sequence[LinearRow]) -> None:
@@ -173,7 +169,7 @@ def _check_equal(rows: Sequence[LinearRow]) -> None:
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    try:  # a pipeline stage that holds the embedding or the loss alone has a decoder without layers
+    try:  # a pipeline stage with only the embedding or the loss has a decoder without layers
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     except RuntimeError:
         raise SnipError("no decoder found in the model: SNIP supports Megatron's GPT and hybrid models") from None
@@ -185,30 +181,30 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _in_layer(stack: str, layer: Any) -> list[BuiltLinear]:
     linears = [(path, module) for path, module in layer.named_modules() if _parts(module)]
     blocks = list(dict.fromkeys(_sub_block(path) for path, _ in linears))
-    found: list[BuiltLinear] = []
+    built: list[BuiltLinear] = []
     for path, module in linears:
         for part in _parts(module):
-            found += _built(stack, layer, path, module, part, blocks.index(_sub_block(path)))
+            built += _built(stack, layer, path, module, part, blocks.index(_sub_block(path)))
     roles = list(Role)  # modules are in the order of construction: attention builds its output first
-    return sorted(found, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
+    return sorted(built, key=lambda each: (each.row.sub_block, roles.index(each.row.role)))
 
 
 def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block: int) -> list[BuiltLinear]:
-    config, owner = layer.config, layer.get_submodule(path.rpartition(".")[0])
+    config, parent = layer.config, layer.get_submodule(path.rpartition(".")[0])
     sharded = _parts(module)[part] or _MODES.get(getattr(module, "parallel_mode", ""), Side.NEITHER)
-    path, own = (f"{path}.{part}", f"{part}_weight") if part else (path, "weight")
-    weights: list[tuple[int | None, str]] = [(None, own)]
-    mixed = layer.get_submodule(path.rpartition(".experts.")[0]) if "experts" in path.split(".") else None
-    indices = getattr(mixed, "local_expert_indices", None)  # which an MLP of another library need not have
+    path, name = (f"{path}.{part}", f"{part}_weight") if part else (path, "weight")
+    weights: list[tuple[int | None, str]] = [(None, name)]
+    mixture = layer.get_submodule(path.rpartition(".experts.")[0]) if "experts" in path.split(".") else None
+    indices = getattr(mixture, "local_expert_indices", None)  # which an MLP of another library need not have
     if indices is not None:
-        mixture, inside, rest = path.partition(".local_experts.")
-        if inside:  # one module an expert, under one name
+        experts, separate, rest = path.partition(".local_experts.")
+        if separate:  # one module for each expert, under one name
             local, _, rest = rest.partition(".")
-            weights, path = [(indices[int(local)], own)], f"{mixture}.{rest}"
+            weights, path = [(indices[int(local)], name)], f"{experts}.{rest}"
         elif not part:
             weights = [(expert, f"weight{i}") for i, expert in enumerate(indices)]
     linear = LinearId(stack, layer.layer_number - 1, path)
-    weight = getattr(module, weights[0][1], None)  # Transformer Engine's own may be in parts, or one of several groups
+    weight = getattr(module, weights[0][1], None)  # Transformer Engine may hold it in parts, or for several groups
     n, k = (module.out_features, module.in_features) if weight is None or weight.dim() != 2 else weight.shape
     ranks = get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
     n, k = n * (ranks if sharded is Side.OUTPUT else 1), k * (ranks if sharded is Side.INPUT else 1)
@@ -225,7 +221,7 @@ def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block:
         sharded=sharded,
     )
     ends = _ends(layer, path)
-    return [BuiltLinear(linear, module, owner, *ends, expert, row, parameter) for expert, parameter in weights]
+    return [BuiltLinear(linear, module, parent, *ends, expert, row, parameter) for expert, parameter in weights]
 
 
 def norm_of(path: str) -> str:
@@ -242,8 +238,9 @@ def _ends(layer: Any, path: str) -> tuple[Any, Any]:
 
 
 def _role(n: int, k: int, sharded: Side, hidden: int) -> Role:
-    """Return what a linear does in its sub-block, by its width and by what is sharded: its input in linears that end a
-    branch, else its output.
+    """Return the role of a linear in its sub-block, given its width and the side that is sharded.
+
+    Tensor parallelism shards the input of linears that end a branch, and the output of all others.
     """
     if sharded is not Side.INPUT and k % hidden == 0:  # MTP's eh_proj reads the stream and the embedding
         return Role.READS
