@@ -15,7 +15,7 @@ from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, lar
 from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
-from snip_megatron.numerics.quantize.device_keys import Words
+from snip_megatron.numerics.quantize.device_keys import KeyWords
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.numerics.quantize.reference import ROTATED, Rotation, rotate
@@ -119,7 +119,7 @@ class GraphedState:
     """
 
     weight: GraphedWeight
-    next_keys: Callable[[], Words]
+    next_keys: Callable[[], KeyWords]
     signs: torch.Tensor
 
 

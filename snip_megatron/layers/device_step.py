@@ -12,7 +12,7 @@ import torch
 
 from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, signs_of
 from snip_megatron.layers.weights import GraphedWeight
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.precision import Gemm
 
 _GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
@@ -27,7 +27,7 @@ class DeviceStep:
 
     def __init__(self, handles: Sequence[LinearHandle], chunks: Sequence[int], device: torch.device) -> None:
         numbers = [(h.index, h.global_microbatch(0), h.global_microbatch(1)) for h in handles]
-        identities = [Identity(index, factor=second - first, offset=first) for index, first, second in numbers]
+        identities = [LinearIdentity(index, factor=second - first, offset=first) for index, first, second in numbers]
         self._keys = DeviceKeys(identities, _GEMMS, device)
         self._current = torch.zeros(max(chunks, default=0) + 1, _APART, dtype=torch.int32, device=device)
         self._signs = torch.zeros(len(handles), _APART, dtype=torch.int32, device=device)

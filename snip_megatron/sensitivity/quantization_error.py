@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize import Quantized, fake_quantize, quantize
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, resolve
-from snip_megatron.numerics.quantize.reference import Rotation, turned
+from snip_megatron.numerics.quantize.reference import Rotation, rotate_operand
 from snip_megatron.numerics.quantize.rounding import spacing
 from snip_megatron.precision import Gemm
 
@@ -66,7 +66,7 @@ def tensor_sums(
         if first in resolve(fmt).gemms:
             row = squared_errors(x, fmt, stochastic=stochastic, amax=amax)
         if Gemm.WGRAD in resolve(fmt).gemms:
-            operand, whole = turned(x, fmt, 0, known.get(fmt), amax)
+            operand, whole = rotate_operand(x, fmt, 0, known.get(fmt), amax)
             col = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
         rows.append(row.sum(dtype=torch.float64))
         cols.append(col.sum(0, dtype=torch.float64))

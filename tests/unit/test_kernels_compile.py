@@ -33,23 +33,23 @@ WORDS = {"x_ptr": "*i32", "d_ptr": "*i32", "g_ptr": "*i32"}  # pairs of 16-bit n
 SCALARS = ("factor", "noise", "mean_scale", "beta1", "beta2", "m_scale", "v_scale", "eps")
 
 # -- quantisers ----------------------------------------------------------------------------------------------------
-BF16 = {"DTYPE": "bf16", "HARDWARE": True}
+GPU = {"HARDWARE": True}
 STRIDES = {"x_stride": 2048, "row_stride": 2048}
 DRAWN = {"ROW": 4, "COL": 4, "ROW_RANDOM": True, "COL_RANDOM": True, "LOADED": True}
-TILES = STRIDES | BF16 | {"ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "PAIRED": True}
-ROWS = {name: value for name, value in TILES.items() if name != "DTYPE"} | {"COL": 0, "COL_RANDOM": False}
-SIDES = STRIDES | BF16 | {"ROW": 8, "COL": 4, "GUARDED": False}
-SWIGLU = {"y_stride": 4096, "row_stride": 2048, "HARDWARE": True, "PROBS": False, "KEPT": False}
-WEIGHTED = {"PROBS": True, "KEPT": True, "ROW": 8, "COL": 0}
+TILES = STRIDES | GPU | {"ROW": 8, "COL": 4, "ROW_RANDOM": False, "COL_RANDOM": True, "LOADED": False, "PAIRED": True}
+ROWS = TILES | {"COL": 0, "COL_RANDOM": False}
+SIDES = STRIDES | GPU | {"ROW": 8, "COL": 4, "GUARDED": False}
+SWIGLU = {"y_stride": 4096, "row_stride": 2048, "HARDWARE": True, "PROBS": False, "PLAIN": False}
+WEIGHTED = {"PROBS": True, "PLAIN": True, "ROW": 8, "COL": 0}
 GRADIENT = SWIGLU | {"d_stride": 2048, "PAIRED": True}
 WITH_AMAX = {"y_stride": 4096, "HARDWARE": True}
 QUANTISERS: list[tuple[Any, Constants, Mapping[str, int]]] = [
     (programs.tile_kernel, TILES, LAUNCH["stochastic"]),
-    (programs.tile_kernel, TILES | {"DTYPE": "fp16", "COL_RANDOM": False}, LAUNCH["fp8 rows"]),
+    (programs.tile_kernel, TILES | {"COL_RANDOM": False}, LAUNCH["fp8 rows"]),
     (programs.tile_kernel, TILES | DRAWN, LAUNCH["stochastic"]),
     (programs.block_kernel, SIDES | {"GROUP": 0, "GUARDED": True}, LAUNCH["blocks"]),
     (programs.block_kernel, SIDES | {"GROUP": 12}, LAUNCH["blocks"]),
-    (programs.amax_kernel, BF16 | {"x_stride": 2048, "GUARDED": True}, LAUNCH["amax"]),
+    (programs.amax_kernel, GPU | {"x_stride": 2048, "GUARDED": True}, LAUNCH["amax"]),
     (programs.tensor_kernel, SIDES | {"ROW": True, "COL": True, "GUARDED": True}, LAUNCH["tensor"]),
     (programs.quantised_rows_kernel, ROWS, LAUNCH["quantised rows"]),
     (programs.quantised_rows_kernel, ROWS | {"ROW": 4, "ROW_RANDOM": True, "LOADED": True}, LAUNCH["quantised rows"]),
@@ -75,13 +75,13 @@ def side(
 ) -> tuple[Any, Constants, Mapping[str, int]]:
     shape = exact.SHAPES["tiles of 128" if scaling == "fp32" else "columns" if tile[0] > 1 else "rows"]
     values = {"ELEMENT": bits, "SCALING": scaling, "TILE_ROWS": tile[0], "TILE_COLS": tile[1], "RANDOM": random}
-    values |= {"KEY_LOADED": random, "FOUR": four, "TURNED": turned, "R": max(shape.rows, tile[0])}
+    values |= {"KEY_LOADED": random, "FOUR": four, "ROTATED": turned, "R": max(shape.rows, tile[0])}
     constants = FIXED | values | {"C": shape.cols, "WIDE": shape.wide}
     return exact.side_kernel, constants, {"num_warps": shape.warps}
 
 
 AMAX = exact.SHAPES["amax"]
-PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True, "TURNED": True}
+PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True, "ROTATED": True}
 TILED = {"TILES": 32, "A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
 WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
 PLACES = {"PLACE_8": 0, "PLACE_4": 1, "PLACE_WHOLE": -1}

@@ -21,7 +21,7 @@ from torch import Tensor
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.products.group_rows import GroupRows, rows_of
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.quantize.operands import STORED, Operand, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize.operands import TILED, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 grouped_mm: Callable[..., Tensor] = torch._grouped_mm
@@ -68,7 +68,7 @@ class HopperGroups(GroupLoop):
         self._add_wgrad = add_wgrad
         self._library = library
         self._swiglu = swiglu
-        self._tiled = frozenset(() if library is None else STORED)
+        self._tiled = frozenset(() if library is None else TILED)
         self.in_one_launch = self._tiled | {Format.BF16}
 
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:

@@ -18,12 +18,12 @@ from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgr
 from snip_megatron.numerics.products.operands import GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.operands import STORED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
+from snip_megatron.numerics.quantize.operands import TILED, CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.precision import Format, Gemm
 
-NATIVE = frozenset((*STORED, Format.FP8_TENSOR, Format.BF16))
+NATIVE = frozenset((*TILED, Format.FP8_TENSOR, Format.BF16))
 """Formats that these tensor cores multiply."""
-_TILED, _QUANTIZED = frozenset(STORED), NATIVE - {Format.BF16}
+_TILED, _QUANTIZED = frozenset(TILED), NATIVE - {Format.BF16}
 _OTHERS = frozenset(Format) - _QUANTIZED
 
 

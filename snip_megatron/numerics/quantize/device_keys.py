@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.kernels import has_kernels
-from snip_megatron.numerics.quantize.rounding import MASK64, splitmix64
+from snip_megatron.numerics.quantize.rounding import MASK64, key_words, splitmix64
 
 _PARTS = 5  # of a seed: seed, step, microbatch, linear, GEMM
 _SIDE = 4  # int32 between the words of two GEMMs: pointers stay 16-byte aligned
-Words = tuple[Tensor, Tensor]
+KeyWords = tuple[Tensor, Tensor]
 """Key words, int32 [2] each, of dgrad and wgrad, the two GEMMs that read a gradient."""
 
 
-class Identity(NamedTuple):
+class LinearIdentity(NamedTuple):
     """What the keys of a linear depend on, apart from seed, step and microbatch.
 
     Attributes:
@@ -39,7 +39,7 @@ class DeviceKeys:
     ``gemms`` are the numbers of the two GEMMs.
     """
 
-    def __init__(self, linears: Sequence[Identity], gemms: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, linears: Sequence[LinearIdentity], gemms: tuple[int, int], device: torch.device) -> None:
         identities = [(signed(splitmix64(each.number)), each.factor, each.offset, 0) for each in linears]
         self._identities = torch.tensor(identities, dtype=torch.int64, device=device).view(-1, 4)
         self._gemms = gemms
@@ -60,7 +60,7 @@ class DeviceKeys:
         self._state.fill_(signed(state))
         self._counts.zero_()
 
-    def next(self, place: int) -> Words:
+    def next(self, place: int) -> KeyWords:
         """Return the keys of the next microbatch of the linear at ``place``.
 
         They are computed by a kernel, which a graph captures if this is called during a capture.
@@ -83,26 +83,15 @@ def advance(
         place: index of the linear.
         gemms: numbers of the GEMMs.
     """
-    index, factor, offset, _ = identities[place].unbind()
-    mixed = _splitmix64(_splitmix64(state ^ _splitmix64(counts[place] * factor + offset)) ^ index)
+    number, factor, offset, _ = identities[place].tolist()
+    seed = splitmix64(int(state) ^ splitmix64(int(counts[place]) * factor + offset & MASK64))
+    seed = splitmix64(seed ^ number)
     counts[place] += 1
     for side, gemm in enumerate(gemms):
-        key = _splitmix64(_splitmix64(mixed ^ signed(splitmix64(gemm))))
-        words[place, side * _SIDE : side * _SIDE + 2] = torch.cat([key, key >> 32]).to(torch.int32)
+        key = key_words(splitmix64(seed ^ splitmix64(gemm)))
+        words[place, side * _SIDE : side * _SIDE + 2] = torch.tensor([signed(word << 32) >> 32 for word in key])
 
 
 def signed(value: int) -> int:
     """Return the same 64 bits as a signed number."""
     return value - (1 << 64) if value >> 63 else value
-
-
-def _splitmix64(value: Tensor) -> Tensor:
-    """Return ``splitmix64`` of int64 tensors, whose arithmetic wraps."""
-    value = value + signed(0x9E3779B97F4A7C15)
-    value = (value ^ _shifted(value, 30)) * signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shifted(value, 27)) * signed(0x94D049BB133111EB)
-    return value ^ _shifted(value, 31)
-
-
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,7 @@
-"""The table of number formats: element type, scaling and tile shape of each.
+"""The table of number formats: the element type, the scales and the tile shape of each.
 
-Sources: how-it-works.md (fp8, fp4, fp8_tensor), OCP Microscaling Formats 1.0 (mxfp4, mxfp8), NVIDIA's NVFP4 (nvfp4).
+Sources: docs/how-it-works.md (fp8, fp4, fp8_tensor); OCP Microscaling Formats 1.0 (mxfp4, mxfp8);
+NVIDIA's NVFP4 (nvfp4).
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class FormatSpec:
 
     Attributes:
         tile: edge of a tile; 0 if the whole tensor has one scale.
-        square_blocks: whether granularity "block" means tile×tile. The other formats ignore the granularity.
+        square_blocks: whether granularity "block" means blocks of tile×tile. Other formats ignore the granularity.
         stochastic: whether the elements of gradients are rounded stochastically.
         four_over_six: whether the amax of each tile becomes 6 or 4, whichever gives the smaller squared error (arXiv
             2512.02010).
@@ -66,10 +67,9 @@ class FormatSpec:
     random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
-        """Return the (rows, columns) that share a scale.
+        """Return the (rows, columns) that share a scale: those of a tile along ``axis``, or of a square block.
 
-        They are those of a square block if ``block`` is set and the format has blocks. Otherwise they are those of a
-        tile along ``axis``, which is 0, or 1 for the last dimension.
+        Blocks are returned if ``block`` is set and the format has them. ``axis`` is 0, or 1 for the last dimension.
         """
         if block and self.square_blocks:
             return self.tile, self.tile

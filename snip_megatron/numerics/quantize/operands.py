@@ -1,7 +1,7 @@
-"""How a matrix is quantised for the two GEMMs that read it, and the reference quantisers of operands, in plain torch.
+"""How a matrix is quantised for the two GEMMs that read it, and the reference quantisers of operands in plain torch.
 
 A linear reads each of its matrices for two GEMMs. The *rowwise* operand is that of the GEMM that reduces over the
-columns of the matrix, the *columnwise* operand that of the one that reduces over its rows.
+columns of the matrix. The *columnwise* operand is that of the GEMM that reduces over its rows.
 
 There are two kinds of operands. :class:`Operand` has the layouts of cuBLAS' block-scaled GEMM on Hopper
 (``torch.nn.functional.scaled_mm``): K-major E4M3 values and FP32 scales. :class:`ExactOperand` has bf16 values, for
@@ -19,26 +19,26 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import SPECS, STOCHASTIC, TILE, Scaling
-from snip_megatron.numerics.quantize.reference import Quantized, Rotation, quantize, turned
+from snip_megatron.numerics.quantize.reference import Quantized, Rotation, quantize, rotate_operand
 from snip_megatron.numerics.quantize.rounding import Key
 from snip_megatron.precision import Format
 
 OperandPair = tuple[Any, Any]
-"""The rowwise and the columnwise operand of a matrix; None for a GEMM that does not run."""
+"""The rowwise and the columnwise operand of a matrix. An operand is None if its GEMM does not run."""
 
 
 class GradientKeys(NamedTuple):
-    """Keys of the stochastic rounding of G. Every backward makes one, and a tuple is made faster than a dataclass.
+    """Keys of the stochastic rounding of G. A named tuple, because every backward makes one.
 
     The random bits are a function of the key and of the global position of an element. Recomputation and other parallel
     layouts therefore draw the same bits.
 
     Attributes:
-        dgrad, wgrad: keys of the two GEMMs that read G. A key is a 64-bit seed, or key words on the device. None: the
-            GEMM does not round stochastically.
+        dgrad, wgrad: keys of the two GEMMs that read G. A key is a 64-bit seed, or key words on the device. It is None
+            if the GEMM does not round stochastically.
         cols: integer [N local], global indices of G's columns. None: 0, 1, …
         first_row: global index of G's first row. It is 0 unless G is a token shard.
-        paired: whether neighbouring columns are pairs (2i, 2i + 1), for which kernels are others.
+        paired: whether neighbouring columns are pairs (2i, 2i + 1), for which kernels compute one hash.
     """
 
     dgrad: Key | None
@@ -52,12 +52,13 @@ class OperandSpec(NamedTuple):
     """How a matrix is quantised for the two GEMMs that read it.
 
     Attributes:
-        rowwise, columnwise: formats of the two GEMMs; None if a GEMM does not run.
+        rowwise, columnwise: formats of the two GEMMs. A format is None if its GEMM does not run.
         weight: whether the matrix is a weight, which is quantised in blocks instead of tiles.
         amax: max|·| of the unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and a format has one
             scale for the whole tensor.
-        keys: keys of stochastic rounding; None unless the matrix is G.
-        rotation: how the columnwise operand is transformed if its format has a Hadamard transform; None: with key 0.
+        keys: keys of stochastic rounding. None unless the matrix is G.
+        rotation: how the columnwise operand is transformed if its format has a Hadamard transform. None: without sign
+            changes.
     """
 
     rowwise: Format | None
@@ -74,7 +75,7 @@ class OperandSpec(NamedTuple):
 
     @property
     def seeds(self) -> tuple[Key | None, Key | None]:
-        """The keys of stochastic rounding of the rowwise and of the columnwise operand; None: to nearest."""
+        """The keys of the rowwise and of the columnwise operand. A key is None if its operand is rounded to nearest."""
         if self.keys is None:
             return None, None
         dgrad, wgrad = (fmt in STOCHASTIC for fmt in self.formats)
@@ -85,11 +86,14 @@ class OperandSpec(NamedTuple):
         row, col = (fmt if fmt in formats else None for fmt in self.formats)
         return self._replace(rowwise=row, columnwise=col)
 
-    def of(self, x: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return what is quantised of x [rows, cols] for the GEMM that reduces over ``axis`` (0 or 1), and how."""
+    def quantizer_arguments(self, x: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return the arguments of :func:`.reference.quantize` for the GEMM that reduces x over ``axis`` (0 or 1).
+
+        They are x [rows, cols], transformed if the format has a Hadamard transform, and the named arguments.
+        """
         fmt, seed = self.formats[1 - axis], self.seeds[1 - axis]
         assert fmt is not None
-        x, amax = turned(x, fmt, axis, self.rotation, self.amax, weight=self.weight)
+        x, amax = rotate_operand(x, fmt, axis, self.rotation, self.amax, weight=self.weight)
         options: dict[str, Any] = {"format": fmt, "axis": axis, "block": self.weight, "tensor_amax": amax}
         if seed is not None and self.keys is not None:
             first, cols = self.keys.first_row, self.keys.cols
@@ -102,27 +106,28 @@ class CachedPair:
     """The two operands of a weight, which stay at the same addresses from step to step for CUDA graphs.
 
     Attributes:
-        operands: what an earlier call returned for the same weight and formats. They are overwritten.
+        operands: the result of an earlier call for the same weight and formats. It is overwritten.
         current: int32 [1] on the device. If it is not zero, the operands are up to date and are not written.
     """
 
     operands: OperandPair
     current: Tensor
 
-    def renew(self, made: OperandPair) -> OperandPair:
-        """Copy the tensors of ``made`` into those of ``operands``, unless they are up to date, and return these."""
-        for old, new in zip(self.operands, made, strict=True):
+    def update(self, pair: OperandPair) -> OperandPair:
+        """Copy ``pair`` into ``operands``, unless these are up to date, and return ``operands``."""
+        for old, new in zip(self.operands, pair, strict=True):
             if old is not None and new is not None:
-                for kept, fresh in ((old.values, new.values), (old.scale, new.scale)):
-                    if kept is not None:
-                        kept, fresh = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (kept, fresh))
-                        kept.copy_(torch.where(self.current != 0, kept, fresh))
+                for target, source in ((old.values, new.values), (old.scale, new.scale)):
+                    if target is not None:
+                        target, source = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (target, source))
+                        target.copy_(torch.where(self.current != 0, target, source))
         return self.operands
 
 
-# -- rows of experts -------------------------------------------------------------------------------------------------
 class RowMap(NamedTuple):
-    """Places of the rows of experts. ``kernels/rows.py`` has its functions in Triton.
+    """Where the rows of experts lie in a matrix that pads those of each expert with zeros, and in one without padding.
+
+    ``kernels/quantize.py`` has the functions in Triton.
 
     Attributes:
         experts: int32 [padded rows], the expert of every padded row, ascending. Every expert has a multiple of 128.
@@ -135,29 +140,29 @@ class RowMap(NamedTuple):
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x [rows, ...], which has no padding, with zero rows after the rows of each expert."""
-        own, rows = self._places()
-        padded = x.new_zeros(len(own), *x.shape[1:])
-        padded[own] = x[rows]
+        valid, rows = self._rows()
+        padded = x.new_zeros(len(valid), *x.shape[1:])
+        padded[valid] = x[rows]
         return padded
 
-    def unpad(self, padded: Tensor, rows: int) -> Tensor:
-        """Return the ``rows`` rows that :meth:`pad` was given, in their order."""
-        own, places = self._places()
-        x = padded.new_empty(rows, *padded.shape[1:])
-        x[places] = padded[own]
+    def unpad(self, padded: Tensor, count: int) -> Tensor:
+        """Undo :meth:`pad` of a matrix of ``count`` rows."""
+        valid, rows = self._rows()
+        x = padded.new_empty(count, *padded.shape[1:])
+        x[rows] = padded[valid]
         return x
 
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Return which padded rows are no padding, and which rows they are."""
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Return which padded rows are no padding, and the rows without padding that they hold."""
         start, first, count, _ = self.table[:, self.experts.long()]
         place = torch.arange(len(start), device=start.device) - start
-        own = place < count
-        return own, (first + place)[own]
+        valid = place < count
+        return valid, (first + place)[valid]
 
 
 # -- E4M3 operands ---------------------------------------------------------------------------------------------------
-STORED = (Format.FP8, Format.FP4)
-"""Formats with 1×128 tiles and 128×128 blocks that E4M3 storage with FP32 scales can represent."""
+TILED = (Format.FP8, Format.FP4)
+"""Formats with 1×128 tiles and 128×128 blocks. Every E2M1 number is exact in E4M3, so that both are stored in E4M3."""
 
 
 class Operand(NamedTuple):
@@ -184,13 +189,12 @@ class Operand(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the dequantised operand, FP32 [rows, depth]."""
-        tiles = self.values.shape[1] // TILE
         if self.scaling == "tensor":
             return self.values[:, : self.depth].to(torch.float32) * self.scale
         if self.scaling == "tile":
             scale, tile = self.scale, (1, TILE)
         else:
-            scale, tile = self.scale[:tiles].t(), (TILE, TILE)
+            scale, tile = self.scale[: self.values.shape[1] // TILE].t(), (TILE, TILE)
         return Quantized(self.values.to(torch.float32), scale, tile).dequantize()[:, : self.depth]
 
 
@@ -201,68 +205,76 @@ def quantize_operands(
 
     fp8 and fp4 have 1×128 tiles along the reduction, or 128×128 blocks if the matrix is a weight. fp8 always rounds to
     nearest (docs/how-it-works.md, Formats). Raises SnipError if the dtype or the number of dimensions is not supported.
-    Operands in formats without E4M3 storage are left out; ``cached`` ones are written to and returned. With ``rows`` x
-    has no padding, and its padded rows are quantised.
+
+    Args:
+        x: fp32, bf16 or fp16 [M, K].
+        spec: how it is quantised.
+        cached: operands to write the result to, which are returned. Default: new ones.
+        rows: the rows of experts. x then has no padding, and its padded rows are quantised.
 
     Returns:
-        The rowwise :class:`Operand` with M rows, and the columnwise one of the transposed matrix with K rows; None for
-        what is left out.
+        The rowwise :class:`Operand` with M rows, and the columnwise one of the transposed matrix with K rows. An
+        operand is None if its format has no E4M3 storage.
     """
     x = x if rows is None else rows.pad(x)
-    made = _operand(x, spec, 1), _operand(x, spec, 0)
-    return made if cached is None else cached.renew(made)
+    pair = _operand(x, spec, 1), _operand(x, spec, 0)
+    return pair if cached is None else cached.update(pair)
 
 
 def _operand(x: Tensor, spec: OperandSpec, axis: int) -> Operand | None:
     fmt = spec.formats[1 - axis]
-    if fmt not in STORED and fmt is not Format.FP8_TENSOR:
+    if fmt not in TILED and fmt is not Format.FP8_TENSOR:
         return None
-    x, options = spec.of(x, axis)
+    x, options = spec.quantizer_arguments(x, axis)
     q, depth = quantize(x, **options), x.shape[axis]
     values, scale = (q.values, q.scale) if axis else (q.values.t(), q.scale.t())
-    if fmt is Format.FP8_TENSOR:
-        scale = scale.reshape(-1)[:1] if scale.numel() else torch.ones(1, device=x.device)
-        return Operand(_stored_values(values), scale, "tensor", depth)
+    stored = torch.zeros(len(values), -(-depth // TILE) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
     if fmt is Format.FP4 and "rounding" not in options:
         values.add_(0.0)  # without negative zeros: a sign would cost kernels an instruction, and it changes no product
+    stored[:, :depth] = values.to(torch.float8_e4m3fn)
+    if fmt is Format.FP8_TENSOR:
+        return Operand(stored, _tensor_scale(q), "tensor", depth)
     rows, tiles = scale.shape
     if not spec.weight:
-        found = torch.empty_strided((rows, tiles), (1, rows), dtype=torch.float32, device=scale.device)
-        return Operand(_stored_values(values), found.copy_(scale), "tile", depth)
+        column_major = torch.empty_strided((rows, tiles), (1, rows), dtype=torch.float32, device=scale.device)
+        return Operand(stored, column_major.copy_(scale), "tile", depth)
     padded = torch.ones(rows, -(-tiles // 4) * 4, dtype=torch.float32, device=scale.device)
     padded[:, :tiles] = scale
-    return Operand(_stored_values(values), padded.t(), "block", depth)
+    return Operand(stored, padded.t(), "block", depth)
 
 
-def _stored_values(values: Tensor) -> Tensor:
-    rows, depth = values.shape
-    stored = torch.zeros(rows, -(-depth // TILE) * TILE, dtype=torch.float8_e4m3fn, device=values.device)
-    stored[:, :depth] = values.to(torch.float8_e4m3fn)
-    return stored
+def _tensor_scale(q: Quantized) -> Tensor:
+    """Return the scale [1] of a matrix with one scale. It is 1 if the matrix is empty."""
+    return q.scale.reshape(-1)[:1] if q.scale.numel() else torch.ones(1, device=q.scale.device)
 
 
 def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
-    """Quantise weights [experts, N, K] in 128×128 blocks, for grouped GEMMs; N and K are multiples of 128.
+    """Quantise weights [experts, N, K] in 128×128 blocks, for grouped GEMMs. N and K are multiples of 128.
 
     Returns:
         The rowwise operand: values [experts, N, K], scale [experts, N/128, K/128], and the columnwise one: values
         [experts, K, N], scale [experts, K/128, N/128]. All are contiguous.
     """
-    rowwise, columnwise = zip(*(quantize_operands(each, spec) for each in w), strict=True)
-    return _stacked(rowwise), _stacked(columnwise)
+    rowwise, columnwise = zip(*(quantize_operands(expert, spec) for expert in w), strict=True)
+    return _stack(rowwise), _stack(columnwise)
 
 
-def _stacked(sides: Sequence[Operand | None]) -> Operand | None:
-    found = [side for side in sides if side is not None]
-    if not found:
+def _stack(operands: Sequence[Operand | None]) -> Operand | None:
+    present = [each for each in operands if each is not None]
+    if not present:
         return None
-    scales = [side.scale.t()[:, : side.values.shape[1] // TILE] for side in found]
-    return Operand(torch.stack([side.values for side in found]), torch.stack(scales), "block", found[0].depth)
+    scales = [each.scale.t()[:, : each.values.shape[1] // TILE] for each in present]
+    return Operand(torch.stack([each.values for each in present]), torch.stack(scales), "block", present[0].depth)
 
 
-# -- bf16 operands ---------------------------------------------------------------------------------------------------
+# -- bf16 operands -----------------------------------------------------------------------------------------------------
 class ExactOperand(NamedTuple):
-    """A quantised matrix [rows, cols], in the orientation of the matrix it was made of.
+    """A quantised matrix [rows, cols] in bf16, in the orientation of the matrix that was quantised.
+
+    An E2M1 number times an E4M3 scale has at most six significant bits, and an E4M3 number times a power of two has
+    four. bf16 has eight, so that it represents these products exactly. The elements of nvfp4, mxfp4 and mxfp8 are
+    therefore multiplied by the scales of their tiles. The scale of the whole tensor in nvfp4 stays a factor of the
+    GEMM's result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored separately, one for each tile.
 
     Attributes:
         values: bf16 [rows, cols], row-major: elements times the scales of their tiles, or elements alone.
@@ -290,24 +302,25 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
 
     Args:
         x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number.
-        spec: how it is quantised, in quantised formats. An operand of a Hadamard transform has whole groups of 16 rows.
+        spec: how it is quantised, in quantised formats. A Hadamard transform pads the columnwise operand with zeros to
+            whole groups of 16 rows.
         cached: operands to write the result to, which are returned. Default: new ones.
 
     Returns:
-        The two operands. They are one object if :func:`shared` says that their numbers are always equal.
+        The two operands. They are one object if :func:`operands_are_equal`.
     """
     row, col = (
-        None if fmt is None else _exact_operand(*spec.of(x, axis))
+        None if fmt is None else _exact_operand(*spec.quantizer_arguments(x, axis))
         for fmt, axis in zip(spec.formats, (1, 0), strict=True)
     )
-    made = row, row if shared(spec) else col
-    return made if cached is None else cached.renew(made)
+    pair = row, row if operands_are_equal(spec) else col
+    return pair if cached is None else cached.update(pair)
 
 
-def shared(spec: OperandSpec) -> bool:
-    """Return whether both operands of a matrix are always the same numbers.
+def operands_are_equal(spec: OperandSpec) -> bool:
+    """Return whether both operands of a matrix always hold the same numbers.
 
-    They are if both have one format, whose scales belong to square blocks or to the whole matrix.
+    They do if both have one format, whose scales belong to square blocks or to the whole matrix.
     """
     if spec.rowwise is None or spec.rowwise is not spec.columnwise:
         return False
@@ -320,8 +333,7 @@ def _exact_operand(x: Tensor, options: dict[str, Any]) -> ExactOperand:
     if scaling is Scaling.FP32:
         return ExactOperand(q.values.bfloat16(), q.scale, q.tile)
     if scaling is Scaling.FP32_TENSOR:
-        scale = q.scale.view(-1)[:1] if q.scale.numel() else torch.ones(1, device=x.device)
-        return ExactOperand(q.values.bfloat16(), scale, None)
+        return ExactOperand(q.values.bfloat16(), _tensor_scale(q), None)
     if scaling is Scaling.E8M0:
         upper = q.dequantize().view(torch.int32) & -0x10000  # all of a number that bf16 has, as kernels store it
         return ExactOperand(upper.view(torch.float32).bfloat16(), None, None)
@@ -329,5 +341,4 @@ def _exact_operand(x: Tensor, options: dict[str, Any]) -> ExactOperand:
         return ExactOperand(q.values.bfloat16(), torch.ones(1, device=x.device), None)
     assert q.factors is not None
     tile_scale, tensor_scale = q.factors
-    values = Quantized(q.values, tile_scale, q.tile).dequantize()
-    return ExactOperand(values.bfloat16(), tensor_scale.view(1), None)
+    return ExactOperand(Quantized(q.values, tile_scale, q.tile).dequantize().bfloat16(), tensor_scale.view(1), None)

@@ -20,7 +20,7 @@ GRANULARITIES = ("tile", "block")
 ROUNDINGS = ("nearest", "stochastic")
 
 Factors = tuple[Tensor, Tensor]
-"""The factors of nvfp4's scales: the E4M3 scales of tiles, in FP32, and the 0-dim FP32 scale of the tensor."""
+"""The factors of nvfp4's scales: the E4M3 scales of tiles, in FP32, and the FP32 scale of the tensor, 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Quantized:
         values: FP32 [rows, cols], numbers of the element type.
         scale: FP32 [ceil(rows/tile[0]), ceil(cols/tile[1])], the scale of each tile.
         tile: (rows, columns) that share a scale.
-        factors: in formats whose tiles have E4M3 scales, the two factors of ``scale``: the E4M3 scales of the tiles, in
+        factors: the two factors of ``scale`` in formats whose tiles have E4M3 scales: the E4M3 scales of the tiles in
             the shape of ``scale``, and the scale of the whole tensor, 0-dim. Both are FP32. None in other formats.
     """
 
@@ -122,13 +122,14 @@ def quantize(
         tile = max(x.shape[0], 1), max(x.shape[1], 1)
     tiled = _tiled(_padded(x.detach().to(torch.float32), tile), tile)
     if x.numel() == 0:
-        # Not ``tiled``, which is x itself: the caller changes it in place, which autograd would take for a change of x.
+        # New memory, not ``tiled``, which is x itself: callers change values in place.
         scale = torch.ones(tiled.shape[0], tiled.shape[2], device=x.device)
         whole = torch.zeros((), device=x.device) if tensor_amax is None else tensor_amax
         factors = (scale, _tensor_scale(whole, spec)) if spec.scaling is Scaling.E4M3_FP32 else None
         return Quantized(torch.empty(x.shape, device=x.device), scale, tile, factors)
-    bits = _draws(x, seed, offset, cols) if rounding == "stochastic" else None
-    draws = None if bits is None else _tiled(_padded(bits, tile), tile)
+    draws = None
+    if rounding == "stochastic":
+        draws = _tiled(_padded(_random_bits(x, seed, offset, cols), tile), tile)
     amax = _amax(tiled)
     if spec.scaling is Scaling.FP32_TENSOR and tensor_amax is not None:
         amax = tensor_amax.to(torch.float32).view(1, 1, 1, 1)
@@ -147,7 +148,7 @@ def check_matrix(x: Tensor) -> None:
         raise SnipError(f"quantisation takes fp32, bf16 or fp16, not {x.dtype}")
 
 
-def _draws(x: Tensor, seed: Key | None, offset: tuple[int, int], cols: Tensor | None) -> Tensor:
+def _random_bits(x: Tensor, seed: Key | None, offset: tuple[int, int], cols: Tensor | None) -> Tensor:
     """Return the random bits [rows, cols] of stochastic rounding."""
     if seed is None:
         raise SnipError("stochastic rounding needs a seed")
@@ -171,9 +172,9 @@ def _amax(tiled: Tensor) -> Tensor:
 def _scales(
     amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor
 ) -> tuple[Tensor, Tensor, Factors | None]:
-    """Return (divisor of x, factor of the value, its own factors if the format has them).
+    """Return the divisor of x, the scale of the values, and the factors of the scale if the format has them.
 
-    The divisor and the factor differ only where a stored scale is zero.
+    The divisor and the scale differ only if a stored scale is zero.
     """
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
@@ -181,25 +182,18 @@ def _scales(
     if spec.scaling is Scaling.E4M3_FP32:
         factors = _nvfp4_factors(amax, spec, tensor_amax, tiled)
         scale = factors[0] * factors[1]
-        return _divisor(scale), scale, factors
-    scale = _fp32_scales(amax, spec)
+        return _nvfp4_divisor(scale), scale, factors
+    scale = torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
     return scale, scale, None
 
 
-def _fp32_scales(amax: Tensor, spec: FormatSpec) -> Tensor:
-    """Return the FP32 scales of tiles with these amaxes, NaN where an amax is NaN or Inf. A zero tile has scale 1."""
-    return torch.where(amax.isinf(), torch.nan, _nonzero(_divided(amax, spec.element.maximum)))
-
-
 def _divided(x: Tensor, number: float) -> Tensor:
-    """Return x / number as an IEEE division. CUDA multiplies by the reciprocal if the divisor is a Python number."""
+    """Return x / number as an IEEE division. CUDA would multiply by the reciprocal of a Python number."""
     return x / torch.full((), number, dtype=torch.float32, device=x.device)
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """Replace a scale of 0 by 1. It belongs to a zero tile, or to one whose amax / maximum underflows FP32: that tile
-    becomes zero.
-    """
+    """Replace a scale of 0 by 1. Its tile is zero, or becomes zero because amax / maximum underflows FP32."""
     return torch.where(scale == 0, 1.0, scale)
 
 
@@ -211,24 +205,16 @@ def _e8m0_scale(amax: Tensor, max_exponent: int) -> Tensor:
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
 
-def _divisor(scale: Tensor) -> Tensor:
-    """Return the divisor of a tile of nvfp4. A tile whose scale rounds to zero becomes zero, as on the hardware."""
+def _nvfp4_divisor(scale: Tensor) -> Tensor:
+    """Return the divisors of tiles. A tile whose scale rounds to zero becomes zero, as on the hardware."""
     return torch.where(scale == 0, torch.inf, scale)
 
 
 def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> Factors:
-    """Return the two factors of nvfp4's scale: E4M3 scales of tiles, and the FP32 scale of a tensor.
+    """Return the factors of nvfp4's scales, from the amaxes of tiles and of the tensor (None: that of ``tiled``, x).
 
-    The amax of the tensor is that of its finite numbers, so that a NaN or Inf affects its own tile only.
-
-    Args:
-        amax: FP32 max|x| of each tile.
-        spec: the format.
-        tensor_amax: max|x| of the whole tensor, 0-dim; None: that of ``tiled``.
-        tiled: x in tiles, which four-over-six chooses by.
-
-    Returns:
-        The scales of tiles in the shape of ``amax``, NaN where it is not finite, and the 0-dim scale of the tensor.
+    The amax of the tensor is that of its finite numbers, so that a NaN or Inf affects its own tile only. The scale of a
+    tile is NaN if its amax is not finite.
     """
     if tensor_amax is None:
         tensor_amax = tiled.nan_to_num(0.0, 0.0, 0.0).abs_().amax()
@@ -236,8 +222,8 @@ def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, t
     tile_scale = round_to_element(_divided(amax, spec.element.maximum) / tensor_scale, E4M3)
     if spec.four_over_six:
         other = round_to_element(_divided(amax, 4.0) / tensor_scale, E4M3)
-        error, of_other = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
-        tile_scale = torch.where((of_other < error) | (tile_scale == 0), other, tile_scale)
+        error, other_error = (_squared_error(tiled, scale, tensor_scale, spec) for scale in (tile_scale, other))
+        tile_scale = torch.where((other_error < error) | (tile_scale == 0), other, tile_scale)
     return torch.where(torch.isfinite(amax), tile_scale, torch.nan), tensor_scale
 
 
@@ -255,7 +241,7 @@ def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec
     In units of its scale, the squared error of an element is rounded down to a multiple of 2^-20. Integers have the
     same sum in any order, so that kernels choose alike.
     """
-    y = tiled / _divisor(tile_scale * tensor_scale)
+    y = tiled / _nvfp4_divisor(tile_scale * tensor_scale)
     error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP)
     total = (
         error.nan_to_num_(0.0).clamp_(max=_LARGEST_ERROR).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
@@ -281,7 +267,11 @@ def _cropped(x: Tensor, rows: int, cols: int) -> Tensor:
     return x if x.shape == (rows, cols) else x[:rows, :cols].contiguous()
 
 
-# -- Hadamard transform ----------------------------------------------------------------------------------------------
+# -- Hadamard transform ------------------------------------------------------------------------------------------------
+# In ∇W = Gᵀ·X both operands are multiplied by the same orthogonal matrix, H₁₆/4 for each group of 16 tokens. The
+# product stays the same, and an outlier is spread over its group, so that tiles are quantised with smaller errors. Each
+# row of a group may first be multiplied by ±1. An incomplete last group is padded with zeros.
+
 POINTS = 16
 """Rows of a group."""
 
@@ -296,8 +286,8 @@ class Rotation:
 
     Attributes:
         signs: sign changes, which must be the same for both operands of a product.
-        amax: 0-dim FP32 max|·| of the transformed unsharded matrix if a shard is transformed, for formats with a scale
-            for the whole tensor. None: that of the transformed matrix itself.
+        amax: max|·| of the transformed unsharded matrix, 0-dim FP32, if a shard is transformed and the format has a
+            scale for the whole tensor. None: that of the transformed matrix itself.
     """
 
     signs: Signs = 0
@@ -308,7 +298,7 @@ ROTATED = frozenset(fmt for fmt, spec in SPECS.items() if spec.hadamard)
 """Formats in which the operands of wgrad are transformed."""
 
 
-def is_turned(format: Format | str | None, axis: int, *, weight: bool = False) -> bool:
+def is_rotated(format: Format | str | None, axis: int, *, weight: bool = False) -> bool:
     """Return whether an operand of a GEMM that reduces over ``axis`` (0 or 1) is transformed. Weights never are."""
     return format is not None and axis == 0 and not weight and SPECS[resolve(format)].hadamard
 
@@ -317,8 +307,8 @@ def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
     """Transform groups of 16 rows of x [R, C].
 
     Returns:
-        FP32 [⌈R/16⌉·16, C]. Sums are formed in FP32 between rows 8, 4, 2 and 1 apart, in this order, so that kernels
-        find the same bits.
+        FP32 [⌈R/16⌉·16, C]. Sums are computed in FP32 between rows 8, 4, 2 and 1 apart, in this order, so that kernels
+        compute the same bits.
     """
     x = functional.pad(x.detach().to(torch.float32), (0, 0, 0, -x.shape[0] % POINTS))
     groups, cols = x.shape[0] // POINTS, x.shape[1]
@@ -331,7 +321,7 @@ def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
     return x.view(groups * POINTS, cols).mul_(0.25)
 
 
-def turned(
+def rotate_operand(
     x: Tensor,
     format: Format | str,
     axis: int,
@@ -342,10 +332,15 @@ def turned(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the matrix that ``format`` quantises for a GEMM that reduces over ``axis``, and the amax of its tensor.
 
-    ``rotation`` says how ``x`` [R, C] is transformed if ``format`` does, None: without sign changes. ``amax`` is max|x|
-    of the unsharded matrix if it is not transformed, None: that of ``x``, which may be a ``weight``.
+    Args:
+        x: [R, C].
+        format: the format of the operand. If it has no Hadamard transform, ``x`` and ``amax`` are returned.
+        axis: 0 or 1.
+        rotation: how x is transformed. None: without sign changes.
+        amax: max|x| of the unsharded matrix. None: that of ``x``.
+        weight: whether x is a weight.
     """
-    if not is_turned(format, axis, weight=weight):
+    if not is_rotated(format, axis, weight=weight):
         return x, amax
     rotation = rotation or Rotation()
     return rotate(x, rotation.signs), rotation.amax

@@ -20,7 +20,7 @@ from snip_megatron.numerics.quantize.formats import Element
 
 MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
-# Repeated in kernels/device.py, because device code cannot read the constants of a module.
+# Device code cannot read the constants of a module: kernels/device.py repeats these.
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35  # MurmurHash3's finaliser
 MIX_LAST = 0x9E3779B1
 # The points (h, MIX_EVEN·h) mod 2^32 fill the square evenly: the shortest vector (j, k) with j + k·MIX_EVEN = 0 has
@@ -29,7 +29,6 @@ MIX_EVEN = 0xADB4A92D
 ROW_STEP, COLUMN_STEP = 0x9E3779B1, 0x85EBCA77
 _NORMAL_STREAM = 0x6E6F726D
 _NORMAL_BITS = 16
-_SLAB = 1 << 17  # elements
 
 Key = int | Tensor
 """A 64-bit seed, or its two key words in an int32 tensor [2] on the device (``device_keys.py``): equal draws."""
@@ -117,30 +116,12 @@ def random_bits(seed: Key, rows: Tensor, cols: Tensor) -> Tensor:
     words, factors = row_keys(seed, rows).unsqueeze(1), column_keys(seed, cols)
     even = (cols % 2 == 0).to(words.device)
     last = torch.where(even, _signed(MIX_EVEN), 1).to(torch.int32)
-    bits = torch.empty(len(rows), len(cols), dtype=torch.int32, device=words.device)
-    for h, word in zip(_slabs(bits), _slabs(words, like=bits), strict=True):
-        torch.mul(word, factors, out=h)  # int32 arithmetic wraps, as the hash modulo 2^32 requires
-        _swap(h).mul_(_signed(MIX_LAST)).add_(factors).mul_(last)
-    return bits
-
-
-def _swap(h: Tensor) -> Tensor:
-    """Exchange the 16-bit halves of int32 words in place. The upper half is well mixed, and in the lower position it
-    reaches every bit of the next product.
-    """
-    upper = (h >> 16).bitwise_and_(0xFFFF)  # the mask makes the shift a logical one
-    h <<= 16
-    h |= upper
-    return h
-
-
-def _slabs(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Split ``x`` along dim 0 into views that are small on a CPU, so that temporaries stay in cache."""
-    like = x if like is None else like
-    if like.device.type != "cpu" or like.numel() <= _SLAB:
-        return (x,)
-    slabs: tuple[Tensor, ...] = torch.split(x, max(1, _SLAB * like.shape[0] // like.numel()))
-    return slabs
+    bits = words * factors  # int32 arithmetic wraps, as the hash modulo 2^32 requires
+    # The upper half of a word is well mixed. In the lower position it reaches every bit of the next product.
+    upper = (bits >> 16).bitwise_and_(0xFFFF)  # the mask makes the shift a logical one
+    bits <<= 16
+    bits |= upper
+    return bits.mul_(_signed(MIX_LAST)).add_(factors).mul_(last)
 
 
 def _signed(word: int) -> int:
@@ -178,19 +159,15 @@ def round_to_element(y: Tensor, element: Element, bits: Tensor | None = None) ->
     Returns:
         ``y``. NaN stays NaN. Rounding to nearest keeps the sign of zero.
     """
+    y.clamp_(-element.maximum, element.maximum)
+    step = spacing(y, element)
     if bits is None:
-        for part in _slabs(y):
-            part.clamp_(-element.maximum, element.maximum)
-            step = spacing(part, element)
-            part.div_(step).round_().mul_(step)  # division by a power of two is exact
-        return y
-    for part, draw in zip(_slabs(y), _slabs(bits, like=y), strict=True):
-        part.clamp_(-element.maximum, element.maximum)
-        step = spacing(part, element)
-        magnitude = part.abs().div_(step)
-        _round_up(magnitude, draw, 23 - element.mantissa_bits).mul_(step)
-        torch.copysign(magnitude, part, out=part)
-    return y
+        return y.div_(step).round_().mul_(step)  # division by a power of two is exact
+    # floor(steps + u): u in [0, 1) are the upper ``resolution`` bits of the draw, so that the FP32 sum is exact.
+    resolution = 23 - element.mantissa_bits
+    draw = (bits >> (32 - resolution)).bitwise_and_((1 << resolution) - 1)
+    steps = y.abs().div_(step).mul_(2.0**resolution).floor_().add_(draw).mul_(2.0**-resolution).floor_()
+    return torch.copysign(steps.mul_(step), y, out=y)
 
 
 def spacing(y: Tensor, element: Element) -> Tensor:
@@ -200,11 +177,3 @@ def spacing(y: Tensor, element: Element) -> Tensor:
     exponent = y.view(torch.int32) & 0x7F800000
     exponent.clamp_(min=(127 + element.min_exponent) << 23).sub_(element.mantissa_bits << 23)
     return exponent.view(torch.float32)
-
-
-def _round_up(steps: Tensor, bits: Tensor, resolution: int) -> Tensor:
-    """Return floor(steps + u) in place. u in [0, 1) are the upper ``resolution`` bits of the draw, so the FP32 sum is
-    exact.
-    """
-    draw = (bits >> (32 - resolution)).bitwise_and_((1 << resolution) - 1)
-    return steps.mul_(2.0**resolution).floor_().add_(draw).mul_(2.0**-resolution).floor_()

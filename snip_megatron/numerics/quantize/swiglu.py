@@ -1,10 +1,10 @@
 """SwiGLU and its gradient, quantised for the GEMMs that read them. ``kernels/swiglu.py`` has these functions in Triton.
 
-Tiles are quantised in the function that computes the result. A format with one scale per tensor needs the amax first,
-so that the result is returned with its amax, and quantised by another function.
-
 SwiGLU of y = [gates, ups] is silu(gates)·ups. All functions compute in FP32 and round once, to the dtype of y, before
 they quantise. The exponential and the division differ between devices, and so do bits.
+
+Formats with tiles are quantised in the function that computes the result. A format with one scale per tensor needs the
+amax first: :func:`swiglu_with_amax` returns the result and its amax, and another function quantises it.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from snip_megatron.precision import Format
 
 
 def fits(y: Tensor) -> bool:
-    """Return whether the functions below take y [M, 2K]. This module takes everything; the kernels do not."""
+    """Return whether the functions of this module take y [M, 2K]. Its kernels take fewer."""
     return True
 
 
@@ -33,8 +33,8 @@ def swiglu_gradient(d: Tensor, y: Tensor, probs: Tensor | None = None) -> Tensor
     d, (gate, up) = d.to(torch.float32), y.to(torch.float32).chunk(2, -1)
     d = d if probs is None else d * probs.view(-1, 1)
     sigmoid = 1.0 / (1.0 + torch.exp(-gate))
-    of_gate = d * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
-    return torch.cat((of_gate, d * (gate / (1.0 + torch.exp(-gate)))), -1).to(y.dtype)
+    gate_gradient = d * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+    return torch.cat((gate_gradient, d * (gate / (1.0 + torch.exp(-gate)))), -1).to(y.dtype)
 
 
 def quantize_swiglu(y: Tensor, spec: OperandSpec, probs: Tensor | None = None) -> OperandPair:
@@ -57,10 +57,10 @@ def quantize_swiglu_gradient(
         probs: see :func:`swiglu`.
 
     Returns:
-        The two operands, and the gradient of ``probs``, FP32 [M]; None without.
+        The two operands, and the gradient of ``probs``, FP32 [M], or None if there are no ``probs``.
     """
-    of_probs = None if probs is None else (d.to(torch.float32) * swiglu(y.to(torch.float32))).sum(1)
-    return (*_operands(swiglu_gradient(d, y, probs), spec), of_probs)
+    probs_gradient = None if probs is None else (d.to(torch.float32) * swiglu(y.to(torch.float32))).sum(1)
+    return (*_operands(swiglu_gradient(d, y, probs), spec), probs_gradient)
 
 
 def _operands(x: Tensor, spec: OperandSpec) -> OperandPair:
@@ -69,9 +69,10 @@ def _operands(x: Tensor, spec: OperandSpec) -> OperandPair:
 
 
 def swiglu_with_amax(y: Tensor, d: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return SwiGLU [M, K] of y [M, 2K], or its gradient from that of its result, d [M, K], in y's dtype.
+    """Return SwiGLU [M, K] of y [M, 2K] or, with ``d``, its gradient [M, 2K] from the gradient d [M, K] of the result.
 
-    The second result is its amax, FP32 and 0-dim, NaN if it holds a NaN.
+    Returns:
+        The matrix in y's dtype, and its amax, FP32 and 0-dim, which is NaN if the matrix holds a NaN.
     """
     x = swiglu(y) if d is None else swiglu_gradient(d, y)
     return x, (x.abs().amax() if x.numel() else x.new_zeros(())).to(torch.float32)

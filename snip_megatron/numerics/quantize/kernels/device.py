@@ -217,34 +217,22 @@ def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
 
 
 @triton.jit
-def _half_bits(bits, DTYPE: tl.constexpr):
-    """Return FP32 of the 16-bit numbers in the lower halves of int32."""
-    if DTYPE == "bf16":
-        return (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def numbers(words):
+    """Return the even and the odd columns of pairs of bf16 numbers, in FP32."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def numbers(words, DTYPE: tl.constexpr):
-    """Return FP32 of the even and of the odd columns."""
-    if DTYPE == "bf16":
-        return _half_bits(words, DTYPE), (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        return _half_bits(words, DTYPE), _half_bits(words >> 16, DTYPE)
-
-
-@triton.jit
-def lifted(words, lo_lift, hi_lift, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+def lifted(words, lo_lift, hi_lift, HARDWARE: tl.constexpr):
     """Return ``numbers`` times powers of two (one per tile)."""
-    if HARDWARE and (DTYPE == "bf16"):  # one multiplication per pair
+    if HARDWARE:  # one multiplication per pair
         lift = (lo_lift.to(tl.uint32, bitcast=True) >> 16) | hi_lift.to(tl.uint32, bitcast=True)
         words = tl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, lift], dtype=tl.int32, is_pure=True, pack=1
         )
-        return numbers(words, DTYPE)
+        return numbers(words)
     else:
-        lo, hi = numbers(words, DTYPE)
+        lo, hi = numbers(words)
         return lo * lo_lift, hi * hi_lift
 
 
@@ -256,39 +244,26 @@ def _max_bf16(a, b):  # maximum of the magnitudes, NaN above all; the sign of th
 
 
 @triton.jit
-def _max_fp16(a, b):
-    return tl.inline_asm_elementwise(
-        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _largest(x, DOWN: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the maximum of each column (``DOWN``) or row, of integers if ``DTYPE`` is empty, or of two numbers per
-    word.
-    """
+def _largest(x, DOWN: tl.constexpr, WORDS: tl.constexpr):
+    """Return the maximum of each column (``DOWN``) or row: of integers, or of two bf16 numbers per word (``WORDS``)."""
     last: tl.constexpr = 2 if DOWN else 1
-    if DTYPE == "bf16":
+    if WORDS:
         x = tl.reduce(x, last, _max_bf16)
         return tl.reduce(x, 0, _max_bf16) if DOWN else x
-    elif DTYPE == "fp16":
-        x = tl.reduce(x, last, _max_fp16)
-        return tl.reduce(x, 0, _max_fp16) if DOWN else x
     else:
         x = tl.max(x, axis=last)
         return tl.max(x, axis=0) if DOWN else x
 
 
 @triton.jit
-def amax_pairs(words, DOWN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+def amax_pairs(words, DOWN: tl.constexpr, HARDWARE: tl.constexpr):
     """Return the FP32 bits of max|x| of each column (``DOWN``) or row, separately for even and odd columns."""
     if HARDWARE:
-        pairs = _largest(words, DOWN, DTYPE) & 0x7FFF7FFF
-        lo, hi = _half_bits(pairs & 0xFFFF, DTYPE), _half_bits(pairs >> 16, DTYPE)
-        return lo.to(tl.int32, bitcast=True), hi.to(tl.int32, bitcast=True)
+        pairs = _largest(words, DOWN, True) & 0x7FFF7FFF
+        return (pairs & 0xFFFF) << 16, (pairs >> 16) << 16
     else:
-        lo, hi = numbers(words, DTYPE)
-        return _largest(magnitude_bits(lo), DOWN, ""), _largest(magnitude_bits(hi), DOWN, "")
+        lo, hi = numbers(words)
+        return _largest(magnitude_bits(lo), DOWN, False), _largest(magnitude_bits(hi), DOWN, False)
 
 
 @triton.jit

@@ -17,9 +17,15 @@ from torch import Tensor
 from snip_megatron.numerics.quantize.formats import E2M1, SPECS, Scaling
 from snip_megatron.numerics.quantize.kernels.device import INFINITY_BITS, constant, magnitude_bits, mix32, to_float32
 from snip_megatron.numerics.quantize.kernels.launch import launch
-from snip_megatron.numerics.quantize.kernels.quantize import bits_of, checked, key_arguments, key_memory
-from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec, shared
-from snip_megatron.numerics.quantize.reference import POINTS, Rotation, is_turned
+from snip_megatron.numerics.quantize.kernels.quantize import amax_bits, checked_matrix, key_memory, key_numbers
+from snip_megatron.numerics.quantize.operands import (
+    CachedPair,
+    ExactOperand,
+    OperandPair,
+    OperandSpec,
+    operands_are_equal,
+)
+from snip_megatron.numerics.quantize.reference import POINTS, Rotation, is_rotated
 from snip_megatron.precision import Format
 
 # -- device code -----------------------------------------------------------------------------------------------------
@@ -29,11 +35,11 @@ _LARGEST_ERROR = tl.constexpr(67108864.0)
 
 
 @triton.jit
-def _places(stride, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows and columns of part (m, k), and its places in memory. A thread gets ``WIDE`` columns."""
+def _offsets(stride, m, k, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """Return the rows and columns of part (m, k), and its offsets in memory. A thread gets ``WIDE`` columns."""
     rows, cols = m * R + tl.arange(0, R), k * C + tl.arange(0, C)
-    places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    return rows, cols, tl.max_contiguous(places, [1, WIDE])
+    offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    return rows, cols, tl.max_contiguous(offsets, [1, WIDE])
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def nearest(y, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, draw):
-    """Round y ≥ 0 to E2M1, up with the probability that is given by how near the number above is; saturate.
+    """Round y ≥ 0 to E2M1, up with the probability that is known by how near the number above is; saturate.
 
     FP32 numbers 2^-126·y are counted by their bits, and the upper bits of the count are the E2M1 number, below 1, where
     they are subnormal, as above. So the draw is added to the 22 bits that follow.
@@ -89,7 +95,7 @@ def _sums(x, APART: tl.constexpr):
 
 
 @triton.jit
-def transformed(x, signs_ptr, signs, LOADED: tl.constexpr):
+def rotate_rows(x, signs_ptr, signs, LOADED: tl.constexpr):
     """Return the Hadamard transform of groups of 16 rows. The order of sums is that of ``reference.rotate``."""
     if LOADED:
         signs = tl.load(signs_ptr)
@@ -132,7 +138,7 @@ def _e4m3_quotients(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
 
 
 @triton.jit
-def _candidate(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
+def _four_or_six(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
     """Return E2M1 elements, E4M3 scales and squared errors of tiles, which are sums of integers, equal in any order."""
     y, scale = _e4m3_quotients(tiles, amax_bits, whole, MAXIMUM)
     values = nearest(y, 4)
@@ -143,7 +149,7 @@ def _candidate(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
 
 
 @triton.jit
-def _quantised(
+def _quantize_tiles(
     tiles, amax_bits, whole, draw, ELEMENT: tl.constexpr, SCALING: tl.constexpr, RANDOM: tl.constexpr,
     FOUR: tl.constexpr,
 ):  # fmt: skip
@@ -152,9 +158,9 @@ def _quantised(
     ``whole`` is the scale of the tensor, which is no part of the factors of nvfp4.
     """
     if FOUR:
-        values, factor, error = _candidate(tiles, amax_bits, whole, 6.0)
-        others, other, error_of_other = _candidate(tiles, amax_bits, whole, 4.0)
-        smaller = (error_of_other < error) | (factor == 0.0)
+        values, factor, error = _four_or_six(tiles, amax_bits, whole, 6.0)
+        others, other, other_error = _four_or_six(tiles, amax_bits, whole, 4.0)
+        smaller = (other_error < error) | (factor == 0.0)
         values, factor = tl.where(smaller, others, values), tl.where(smaller, other, factor)
     else:
         if SCALING == "e8m0":
@@ -177,7 +183,7 @@ def _quantised(
 def side_kernel(
     x_ptr, out_ptr, scale_ptr, amax_ptr, cols_ptr, key_ptr, signs_ptr, current_ptr, M, word_0, word_1, signs,
     ELEMENT: tl.constexpr, SCALING: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    RANDOM: tl.constexpr, KEY_LOADED: tl.constexpr, FOUR: tl.constexpr, TURNED: tl.constexpr,
+    RANDOM: tl.constexpr, KEY_LOADED: tl.constexpr, FOUR: tl.constexpr, ROTATED: tl.constexpr,
     SIGNS_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -185,17 +191,17 @@ def side_kernel(
 
     ``ELEMENT`` is the number of bits of an element. Values are the numbers in bf16, as 16-bit words, over the scale of
     the tensor ("e4m3_fp32", "fp32_tensor") or of their tile ("fp32"), which is stored beside them. A matrix that is
-    ``TURNED`` is filled up to whole groups of 16 rows. ``current_ptr``: see ``programs.py``.
+    ``ROTATED`` is filled up to whole groups of 16 rows. ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
     k, m = tl.program_id(0), tl.program_id(1)
-    rows, cols, places = _places(x_stride, m, k, R, C, WIDE)
-    x = to_float32(tl.load(x_ptr + places, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0))
+    rows, cols, offsets = _offsets(x_stride, m, k, R, C, WIDE)
+    x = to_float32(tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0))
     height = M
-    if TURNED:
-        x, height = transformed(x, signs_ptr, signs, SIGNS_LOADED), (M + 15) // 16 * 16
+    if ROTATED:
+        x, height = rotate_rows(x, signs_ptr, signs, SIGNS_LOADED), (M + 15) // 16 * 16
     inside = (rows < height)[:, None] & (cols < K)[None, :]
     draw = x
     if RANDOM:
@@ -215,23 +221,23 @@ def side_kernel(
     if SCALING != "fp32_tensor":
         amax = _largest(bits)
     tiles, draw = bits.to(tl.float32, bitcast=True), tl.reshape(draw, shape)
-    values, factor = _quantised(tiles, amax, whole, draw, ELEMENT, SCALING, RANDOM, FOUR)
+    values, factor = _quantize_tiles(tiles, amax, whole, draw, ELEMENT, SCALING, RANDOM, FOUR)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     signed = tl.reshape(values, (R, C)).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)
-    _, _, places = _places(K, m, k, R, C, WIDE)
-    tl.store(out_ptr + places, (signed >> 16).to(tl.int16), mask=inside)  # the upper half is all of a bf16 number
+    _, _, offsets = _offsets(K, m, k, R, C, WIDE)
+    tl.store(out_ptr + offsets, (signed >> 16).to(tl.int16), mask=inside)  # the upper half is all of a bf16 number
     if SCALING == "fp32":
         i, j = m * row_tiles + tl.arange(0, row_tiles), k * col_tiles + tl.arange(0, col_tiles)
         width: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
         known = (i < tl.cdiv(M, TILE_ROWS))[:, None] & (j < width)[None, :]
-        places = i.to(tl.int64)[:, None] * width + j[None, :]
-        tl.store(scale_ptr + places, tl.reshape(factor, (row_tiles, col_tiles)), mask=known)
+        offsets = i.to(tl.int64)[:, None] * width + j[None, :]
+        tl.store(scale_ptr + offsets, tl.reshape(factor, (row_tiles, col_tiles)), mask=known)
 
 
 @triton.jit(do_not_specialize=["signs"])
 def amax_kernel(
-    x_ptr, amax_ptr, signs_ptr, current_ptr, M, signs, FINITE: tl.constexpr, TURNED: tl.constexpr,
+    x_ptr, amax_ptr, signs_ptr, current_ptr, M, signs, FINITE: tl.constexpr, ROTATED: tl.constexpr,
     SIGNS_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -239,11 +245,11 @@ def amax_kernel(
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
-    rows, cols, places = _places(x_stride, tl.program_id(1), tl.program_id(0), R, C, WIDE)
-    x = tl.load(x_ptr + places, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0)
+    rows, cols, offsets = _offsets(x_stride, tl.program_id(1), tl.program_id(0), R, C, WIDE)
+    x = tl.load(x_ptr + offsets, mask=(rows < M)[:, None] & (cols < K)[None, :], other=0.0)
     x = to_float32(x)
-    if TURNED:
-        x = transformed(x, signs_ptr, signs, SIGNS_LOADED)
+    if ROTATED:
+        x = rotate_rows(x, signs_ptr, signs, SIGNS_LOADED)
     bits = magnitude_bits(x)
     if FINITE:
         bits = tl.where(bits < INFINITY_BITS, bits, 0)
@@ -253,7 +259,7 @@ def amax_kernel(
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
-_WHOLE = (Scaling.E4M3_FP32, Scaling.FP32_TENSOR)
+_TENSOR_SCALINGS = (Scaling.E4M3_FP32, Scaling.FP32_TENSOR)
 
 
 class Shape(NamedTuple):
@@ -276,40 +282,40 @@ SHAPES = {
 
 def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """See :func:`snip_megatron.numerics.quantize.operands.quantize_exact`."""
-    x, both = checked(x), shared(spec)
+    x, equal = checked_matrix(x), operands_are_equal(spec)
     operands: list[Any] = [None, None] if cached is None else [*cached.operands]
     current = None if cached is None else cached.current
-    found: dict[tuple[bool, bool], Tensor] = {}  # (over finite numbers, of the transform) → amax
+    amaxes: dict[tuple[bool, bool], Tensor] = {}  # (over finite numbers, of the transform) → amax
     for place, fmt in enumerate(spec.formats):
-        if fmt is None or (both and place == 1):
+        if fmt is None or (equal and place == 1):
             continue
         rotation = None
-        if is_turned(fmt, 1 - place, weight=spec.weight):
+        if is_rotated(fmt, 1 - place, weight=spec.weight):
             rotation = spec.rotation or Rotation()
         if operands[place] is None:
             operands[place] = _output(x, fmt, 1 - place, spec, rotation)
         if not x.numel():
             continue
         bits, scaling = x, SPECS[fmt].scaling
-        if scaling in _WHOLE:
-            given = spec.amax if rotation is None else rotation.amax
+        if scaling in _TENSOR_SCALINGS:
+            known = spec.amax if rotation is None else rotation.amax
             kind = (scaling is Scaling.E4M3_FP32, rotation is not None)
-            if kind not in found:
-                found[kind] = _amax(x, kind[0], rotation, current) if given is None else bits_of(given)
-            bits = found[kind]
+            if kind not in amaxes:
+                amaxes[kind] = _amax(x, kind[0], rotation, current) if known is None else amax_bits(known)
+            bits = amaxes[kind]
         _quantize(x, place, spec, operands[place], rotation, bits, current)
-    return operands[0], operands[0] if both else operands[1]
+    return operands[0], operands[0] if equal else operands[1]
 
 
 def _output(x: Tensor, fmt: Format, axis: int, spec: OperandSpec, rotation: Rotation | None) -> ExactOperand:
     """Return memory for an operand; a scale that nothing will write is 1."""
-    (M, K), of_format = x.shape, SPECS[fmt]
+    (M, K), format_spec = x.shape, SPECS[fmt]
     height = M if rotation is None else -(-M // POINTS) * POINTS
     values = torch.empty(height, K, dtype=torch.bfloat16, device=x.device)
-    if of_format.scaling is Scaling.FP32:
-        tile = of_format.tile_shape(axis, spec.weight)
+    if format_spec.scaling is Scaling.FP32:
+        tile = format_spec.tile_shape(axis, spec.weight)
         return ExactOperand(values, torch.empty(-(-M // tile[0]), -(-K // tile[1]), device=x.device), tile)
-    whole = of_format.scaling in _WHOLE
+    whole = format_spec.scaling in _TENSOR_SCALINGS
     return ExactOperand(values, (torch.empty if x.numel() else torch.ones)(1, device=x.device) if whole else None, None)
 
 
@@ -325,12 +331,12 @@ def _quantize(
     """Write one operand of x, the rowwise (``place`` 0) or the columnwise one (1)."""
     (M, K), fmt, seed, cols = x.shape, spec.formats[place], spec.seeds[place], x
     assert fmt is not None
-    of_format = SPECS[fmt]
-    tile = of_format.tile_shape(1 - place, spec.weight) if of_format.tile else (1, 1)
+    format_spec = SPECS[fmt]
+    tile = format_spec.tile_shape(1 - place, spec.weight) if format_spec.tile else (1, 1)
     if seed is not None and spec.keys is not None:
         cols = torch.arange(K, device=x.device) if spec.keys.cols is None else spec.keys.cols
     signs, signs_loaded, number = _signs(rotation, x)
-    shape = SHAPES["tiles of 128" if of_format.scaling is Scaling.FP32 else "columns" if tile[0] > 1 else "rows"]
+    shape = SHAPES["tiles of 128" if format_spec.scaling is Scaling.FP32 else "columns" if tile[0] > 1 else "rows"]
     rows = max(shape.rows, tile[0])
     launch(
         side_kernel, (-(-K // shape.cols), -(-M // rows)),
@@ -338,12 +344,12 @@ def _quantize(
             x, (operand.values, torch.int16), x if operand.scale is None else operand.scale, amax, cols,
             key_memory(seed, x), signs, x if current is None else current,
         ],
-        (M,), (*key_arguments(seed), number),
+        (M,), (*key_numbers(seed), number),
         {
-            "ELEMENT": 4 if of_format.element is E2M1 else 8, "SCALING": of_format.scaling.value,
+            "ELEMENT": 4 if format_spec.element is E2M1 else 8, "SCALING": format_spec.scaling.value,
             "TILE_ROWS": tile[0], "TILE_COLS": tile[1],
-            "RANDOM": seed is not None, "KEY_LOADED": isinstance(seed, Tensor), "FOUR": of_format.four_over_six,
-            "TURNED": rotation is not None, "SIGNS_LOADED": signs_loaded, "GUARDED": current is not None,
+            "RANDOM": seed is not None, "KEY_LOADED": isinstance(seed, Tensor), "FOUR": format_spec.four_over_six,
+            "ROTATED": rotation is not None, "SIGNS_LOADED": signs_loaded, "GUARDED": current is not None,
             "K": K, "x_stride": x.stride(0), "R": rows, "C": shape.cols, "WIDE": shape.wide,
         },
         {"num_warps": shape.warps},
@@ -359,7 +365,7 @@ def _amax(x: Tensor, finite: bool, rotation: Rotation | None, current: Tensor | 
         amax_kernel, (-(-K // shape.cols), -(-M // shape.rows)),
         (x, bits, signs, bits if current is None else current), (M,), (number,),
         {
-            "FINITE": finite, "TURNED": rotation is not None, "SIGNS_LOADED": signs_loaded,
+            "FINITE": finite, "ROTATED": rotation is not None, "SIGNS_LOADED": signs_loaded,
             "GUARDED": current is not None,
             "K": K, "x_stride": x.stride(0), "R": shape.rows, "C": shape.cols, "WIDE": shape.wide,
         },

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Seen = tuple[Tensor, torch.dtype]
+TypedTensor = tuple[Tensor, torch.dtype]
 """A tensor, and the dtype as which a kernel sees it."""
 current = threading.local()
 """Its attribute ``recording`` is the :class:`.replay.Recording` of this thread in progress."""
@@ -34,7 +34,7 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def launch(
     kernel: Any,
     grid: tuple[int, int],
-    memory: Sequence[Tensor | Seen],
+    memory: Sequence[Tensor | TypedTensor],
     numbers: tuple[int, ...],
     counters: tuple[float, ...],
     constants: Mapping[str, object],

@@ -46,14 +46,14 @@ def global_ids(ids_ptr, cols, lo_mask, hi_mask, PAIRED: tl.constexpr):
 @triton.jit
 def _encode(
     words, lo_scale, hi_scale, lo_bits, hi_bits,
-    FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Return the E4M3 bytes of a part, divided by scales that broadcast.
 
     With ``JOIN`` returns joined pairs (int16, twice); otherwise even and odd columns (uint8).
     """
     lo_lift, hi_lift = lift_of(lo_scale), lift_of(hi_scale)
-    lo, hi = lifted(words, lo_lift, hi_lift, DTYPE, HARDWARE)
+    lo, hi = lifted(words, lo_lift, hi_lift, HARDWARE)
     if RANDOM:
         return stochastic_bytes(words, lo, hi, lo_scale, hi_scale, lo_lift, hi_lift, lo_bits, hi_bits, JOIN, HARDWARE)
     else:
@@ -68,7 +68,7 @@ def quantize_side(
     words, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, out_ptr, out_stride, scale_ptr, m, k,
     row_mask, lo_mask, hi_mask,
     AXIS: tl.constexpr, FORMAT: tl.constexpr, RANDOM: tl.constexpr, PAIRED: tl.constexpr,
-    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part in one format, with tiles along columns (``AXIS`` 1) or along rows (``AXIS`` 0, stored
     transposed).
@@ -82,7 +82,7 @@ def quantize_side(
     lo_bits, hi_bits = words, words
     if RANDOM:
         lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
-    codes, others = _encode(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, DTYPE, HARDWARE)
+    codes, others = _encode(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, HARDWARE)
     if AXIS == 1:
         store_rows(out_ptr, codes, m, k, out_stride, row_mask)
         tl.store(scale_ptr + tl.arange(0, EDGE), lo_scale, mask=row_mask)
@@ -98,7 +98,7 @@ def quantize_both(
     words, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
     M, K, m, k, row_stride, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    PAIRED: tl.constexpr, TWICE: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, TWICE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise part (m, k) of a matrix [M, K] with tiles along K (``ROW``) and along M (``COL``).
 
@@ -117,23 +117,23 @@ def quantize_both(
             col_word_0, col_word_1 = tl.load(col_key_ptr), tl.load(col_key_ptr + 1)
     if ROW:
         part = load_pairs(x_ptr, x_stride, M, width, m, k, False) if TWICE else words
-        lo_amax, hi_amax = amax_pairs(part, False, DTYPE, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(part, False, HARDWARE)
         amax = tl.maximum(lo_amax, hi_amax)
         quantize_side(
             part, amax, amax, row_ids, lo_ids, hi_ids, row_word_0, row_word_1, row_ptr, row_stride,
             row_scale_ptr + k.to(tl.int64) * M + m * EDGE, m, k, row_mask, lo_mask, hi_mask,
-            1, ROW, ROW_RANDOM, PAIRED, DTYPE, HARDWARE,
+            1, ROW, ROW_RANDOM, PAIRED, HARDWARE,
         )  # fmt: skip
     if COL:
         if TWICE:
             turned = load_pairs(x_ptr, x_stride, M, width, m, k, True)
         else:  # as load_pairs gives a part with DOWN
             turned = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
-        lo_amax, hi_amax = amax_pairs(turned, True, DTYPE, HARDWARE)
+        lo_amax, hi_amax = amax_pairs(turned, True, HARDWARE)
         quantize_side(
             turned, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
             col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k, row_mask, lo_mask, hi_mask,
-            0, COL, COL_RANDOM, PAIRED, DTYPE, HARDWARE,
+            0, COL, COL_RANDOM, PAIRED, HARDWARE,
         )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def tile_kernel(
     M, K, width, col_stride, first_row, row_word_0, row_word_1, col_word_0, col_word_1,
     x_stride: tl.constexpr, row_stride: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    PAIRED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise 1×128 tiles along K and along M.
 
@@ -156,19 +156,19 @@ def tile_kernel(
         x_ptr, x_ptr, x_stride, width, cols_ptr, row_key_ptr, col_key_ptr,
         row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, M, K, m, k, row_stride, col_stride,
         first_row, row_word_0, row_word_1, col_word_0, col_word_1,
-        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, True, DTYPE, HARDWARE,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, True, HARDWARE,
     )  # fmt: skip
 
 
 @triton.jit
 def _uniform_side(
     words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr,
-    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
-    codes, others = _encode(words, scale, scale, words, words, FORMAT, False, not DOWN, DTYPE, HARDWARE)
+    codes, others = _encode(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
         store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
@@ -181,7 +181,7 @@ def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, current_ptr,
     M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
     ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr,
-    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise 128×128 blocks in both orientations, each in its own format (0, 4 or 8).
 
@@ -193,12 +193,12 @@ def block_kernel(
             return
     k, m = tl.program_id(0), tl.program_id(1)
     words = load_pairs(x_ptr, x_stride, M, width, m, k, False)
-    lo_amax, hi_amax = amax_pairs(words, False, DTYPE, HARDWARE)
+    lo_amax, hi_amax = amax_pairs(words, False, HARDWARE)
     corner = tl.zeros((1, 1), tl.int32)
     amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
     if ROW:
         scale = tile_scale(amax, ROW, HARDWARE)
-        codes, _ = _encode(words, scale, scale, words, words, ROW, False, True, DTYPE, HARDWARE)
+        codes, _ = _encode(words, scale, scale, words, words, ROW, False, True, HARDWARE)
         store_rows(row_ptr, codes, m, k, row_stride, m * EDGE + tl.arange(0, EDGE) < M)
         tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
     if COL:
@@ -209,14 +209,14 @@ def block_kernel(
             col_ptr += first.to(tl.int64) * EDGE * K
             col_scale_ptr += first * tl.cdiv(K, EDGE)
             m -= first
-        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, COL, True, DTYPE, HARDWARE)
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, COL, True, HARDWARE)
         tl.store(col_scale_ptr + k * col_scale_stride + m + corner, scale)
 
 
 @triton.jit
 def amax_kernel(
     x_ptr, maxima_ptr, current_ptr, M, width, x_stride: tl.constexpr,
-    GUARDED: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    GUARDED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Store the bits of max|x| over the parts of each program to ``maxima_ptr`` (int32), in the order of programs.
 
@@ -229,7 +229,7 @@ def amax_kernel(
     largest = tl.zeros((EDGE,), tl.int32)
     while part < across * tl.cdiv(M, EDGE):  # the interpreter has no range of tensors
         words = load_pairs(x_ptr, x_stride, M, width, part // across, part % across, False)
-        lo, hi = amax_pairs(words, False, DTYPE, HARDWARE)
+        lo, hi = amax_pairs(words, False, HARDWARE)
         largest = tl.maximum(largest, tl.maximum(lo, hi))
         part += tl.num_programs(0)
     tl.store(maxima_ptr + tl.program_id(0), tl.max(largest, axis=0))
@@ -239,7 +239,7 @@ def amax_kernel(
 def tensor_kernel(
     x_ptr, maxima_ptr, row_ptr, col_ptr, scale_ptr, current_ptr, M, K, width, col_stride, count,
     x_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, GUARDED: tl.constexpr,
-    DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise to fp8_tensor by the largest of ``count`` maxima. The first part's program stores the scale.
 
@@ -257,11 +257,11 @@ def tensor_kernel(
     scale = tile_scale(amax + one, 8, HARDWARE, True)
     tl.store(scale_ptr + one, scale, mask=(one + k + m) == 0)
     if ROW:
-        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, DTYPE, HARDWARE)
+        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, 8, False, HARDWARE)
     if COL:
         if ROW:
             words = load_pairs(x_ptr, x_stride, M, width, m, k, True)
-        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, DTYPE, HARDWARE)
+        _uniform_side(words, scale, col_ptr, M, K, m, k, col_stride, 8, True, HARDWARE)
 
 
 # -- rows of experts -------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def quantised_rows_kernel(
     quantize_both(
         words, x_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, K, m, k, row_stride, col_stride, 0, row_word_0, row_word_1, col_word_0, col_word_1,
-        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, HARDWARE,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.launch import Seen, launch
+from snip_megatron.numerics.quantize.kernels.launch import TypedTensor, launch
 from snip_megatron.numerics.quantize.kernels.programs import (
     MAXIMA,
     amax_kernel,
@@ -38,8 +38,8 @@ LAUNCH: dict[str, dict[str, int]] = {
     "quantised rows": {"num_warps": 8, "maxnreg": 64},
     "moved rows": {"num_warps": 4},
 }
-"""Launch options of each kind of kernel (``quantize --sweep`` in benchmarks tries others): tiles do not cross warps, so
-that many warps with few registers each hide each other's latency."""
+"""Launch options of each kind of kernel. ``benchmarks.kernels.quantize --sweep`` tries others. No tile crosses warps:
+many warps with few registers each hide each other's latency."""
 
 
 def quantize_operands(
@@ -50,36 +50,46 @@ def quantize_operands(
     One kernel reads the matrix for all operands with tiles or blocks, and one for those with a scale for the whole
     tensor, after its amax.
     """
-    x = checked(x)
+    x = checked_matrix(x)
     if rows is not None:
-        return quantize_rows(x, spec, rows)
-    if not reads_words(x):  # torch quantises others
+        return _tiles(x, spec, rows)
+    if not reads_pairs(x):  # torch quantises others
         return operands.quantize_operands(x, spec, cached)
     row: Operand | None = None
     col: Operand | None = None
-    if not WIDTH.keys().isdisjoint(spec.formats):
+    if not BITS.keys().isdisjoint(spec.formats):
         row, col = _blocks(x, spec, cached) if spec.weight else _tiles(x, spec)
     if Format.FP8_TENSOR in spec.formats:
-        whole = _whole(x, spec, cached)
-        row, col = row or whole[0], col or whole[1]
+        by_tensor = _per_tensor(x, spec, cached)
+        row, col = row or by_tensor[0], col or by_tensor[1]
     return (row, col) if cached is None else cached.operands
 
 
-def _tiles(x: Tensor, spec: OperandSpec) -> OperandPair:
-    M, K = x.shape
-    row, col = tile_output(x, spec.rowwise, M, K), tile_output(x, spec.columnwise, K, M)
-    if x.numel():
-        draws = draws_of(spec, K, x)
-        random = draws.constants["ROW_RANDOM"] or draws.constants["COL_RANDOM"]
+def _tiles(x: Tensor, spec: OperandSpec, rows: RowMap | None = None) -> OperandPair:
+    """Quantise x [M, K] in tiles, or the padded rows of experts, where x is contiguous and K a multiple of 128."""
+    M, K = x.shape[0] if rows is None else len(rows.experts), x.shape[1]
+    row, col = empty_tiles(x, spec.rowwise, M, K), empty_tiles(x, spec.columnwise, K, M)
+    if not (M and K):
+        return row, col
+    rounding = rounding_arguments(spec, K, x)
+    memory = [(x, torch.int32), *output_arguments(row, col, x), *rounding.memory]
+    constants = {
+        "x_stride": x.stride(0) // 2, "row_stride": row_stride(row) // 2,
+        **element_bits(spec), **rounding.constants, "HARDWARE": has_hopper_instructions(x),
+    }  # fmt: skip
+    grid = tile_count(K), tile_count(M)
+    if rows is not None:
         launch(
-            tile_kernel, (parts_of(K), parts_of(M)), [(x, torch.int32), *memory_of(row, col, x), *draws.memory],
-            (M, K, K // 2, stride_of(col)), (0 if spec.keys is None else spec.keys.first_row, *draws.words),
-            {
-                "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2,
-                **widths_of(spec), **draws.constants, **device_options(x),
-            },
-            LAUNCH["stochastic" if random else "fp8 rows" if row and col and spec.rowwise is Format.FP8 else "tiles"],
+            quantised_rows_kernel, grid, [*memory, *rows], (M, K, row_stride(col)),
+            (rows.table.shape[1], *rounding.words), constants, LAUNCH["quantised rows"],
         )  # fmt: skip
+        return row, col
+    kind = "fp8 rows" if row and col and spec.rowwise is Format.FP8 else "tiles"
+    if rounding.constants["ROW_RANDOM"] or rounding.constants["COL_RANDOM"]:
+        kind = "stochastic"
+    first_row = 0 if spec.keys is None else spec.keys.first_row
+    numbers, counters = (M, K, K // 2, row_stride(col)), (first_row, *rounding.words)
+    launch(tile_kernel, grid, memory, numbers, counters, constants, LAUNCH[kind])
     return row, col
 
 
@@ -87,58 +97,60 @@ def _blocks(w: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandP
     N, K = w.shape
     old = (None, None) if cached is None else cached.operands
     row, col = (
-        None if fmt not in WIDTH else _block_output(w, rows, depth) if kept is None else kept
-        for fmt, rows, depth, kept in zip(spec.formats, (N, K), (K, N), old, strict=True)
+        None if fmt not in BITS else _block_output(w, rows, depth) if output is None else output
+        for fmt, rows, depth, output in zip(spec.formats, (N, K), (K, N), old, strict=True)
     )
     if w.numel():
         launch(
-            block_kernel, (parts_of(K), parts_of(N)),
-            [(w, torch.int32), *memory_of(row, col, w), w if cached is None else cached.current],
-            (N, K, K // 2, w.stride(0) // 2, stride_of(row) // 2, stride_of(col)),
+            block_kernel, (tile_count(K), tile_count(N)),
+            [(w, torch.int32), *output_arguments(row, col, w), w if cached is None else cached.current],
+            (N, K, K // 2, w.stride(0) // 2, row_stride(row) // 2, row_stride(col)),
             (_scale_stride(row), _scale_stride(col)),
-            {**widths_of(spec), "GROUP": 0, "GUARDED": cached is not None, **device_options(w)},
+            {**element_bits(spec), "GROUP": 0, "GUARDED": cached is not None, "HARDWARE": has_hopper_instructions(w)},
             LAUNCH["blocks"],
         )  # fmt: skip
     return row, col
 
 
 def _block_output(w: Tensor, rows: int, depth: int) -> Operand:
-    padded = -(-parts_of(depth) // 4) * 4
-    create = torch.empty if padded == parts_of(depth) else torch.ones
-    scale = create(parts_of(rows), padded, dtype=torch.float32, device=w.device)
-    return Operand(values_like(w, rows, depth), scale.t(), "block", depth)
+    padded = -(-tile_count(depth) // 4) * 4
+    create = torch.empty if padded == tile_count(depth) else torch.ones
+    scale = create(tile_count(rows), padded, dtype=torch.float32, device=w.device)
+    return Operand(empty_values(w, rows, depth), scale.t(), "block", depth)
 
 
 def _scale_stride(side: Operand | None) -> int:
     return 0 if side is None else side.scale.stride(1)
 
 
-def _whole(x: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandPair:
-    """Quantise with one scale for the whole tensor; without its amax the matrix is read twice."""
+def _per_tensor(x: Tensor, spec: OperandSpec, cached: CachedPair | None) -> OperandPair:
+    """Quantise with one scale for the whole tensor. If its amax is unknown, the matrix is read twice."""
     M, K = x.shape
-    row, col = (fmt is Format.FP8_TENSOR for fmt in spec.formats)
-    if cached is None:  # the scale is 1 if nothing will write it
+    row: Operand | None
+    col: Operand | None
+    by_row, by_column = (fmt is Format.FP8_TENSOR for fmt in spec.formats)
+    if cached is None:  # the scale is 1 if no kernel writes it
         scale = (torch.empty if x.numel() else torch.ones)(1, dtype=torch.float32, device=x.device)
-        row_side = Operand(values_like(x, M, K), scale, "tensor", K) if row else None
-        col_side = Operand(values_like(x, K, M), scale, "tensor", M) if col else None
+        row = Operand(empty_values(x, M, K), scale, "tensor", K) if by_row else None
+        col = Operand(empty_values(x, K, M), scale, "tensor", M) if by_column else None
     else:
-        row_side, col_side = (old if own else None for own, old in zip((row, col), cached.operands, strict=True))
-    written = row_side or col_side
-    if x.numel() and written is not None:
+        row, col = cached.operands[0] if by_row else None, cached.operands[1] if by_column else None
+    output = row or col
+    if x.numel() and output is not None:
         current = None if cached is None else cached.current
-        maxima = largest_magnitudes(x, current) if spec.amax is None else bits_of(spec.amax)
-        row_values, _, col_values, _ = memory_of(row_side, col_side, x)
+        maxima = largest_magnitudes(x, current) if spec.amax is None else amax_bits(spec.amax)
+        row_values, _, col_values, _ = output_arguments(row, col, x)
         launch(
-            tensor_kernel, (parts_of(K), parts_of(M)),
-            [(x, torch.int32), maxima, row_values, col_values, written.scale, maxima if current is None else current],
-            (M, K, K // 2, stride_of(col_side)), (maxima.numel(),),
+            tensor_kernel, (tile_count(K), tile_count(M)),
+            [(x, torch.int32), maxima, row_values, col_values, output.scale, maxima if current is None else current],
+            (M, K, K // 2, row_stride(col)), (maxima.numel(),),
             {
-                "x_stride": x.stride(0) // 2, "row_stride": stride_of(row_side) // 2, "ROW": row, "COL": col,
-                "GUARDED": current is not None, **device_options(x),
+                "x_stride": x.stride(0) // 2, "row_stride": row_stride(row) // 2, "ROW": by_row, "COL": by_column,
+                "GUARDED": current is not None, "HARDWARE": has_hopper_instructions(x),
             },
             LAUNCH["tensor"],
         )  # fmt: skip
-    return row_side, col_side
+    return row, col
 
 
 def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
@@ -147,15 +159,15 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
     Each program stores its maximum, so that no memory has to be zero before. The quantiser finds the largest of them.
 
     Args:
-        x: 16-bit [M, K], not empty, K even.
+        x: bf16 [M, K], not empty, K even.
         current: int32 on the device. If it is not zero, the result is not needed, and x is not read.
     """
     M, K = x.shape
-    maxima = torch.empty(min(parts_of(M) * parts_of(K), MAXIMA.value), dtype=torch.int32, device=x.device)
+    maxima = torch.empty(min(tile_count(M) * tile_count(K), MAXIMA.value), dtype=torch.int32, device=x.device)
     flag = maxima if current is None else current
     launch(
         amax_kernel, (maxima.numel(), 1), ((x, torch.int32), maxima, flag), (M, K // 2), (),
-        {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, **device_options(x)},
+        {"x_stride": x.stride(0) // 2, "GUARDED": current is not None, "HARDWARE": has_hopper_instructions(x)},
         LAUNCH["amax"],
     )  # fmt: skip
     return maxima
@@ -163,8 +175,8 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
 
 def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`snip_megatron.numerics.quantize.wire.pack_partial`."""
-    made, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
-    return made.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), made.scale.contiguous()
+    operand, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
+    return operand.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), operand.scale.contiguous()
 
 
 def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
@@ -173,46 +185,26 @@ def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
     E, N, K = w.shape
     flat = w.view(E * N, K)
     row, col = (
-        _group_output(w, rows, depth) if fmt in WIDTH else None
+        _group_output(w, rows, depth) if fmt in BITS else None
         for fmt, rows, depth in zip(spec.formats, (N, K), (K, N), strict=True)
     )
     launch(
-        block_kernel, (parts_of(K), parts_of(E * N)), [(flat, torch.int32), *memory_of(row, col, w), flat],
-        (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (parts_of(K), parts_of(N)),
-        {**widths_of(spec), "GROUP": parts_of(N), "GUARDED": False, **device_options(w)}, LAUNCH["blocks"],
+        block_kernel, (tile_count(K), tile_count(E * N)), [(flat, torch.int32), *output_arguments(row, col, w), flat],
+        (E * N, K, K // 2, flat.stride(0) // 2, K // 2, N), (tile_count(K), tile_count(N)),
+        {**element_bits(spec), "GROUP": tile_count(N), "GUARDED": False, "HARDWARE": has_hopper_instructions(w)},
+        LAUNCH["blocks"],
     )  # fmt: skip
     return row, col
 
 
 def _group_output(w: Tensor, rows: int, depth: int) -> Operand:
     experts = w.shape[0]
-    scale = torch.empty(experts, parts_of(rows), parts_of(depth), dtype=torch.float32, device=w.device)
-    return Operand(values_like(w, experts * rows, depth).view(experts, rows, depth), scale, "block", depth)
+    scale = torch.empty(experts, tile_count(rows), tile_count(depth), dtype=torch.float32, device=w.device)
+    return Operand(empty_values(w, experts * rows, depth).view(experts, rows, depth), scale, "block", depth)
 
 
 # -- rows of experts -------------------------------------------------------------------------------------------------
 _ROWS, _COLS = 16, 512  # of a program that moves rows
-
-
-def quantize_rows(x: Tensor, spec: OperandSpec, rows: RowMap) -> OperandPair:
-    """Return the padded rows of x, bf16 [rows, K] and contiguous, as ``quantize_operands`` does. K is a multiple of
-    128.
-    """
-    M, K = len(rows.experts), x.shape[1]
-    row, col = tile_output(x, spec.rowwise, M, K), tile_output(x, spec.columnwise, K, M)
-    if M:
-        draws = draws_of(spec, K, x)
-        launch(
-            quantised_rows_kernel, (parts_of(K), parts_of(M)),
-            [(x, torch.int32), *memory_of(row, col, x), *draws.memory, *rows], (M, K, stride_of(col)),
-            (rows.table.shape[1], *draws.words),
-            {
-                "x_stride": x.stride(0) // 2, "row_stride": stride_of(row) // 2, **widths_of(spec), **draws.constants,
-                "HARDWARE": has_hopper_instructions(x),
-            },
-            LAUNCH["quantised rows"],
-        )  # fmt: skip
-    return row, col
 
 
 def pad(rows: RowMap, x: Tensor) -> Tensor:
@@ -226,7 +218,7 @@ def unpad(rows: RowMap, padded: Tensor, count: int) -> Tensor:
 
 
 def _moved(rows: RowMap, x: Tensor, count: int, *, pad: bool) -> Tensor:
-    to, cols, parts = x.new_empty(count, *x.shape[1:]), math.prod(x.shape[1:]), parts_of(len(rows.experts))
+    to, cols, parts = x.new_empty(count, *x.shape[1:]), math.prod(x.shape[1:]), tile_count(len(rows.experts))
     if parts and cols:
         width = min(_COLS, triton.next_power_of_2(cols))
         launch(
@@ -237,81 +229,81 @@ def _moved(rows: RowMap, x: Tensor, count: int, *, pad: bool) -> Tensor:
 
 
 # -- arguments of kernels --------------------------------------------------------------------------------------------
-WIDTH: dict[Format | None, int] = {Format.FP8: 8, Format.FP4: 4}
-"""Bits of an element of the formats with tiles; a kernel takes 0 for an operand that is left out."""
+BITS: dict[Format | None, int] = {Format.FP8: 8, Format.FP4: 4}
+"""Bits of an element of the formats with tiles. A kernel takes 0 for an operand that is not computed."""
 
 
-def checked(x: Tensor) -> Tensor:
+def checked_matrix(x: Tensor) -> Tensor:
     """Return x with contiguous rows and without a gradient. Raises SnipError if it is no matrix of floats."""
     check_matrix(x)
     x = x.detach()
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def reads_words(x: Tensor) -> bool:
-    """Return whether kernels may read x [M, K], contiguous rows, as words of two 16-bit numbers.
+def reads_pairs(x: Tensor) -> bool:
+    """Return whether kernels may read x [M, K], contiguous rows, as words of two bf16 numbers.
 
     They may not read a single row, a number for which Triton compiles a kernel of its own: ptxas 12.8 knows that the
     rows beside it are zero, and stores two of four bytes of their E4M3 zeros from a register that nothing has written.
     """
     even = x.stride(0) % 2 == 0 and x.shape[1] % 2 == 0 and x.storage_offset() % 2 == 0
-    return even and x.element_size() == 2 and x.shape[0] != 1
+    return even and x.dtype is torch.bfloat16 and x.shape[0] != 1
 
 
-def bits_of(amax: Tensor) -> Tensor:
-    """Return the FP32 bits of a magnitude, int32 [1]."""
+def amax_bits(amax: Tensor) -> Tensor:
+    """Return the FP32 bits of an amax, int32 [1]."""
     return amax.detach().to(torch.float32).reshape(1).view(torch.int32)
 
 
-def parts_of(size: int) -> int:
-    """Return the number of 128-long parts that cover ``size``."""
+def tile_count(size: int) -> int:
+    """Return the number of tiles of 128 that cover ``size``."""
     return -(-size // TILE)
 
 
-# -- results -------------------------------------------------------------------------------------------------------
-def values_like(x: Tensor, rows: int, depth: int) -> Tensor:
+def empty_values(x: Tensor, rows: int, depth: int) -> Tensor:
     """Return memory on x's device for the values [rows, depth padded] of an operand."""
-    return torch.empty(rows, parts_of(depth) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
+    return torch.empty(rows, tile_count(depth) * TILE, dtype=torch.float8_e4m3fn, device=x.device)
 
 
-def tile_output(x: Tensor, format: Format | None, rows: int, depth: int) -> Operand | None:
-    """Return memory for an operand in tiles; None if it is left out."""
-    if format not in WIDTH:
+def empty_tiles(x: Tensor, format: Format | None, rows: int, depth: int) -> Operand | None:
+    """Return memory for an operand in tiles, or None if its format has none."""
+    if format not in BITS:
         return None
-    parts = parts_of(depth)
+    tiles = tile_count(depth)
     # One column more: cuBLASLt reads the scales after the last ones, which it does not use.
-    scale = torch.empty_strided((rows, parts + 1), (1, rows), dtype=torch.float32, device=x.device)[:, :parts]
-    return Operand(values_like(x, rows, depth), scale, "tile", depth)
+    scale = torch.empty_strided((rows, tiles + 1), (1, rows), dtype=torch.float32, device=x.device)[:, :tiles]
+    return Operand(empty_values(x, rows, depth), scale, "tile", depth)
 
 
-def widths_of(spec: OperandSpec) -> dict[str, object]:
-    """Return the bits of an element of both operands; 0 for one that is left out."""
-    return {name: WIDTH.get(fmt, 0) for name, fmt in zip(("ROW", "COL"), spec.formats, strict=True)}
+def element_bits(spec: OperandSpec) -> dict[str, object]:
+    """Return the constants ``ROW`` and ``COL`` of kernels."""
+    return {"ROW": BITS.get(spec.rowwise, 0), "COL": BITS.get(spec.columnwise, 0)}
 
 
-def memory_of(row: Operand | None, col: Operand | None, unused: Tensor) -> list[Tensor | Seen]:
-    """Return memory for values and scales of both operands; arbitrary memory for one that is left out.
+def output_arguments(row: Operand | None, col: Operand | None, unused: Tensor) -> list[Tensor | TypedTensor]:
+    """Return the values and the scales of both operands. ``unused`` stands for an operand that is not computed.
 
     A kernel writes values along rows as pairs of bytes.
     """
-    found: list[Tensor | Seen] = []
-    for side, dtype in ((row, torch.int16), (col, torch.uint8)):
-        found += [unused, unused] if side is None else [(side.values, dtype), side.scale]
-    return found
+    arguments: list[Tensor | TypedTensor] = []
+    for operand, dtype in ((row, torch.int16), (col, torch.uint8)):
+        arguments += [unused, unused] if operand is None else [(operand.values, dtype), operand.scale]
+    return arguments
 
 
-def stride_of(side: Operand | None) -> int:
-    """Return the stride of the rows of an operand in bytes; 0 if there is none."""
-    return 0 if side is None else side.values.stride(0)
+def row_stride(operand: Operand | None) -> int:
+    """Return the stride of the rows of an operand in bytes, or 0 for None."""
+    return 0 if operand is None else operand.values.stride(0)
 
 
-# -- stochastic rounding ---------------------------------------------------------------------------------------------
-class Draws(NamedTuple):
+class RoundingArguments(NamedTuple):
     """How both operands of a matrix are rounded stochastically.
 
     Attributes:
-        memory: ids of columns and key words of both operands on the device; arbitrary memory for what is not read.
-        words: key words of both operands as numbers.
+        memory: global ids of columns, and the key words of both operands on the device. Memory that the kernel does not
+            read is arbitrary.
+        words: the key words of both operands as numbers.
+        constants: constants of the kernel.
     """
 
     memory: tuple[Tensor, Tensor, Tensor]
@@ -319,10 +311,10 @@ class Draws(NamedTuple):
     constants: dict[str, bool]
 
 
-def draws_of(spec: OperandSpec, columns: int, unused: Tensor) -> Draws:
+def rounding_arguments(spec: OperandSpec, columns: int, unused: Tensor) -> RoundingArguments:
     """Return the arguments of stochastic rounding of a matrix with ``columns`` columns."""
     seeds = spec.seeds
-    cols, paired = unused, True  # one kernel with and without ids of columns
+    cols, paired = unused, True  # without stochastic rounding one kernel serves all columns
     if spec.keys is not None and any(seed is not None for seed in seeds):
         if spec.keys.cols is None:
             cols = torch.arange(columns, device=unused.device)
@@ -333,10 +325,10 @@ def draws_of(spec: OperandSpec, columns: int, unused: Tensor) -> Draws:
         "ROW_RANDOM": seeds[0] is not None, "COL_RANDOM": seeds[1] is not None,
         "LOADED": row_key is not unused or col_key is not unused, "PAIRED": paired,
     }  # fmt: skip
-    return Draws((cols, row_key, col_key), (*key_arguments(seeds[0]), *key_arguments(seeds[1])), constants)
+    return RoundingArguments((cols, row_key, col_key), (*key_numbers(seeds[0]), *key_numbers(seeds[1])), constants)
 
 
-def key_arguments(seed: Key | Seed | None) -> list[int]:
+def key_numbers(seed: Key | Seed | None) -> list[int]:
     """Return the seed's key words as signed 32-bit numbers, so that all seeds have one kernel signature."""
     if isinstance(seed, Seed):
         return [*seed.words]
@@ -346,20 +338,14 @@ def key_arguments(seed: Key | Seed | None) -> list[int]:
 
 
 def key_memory(seed: Key | None, unused: Tensor) -> Tensor:
-    """Return the key words on the device, or arbitrary memory if they are passed as arguments."""
+    """Return the key words on the device, or ``unused`` if they are passed as numbers."""
     return seed if isinstance(seed, Tensor) else unused
-
-
-# -- devices -----------------------------------------------------------------------------------------------------------
-def device_options(x: Tensor) -> dict[str, object]:
-    """Return the constants of a kernel that depend on the dtype and the device of x."""
-    return {"DTYPE": "bf16" if x.dtype is torch.bfloat16 else "fp16", "HARDWARE": has_hopper_instructions(x)}
 
 
 def has_hopper_instructions(x: Tensor) -> bool:
     """Return whether the device has Hopper's instructions on pairs.
 
-    Without them (Triton's interpreter, older GPUs) the kernels build bytes from FP32 bits.
+    Without them (Triton's interpreter, older GPUs) kernels build bytes from FP32 bits.
     """
     return x.is_cuda and not triton.knobs.runtime.interpret and _is_hopper(x.device)
 

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.device import EDGE, amax_pairs, load_pairs, numbers, store_rows
-from snip_megatron.numerics.quantize.kernels.launch import Seen, launch
+from snip_megatron.numerics.quantize.kernels.launch import TypedTensor, launch
 from snip_megatron.numerics.quantize.kernels.programs import quantize_both
 from snip_megatron.numerics.quantize.kernels.quantize import (
-    draws_of,
+    element_bits,
+    empty_tiles,
     has_hopper_instructions,
-    memory_of,
-    parts_of,
-    reads_words,
-    stride_of,
-    tile_output,
-    widths_of,
+    output_arguments,
+    reads_pairs,
+    rounding_arguments,
+    row_stride,
+    tile_count,
 )
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format
@@ -53,7 +53,7 @@ def rounded_words(lo, hi, HARDWARE: tl.constexpr):
 @triton.jit
 def load_numbers(ptr, stride, M, width, m, k):
     """Return FP32 of the even and of the odd columns of part (m, k) of a bf16 matrix, [128, 64] each."""
-    return numbers(load_pairs(ptr, stride, M, width, m, k, False), "bf16")
+    return numbers(load_pairs(ptr, stride, M, width, m, k, False))
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _gate_gradient(d, gate, up, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(probs_ptr, M, m):
+def _probs(probs_ptr, M, m):
     """Return the factors [128, 1] of the rows of part m."""
     rows = m * EDGE + tl.arange(0, EDGE)
     return tl.load(probs_ptr + rows, mask=rows < M, other=0.0)[:, None]
@@ -102,7 +102,7 @@ def _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS: tl.constexpr, HARDWAR
     up_lo, up_hi = load_numbers(y_ptr + K // 2, y_stride, M, K // 2, m, k)
     lo, hi = _swiglu(gate_lo, up_lo, HARDWARE), _swiglu(gate_hi, up_hi, HARDWARE)
     if PROBS:
-        probs = _probabilities(probs_ptr, M, m)
+        probs = _probs(probs_ptr, M, m)
         lo, hi = lo * probs, hi * probs
     return rounded_words(lo, hi, HARDWARE)
 
@@ -114,7 +114,7 @@ def _gradient(
     """Return part (m, k) of a half of the gradient [M, 2K], of the gates (0) or the others (1), as bf16 pairs."""
     d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
     if PROBS:
-        probs = _probabilities(probs_ptr, M, m)
+        probs = _probs(probs_ptr, M, m)
         d_lo, d_hi = d_lo * probs, d_hi * probs
     gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
     if half == 0:
@@ -127,7 +127,7 @@ def _gradient(
 
 
 @triton.jit
-def _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE: tl.constexpr):
+def _probs_gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE: tl.constexpr):
     """Return Σ d·SwiGLU [128] over the columns of part (m, k)."""
     d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
     gate_lo, gate_hi = load_numbers(y_ptr, y_stride, M, K // 2, m, k)
@@ -139,32 +139,32 @@ def _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HAR
 def swiglu_kernel(
     y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, probs_ptr, x_ptr, M, K, col_stride,
     y_stride: tl.constexpr, row_stride: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+    PROBS: tl.constexpr, PLAIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise SwiGLU [M, K] of y [M, 2K], gates first. ``y_stride`` and ``row_stride`` count pairs.
 
     K is a multiple of 128. ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none. ``PROBS``:
-    each row is multiplied by its factor. ``KEPT``: the result is stored in bf16 as well.
+    each row is multiplied by its factor. ``PLAIN``: the result is stored in bf16 as well.
     """
     k, m = tl.program_id(0), tl.program_id(1)
     words = _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS, HARDWARE)
-    if KEPT:
+    if PLAIN:
         store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
     quantize_both(
         words, y_ptr, 0, 0, y_ptr, y_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, K, m, k, row_stride, col_stride, 0, 0, 0, 0, 0,
-        ROW, COL, False, False, False, True, False, "bf16", HARDWARE,
+        ROW, COL, False, False, False, True, False, HARDWARE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_word_0", "row_word_1", "col_word_0", "col_word_1"])
 def swiglu_gradient_kernel(
     d_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, cols_ptr, row_key_ptr, col_key_ptr,
-    probs_ptr, of_probs_ptr, g_ptr,
+    probs_ptr, probs_gradient_ptr, g_ptr,
     M, K, col_stride, row_word_0, row_word_1, col_word_0, col_word_1,
     d_stride: tl.constexpr, y_stride: tl.constexpr, row_stride: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_RANDOM: tl.constexpr, COL_RANDOM: tl.constexpr, LOADED: tl.constexpr,
-    PAIRED: tl.constexpr, PROBS: tl.constexpr, KEPT: tl.constexpr, HARDWARE: tl.constexpr,
+    PAIRED: tl.constexpr, PROBS: tl.constexpr, PLAIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K], from the gradient d [M, K] of its result.
 
@@ -176,22 +176,22 @@ def swiglu_gradient_kernel(
     rows = m * EDGE + tl.arange(0, EDGE)
     if PROBS:  # noqa: SIM102 - decided when compiled, and when run
         if half == 0:
-            sums = _gradient_of_probabilities(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE)
-            tl.store(of_probs_ptr + k.to(tl.int64) * M + rows, sums, mask=rows < M)
-    if KEPT:
+            sums = _probs_gradient(d_ptr, y_ptr, d_stride, y_stride, M, K, m, k, HARDWARE)
+            tl.store(probs_gradient_ptr + k.to(tl.int64) * M + rows, sums, mask=rows < M)
+    if PLAIN:
         store_rows(g_ptr, words, m, half * (K // EDGE) + k, K, rows < M)
     quantize_both(
         words, y_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
         M, 2 * K, m, half * (K // EDGE) + k, row_stride, col_stride,
         0, row_word_0, row_word_1, col_word_0, col_word_1,
-        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, "bf16", HARDWARE,
+        ROW, COL, ROW_RANDOM, COL_RANDOM, LOADED, PAIRED, False, HARDWARE,
     )  # fmt: skip
 
 
 @triton.jit
 def _largest(words, HARDWARE: tl.constexpr):
     """Return the FP32 bits of the amax of bf16 pairs."""
-    lo, hi = amax_pairs(words, False, "bf16", HARDWARE)
+    lo, hi = amax_pairs(words, False, HARDWARE)
     return tl.max(tl.maximum(lo, hi), axis=0)
 
 
@@ -245,26 +245,26 @@ _WORD = torch.int32
 def fits(y: Tensor) -> bool:
     """Return whether the kernels take y [M, 2K]: bf16 that is read as words of two numbers, and whole tiles along K."""
     whole = y.stride(1) == 1 and y.shape[1] % (2 * TILE) == 0
-    return y.dtype is torch.bfloat16 and whole and reads_words(y)
+    return y.dtype is torch.bfloat16 and whole and reads_pairs(y)
 
 
 def quantize_swiglu(y: Tensor, spec: OperandSpec, probs: Tensor | None = None) -> OperandPair:
     """See :func:`snip_megatron.numerics.quantize.swiglu.quantize_swiglu`. Requires :func:`fits`."""
     M, K = y.shape[0], y.shape[1] // 2
-    row, col = tile_output(y, spec.rowwise, M, K), tile_output(y, spec.columnwise, K, M)
-    kept = y.new_empty(M, K) if Format.BF16 in spec.formats else None
+    row, col = empty_tiles(y, spec.rowwise, M, K), empty_tiles(y, spec.columnwise, K, M)
+    plain = y.new_empty(M, K) if Format.BF16 in spec.formats else None
     if y.numel():
         launch(
-            swiglu_kernel, (parts_of(K), parts_of(M)),
-            [(y, _WORD), *memory_of(row, col, y), y if probs is None else probs, _words(kept, y)],
-            (M, K, stride_of(col)), (),
+            swiglu_kernel, (tile_count(K), tile_count(M)),
+            [(y, _WORD), *output_arguments(row, col, y), y if probs is None else probs, _pairs(plain, y)],
+            (M, K, row_stride(col)), (),
             {
-                "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2, **widths_of(spec),
-                "PROBS": probs is not None, "KEPT": kept is not None, "HARDWARE": has_hopper_instructions(y),
+                "y_stride": y.stride(0) // 2, "row_stride": row_stride(row) // 2, **element_bits(spec),
+                "PROBS": probs is not None, "PLAIN": plain is not None, "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["swiglu"],
         )  # fmt: skip
-    return kept if spec.rowwise is Format.BF16 else row, kept if spec.columnwise is Format.BF16 else col
+    return plain if spec.rowwise is Format.BF16 else row, plain if spec.columnwise is Format.BF16 else col
 
 
 def quantize_swiglu_gradient(
@@ -272,43 +272,45 @@ def quantize_swiglu_gradient(
 ) -> tuple[Any, Any, Tensor | None]:
     """See :func:`snip_megatron.numerics.quantize.swiglu.quantize_swiglu_gradient`. Requires :func:`fits`."""
     M, K = d.shape
-    row, col = tile_output(y, spec.rowwise, M, 2 * K), tile_output(y, spec.columnwise, 2 * K, M)
-    kept = y.new_empty(M, 2 * K) if Format.BF16 in spec.formats else None
-    of_probs = None if probs is None else torch.empty(parts_of(K), M, dtype=torch.float32, device=y.device)
+    row, col = empty_tiles(y, spec.rowwise, M, 2 * K), empty_tiles(y, spec.columnwise, 2 * K, M)
+    plain = y.new_empty(M, 2 * K) if Format.BF16 in spec.formats else None
+    probs_gradient = None if probs is None else torch.empty(tile_count(K), M, dtype=torch.float32, device=y.device)
     if y.numel():
-        draws = draws_of(spec, 2 * K, y)
+        rounding = rounding_arguments(spec, 2 * K, y)
         launch(
-            swiglu_gradient_kernel, (2 * parts_of(K), parts_of(M)),
+            swiglu_gradient_kernel, (2 * tile_count(K), tile_count(M)),
             [
-                (d, _WORD), (y, _WORD), *memory_of(row, col, y), *draws.memory, y if probs is None else probs,
-                y if of_probs is None else of_probs, _words(kept, y),
+                (d, _WORD), (y, _WORD), *output_arguments(row, col, y), *rounding.memory, y if probs is None else probs,
+                y if probs_gradient is None else probs_gradient, _pairs(plain, y),
             ],
-            (M, K, stride_of(col)), draws.words,
+            (M, K, row_stride(col)), rounding.words,
             {
-                "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": stride_of(row) // 2,
-                **widths_of(spec), **draws.constants, "PROBS": probs is not None, "KEPT": kept is not None,
+                "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": row_stride(row) // 2,
+                **element_bits(spec), **rounding.constants, "PROBS": probs is not None, "PLAIN": plain is not None,
                 "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["gradient" if probs is None else "gradient of experts"],
         )  # fmt: skip
-    first, second = (kept if fmt is Format.BF16 else side for fmt, side in zip(spec.formats, (row, col), strict=True))
-    return first, second, None if of_probs is None else of_probs.sum(0)
+    row_or_plain, col_or_plain = (
+        plain if fmt is Format.BF16 else operand for fmt, operand in zip(spec.formats, (row, col), strict=True)
+    )
+    return row_or_plain, col_or_plain, None if probs_gradient is None else probs_gradient.sum(0)
 
 
-def _words(matrix: Tensor | None, unused: Tensor) -> Tensor | Seen:
-    """Return where a bf16 matrix is stored as words of two numbers; arbitrary memory if it is not."""
+def _pairs(matrix: Tensor | None, unused: Tensor) -> Tensor | TypedTensor:
+    """Return a bf16 matrix as words of two numbers, or ``unused`` if there is none."""
     return unused if matrix is None else (matrix, _WORD)
 
 
 def swiglu_with_amax(y: Tensor, d: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :func:`snip_megatron.numerics.quantize.swiglu.swiglu_with_amax`. Requires :func:`fits`."""
     M, K = y.shape[0], y.shape[1] // 2
-    found, amax = y.new_empty(M, K if d is None else 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
+    result, amax = y.new_empty(M, K if d is None else 2 * K), torch.zeros((), dtype=torch.int32, device=y.device)
     if y.numel():
         kernel, kind = (swiglu_amax_kernel, "swiglu") if d is None else (swiglu_gradient_amax_kernel, "gradient")
-        given, stride = ([], {}) if d is None else ([(d, _WORD)], {"d_stride": d.stride(0) // 2})
+        gradient, stride = ([], {}) if d is None else ([(d, _WORD)], {"d_stride": d.stride(0) // 2})
         launch(
-            kernel, (parts_of(K), parts_of(M)), [*given, (y, _WORD), (found, _WORD), amax], (M, K), (),
+            kernel, (tile_count(K), tile_count(M)), [*gradient, (y, _WORD), (result, _WORD), amax], (M, K), (),
             {**stride, "y_stride": y.stride(0) // 2, "HARDWARE": has_hopper_instructions(y)}, LAUNCH[f"{kind}, amax"],
         )  # fmt: skip
-    return found, amax.view(torch.float32)
+    return result, amax.view(torch.float32)

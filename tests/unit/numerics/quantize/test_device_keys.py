@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import derive_seeds, fake_quantize
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.numerics.quantize.operands import quantize_operands
 from snip_megatron.numerics.quantize.rounding import key_words, random_bits
 
 from .specs import spec
 
-LINEARS = [Identity(0, 1, 0), Identity(87, 8, 3), Identity(2**48 + 12345, 2, 1)]
+LINEARS = [LinearIdentity(0, 1, 0), LinearIdentity(87, 8, 3), LinearIdentity(2**48 + 12345, 2, 1)]
 GEMMS = (1, 2)
 CPU = torch.device("cpu")
 SEEDS = [(0, 0), (1234, 999_999), (2**64 - 1, 7), (-5, 2**40)]
 
 
-def host_words(seed: int, step: int, microbatch: int, linear: Identity) -> list[tuple[int, int]]:
+def host_words(seed: int, step: int, microbatch: int, linear: LinearIdentity) -> list[tuple[int, int]]:
     parts = (seed, step, microbatch * linear.factor + linear.offset, linear.number)
     return [key_words(key) for key in derive_seeds(parts, GEMMS)]
 

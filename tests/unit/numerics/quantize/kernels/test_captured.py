@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.quantize import derive_seeds, operands
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity, advance
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity, advance
 from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair
 
 from ..specs import matrix, spec
@@ -18,7 +18,7 @@ KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
 
 
 def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) -> None:
-    keys = DeviceKeys([Identity(5, 3, 2), Identity(2**48 + 9, 1, 0)], (1, 2), torch.device("cpu"))
+    keys = DeviceKeys([LinearIdentity(5, 3, 2), LinearIdentity(2**48 + 9, 1, 0)], (1, 2), torch.device("cpu"))
     keys.start_step(2**63 + 17, 123_456)
     memory = keys._state, keys._counts, keys._identities, keys._words
     for place in (1, 0, 1):
@@ -37,7 +37,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
     formats = ("fp4", "fp4")
     x, cols = matrix(128, 192), torch.arange(192) * 2
     seeds = derive_seeds((1, 2, 3, 4), (1, 2))
-    keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
+    keys = DeviceKeys([LinearIdentity(4, 1, 3)], (1, 2), torch.device("cpu"))
     keys.start_step(1, 2)
     words = [key.clone() for key in keys.next(0)]
 

@@ -8,7 +8,7 @@ import torch
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
 from snip_megatron.numerics.quantize import derive_seeds, operands
-from snip_megatron.numerics.quantize.device_keys import DeviceKeys, Identity
+from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair
 from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision.errors import SnipError
@@ -98,7 +98,7 @@ def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None
 
 def test_keys_from_memory(quantizers: Quantizers) -> None:
     x = matrix(40, 96)
-    keys = DeviceKeys([Identity(4, 1, 3)], (1, 2), torch.device("cpu"))
+    keys = DeviceKeys([LinearIdentity(4, 1, 3)], (1, 2), torch.device("cpu"))
     keys.start_step(1, 2)
     row, col = keys.next(0)
     found = quantizers.call("quantize_exact", x, spec("nvfp4", "mxfp4", row_seed=row, col_seed=col))

@@ -55,7 +55,7 @@ def test_tiles_of_every_dtype(quantizers: Quantizers, dtype: torch.dtype) -> Non
 
 
 def test_a_single_row_runs_no_kernel() -> None:
-    """ptxas miscompiles it (``reads_words``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
+    """ptxas miscompiles it (``reads_pairs``). On a GPU: test_wgrad_reads_nothing_beside_its_operands."""
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
     with list_launches() as listing:
         for fmt, weight in ((Format.FP8, False), (Format.FP8, True), (Format.FP8_TENSOR, False)):
