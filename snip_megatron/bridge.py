@@ -35,7 +35,7 @@ from megatron.core.utils import get_model_config
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import validate
 from snip_megatron.megatron.conversion import with_resolved_gemm
-from snip_megatron.megatron.evaluation import main_loss, share
+from snip_megatron.megatron.evaluation import main_loss, mean_over_ranks
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.megatron.setup import SnipRun
 from snip_megatron.megatron.startup import Startup, say
@@ -53,8 +53,8 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     Raises SnipError if the signature of Bridge's ``train_step`` is not that of version 0.6, or an option is wrong.
 
     Args:
-        snip: A whole configuration, which is taken as it is; None to give ``options``.
-        options: Fields of :class:`snip_megatron.runtime.config.SnipConfig`. The others are as ``--snip`` chooses them.
+        snip: A complete configuration. None if ``options`` are given.
+        options: Fields of :class:`snip_megatron.runtime.config.SnipConfig`. ``--snip`` alone gives the other fields.
     """
 
     def __init__(self, snip: SnipConfig | None = None, **options: Any) -> None:
@@ -99,7 +99,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
             model.pre_wrap_hooks.append(self.pre_wrap_hook)
         else:
             raise SnipError(f"{type(model).__name__} has no pre-wrap hooks: SNIP cannot reach its linears")
-        self._undo.callback(bridge_compat.wrap_train_step(self._wrapped))
+        self._undo.callback(bridge_compat.wrap_train_step(self._wrap))
         return self
 
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
@@ -116,35 +116,35 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def on_eval_start(self, context: Any) -> None:
         """Run the validation without CUDA graphs."""
         if self._run is not None:
-            self._run.beside_graphs.enter_context(self._run.graphs.beside(context.model))
+            self._run.without_graphs.enter_context(self._run.graphs.beside(context.model))
 
     def on_eval_end(self, context: Any) -> None:
         """Record the validation loss."""
         if self._run is not None:
-            self._run.beside_graphs.close()
+            self._run.without_graphs.close()
             self._run.evaluated(context.total_loss_dict, context.model)
 
     on_test_start = on_eval_start
 
     def on_test_end(self, context: Any) -> None:
-        """Leave what :meth:`on_eval_start` entered."""
+        """Run the next steps with CUDA graphs again."""
         if self._run is not None:
-            self._run.beside_graphs.close()
+            self._run.without_graphs.close()
 
     # -- the step --------------------------------------------------------------------------------------------------
-    def _wrapped(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def step_with_snip(*given: Any, **named: Any) -> Any:
+    def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step_with_snip(*positional: Any, **named: Any) -> Any:
             if self._run is None:
                 raise SnipError(
                     "Bridge built its model without SNIP's pre-wrap hook: was attach() given its container?"
                 )
-            forward_step, data_iterator, model, optimizer, scheduler, state, _, schedule, *_ = given
+            forward_step, data_iterator, model, optimizer, scheduler, state, _, schedule, *_ = positional
             self._run.state, self._run.scheduler = state, scheduler
-            # Bridge lets the chunks of a virtual pipeline share an iterator, and hands each its microbatches itself.
+            # In Bridge the chunks of a virtual pipeline share an iterator, whose microbatches it distributes itself.
             iterators = data_iterator if len(model) == 1 else [data_iterator] * len(model)
             config = get_model_config(model[0])
             call = StepCall(state.train_state.step, forward_step, iterators, model, optimizer, config, schedule)
-            return self._run.run_step(functools.partial(train_step, **named), call, given, schedule_at=7)
+            return self._run.run_step(functools.partial(train_step, **named), call, positional, schedule_at=7)
 
         return step_with_snip
 
@@ -173,11 +173,11 @@ class _BridgeRun(SnipRun):
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
         super().__init__(config, args)
-        self.beside_graphs = ExitStack()  # of a validation
+        self.without_graphs = ExitStack()  # during a validation
 
     def evaluated(self, losses: dict[str, Any] | None, model: list[Any]) -> None:
-        """Share the validation loss of the last pipeline stage with all ranks and record it. Collective."""
-        loss = share(main_loss(losses), next(model[0].parameters()).device)
+        """Record the validation loss of the last pipeline stage on all ranks. Collective."""
+        loss = mean_over_ranks(main_loss(losses), next(model[0].parameters()).device)
         if loss is not None:
             self._validated({"bf16" if self._config.eval == "bf16" else "map": loss})
 
@@ -190,7 +190,7 @@ class _BridgeRun(SnipRun):
 
 # -- arguments -----------------------------------------------------------------------------------------------------
 def bridge_arguments(container: Any) -> argparse.Namespace:
-    """Return the arguments of Megatron that SNIP reads, taken from Bridge's validated ``ConfigContainer``.
+    """Return the arguments of Megatron that SNIP reads, given Bridge's validated ``ConfigContainer``.
 
     Most fields of Bridge's configurations have the names of Megatron's arguments. The others are set one by one.
     """
@@ -220,7 +220,7 @@ def bridge_arguments(container: Any) -> argparse.Namespace:
 
 
 def padded_vocabulary(model: Any, transformer: Any) -> int:
-    """Rows of the word embedding over all tensor parallel ranks, with the padding that Bridge adds."""
+    """Return the rows of the word embedding over all tensor parallel ranks, with the padding that Bridge adds."""
     if not getattr(model, "should_pad_vocab", False):
         return int(model.vocab_size)
     from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size

@@ -28,7 +28,7 @@ def main_loss(losses: dict[str, torch.Tensor] | None) -> torch.Tensor | None:
     return losses.get(_LOSS, next(iter(losses.values()))) if losses else None
 
 
-def share(value: torch.Tensor | None, device: torch.device) -> float | None:
+def mean_over_ranks(value: torch.Tensor | None, device: torch.device) -> float | None:
     """Return the mean of ``value`` over the ranks where it is not None. Collective over all ranks.
 
     Returns None if ``value`` is None on every rank.
@@ -47,8 +47,8 @@ class Evaluation:
 
     Attributes:
         mode: Value of ``--snip-eval``: map, bf16 or both.
-        record: Called on every rank with the losses under the keys "map" and "bf16", as far as they were computed, and
-            with ``kind``: ``validation`` or ``test``. Of several validation sets, ``set`` is the name or the index.
+        record: Called on every rank with the computed losses under the keys "map" and "bf16", and with ``kind``, which
+            is ``validation`` or ``test``. If there are several validation sets, ``set`` is the name or the index.
         graphs: CUDA graphs of the training steps. Validation runs without them.
     """
 
@@ -61,7 +61,7 @@ class Evaluation:
     _sets: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def begin(self, prefix: str) -> None:
-        """Note which sets Megatron evaluates next; see :func:`compat.evaluations_watched`."""
+        """Remember which sets Megatron evaluates next. See :func:`compat.evaluations_watched`."""
         self._kind = "test" if prefix.endswith("test set") else "validation"
         several = self.args.multiple_validation_sets and self._kind == "validation"
         self._sets = iter((getattr(self.args, "validation_set_names", None) or itertools.count()) if several else ())
@@ -101,10 +101,10 @@ class Evaluation:
 
     def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:
         device = next(model[0].parameters()).device
-        found = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
+        local = {"bf16" if self.mode == "bf16" else "map": main_loss(losses)}
         if self.mode == "both":
-            found["bf16"] = losses.get(BF16_LOSS)
-        shared = {label: share(loss, device) for label, loss in found.items()}
+            local["bf16"] = losses.get(BF16_LOSS)
+        means = {label: mean_over_ranks(loss, device) for label, loss in local.items()}
         name = next(self._sets, None)
         which = {} if name is None else {"set": str(name)}
-        self.record({label: value for label, value in shared.items() if value is not None}, kind=self._kind, **which)
+        self.record({label: value for label, value in means.items() if value is not None}, kind=self._kind, **which)

@@ -35,10 +35,10 @@ def open_run_directory(
     backend: str,
     stays: Sequence[str],
 ) -> RunDirectory | None:
-    """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given: the run then keeps no record.
+    """Open ``--snip-dir``, or ``<save>/snip``. Returns None if neither is given, and the run then has no record.
 
-    ``backend`` is the name of the GEMM backend, and ``stays`` what stays in bf16. Raises SnipError if the directory
-    cannot be used.
+    ``backend`` is the name of the GEMM backend, and ``stays`` has a line for each kind of linear that stays in bf16.
+    Raises SnipError if the directory cannot be used.
     """
     if config.dir is None and not args.save:
         say("no run directory: give --snip-dir (or --save) to keep events, maps and a report")
@@ -49,11 +49,11 @@ def open_run_directory(
             f"--snip-replay {config.replay}: this run would write its record over the one it replays; choose another"
             " --snip-dir"
         )
-    # A resumed run must have the same identity, but may write its record elsewhere or with other permissions.
+    # The fields of a run that a resume must not change.
     identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
     schedule = config.phases
     if schedule is not None:
-        identity["schedule"] = schedule.to_json().strip()  # the phases themselves: a file of them may change
+        identity["schedule"] = schedule.to_json().strip()  # and not the name of a file, which may change
     identity |= {
         name: getattr(args, name)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
@@ -90,8 +90,8 @@ def _predicted_times(
 ) -> Mapping[str, Any] | None:
     """Return the predicted times with which the report compares measured speedups.
 
-    Returns None if the run's request has them or will have them, or if they are not known. The run says so, unless
-    there is no table for this GPU: its budget asks for no times, so that training goes on.
+    Returns None if the run's request has times or will measure them, or if they are not known. A line says why they are
+    not known, unless there is no table for this GPU: the budget needs no times, so that training continues.
     """
     if config.budget.timed or backend in EMULATIONS:
         return None

@@ -44,7 +44,7 @@ from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
 
-_SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in what train_step returns
+_SHOULD_EXIT, _GRAD_NORM = 3, 5  # indices in the result of train_step
 
 
 class SnipRun:
@@ -59,16 +59,16 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
-        self._unmeasured: OwnTimes | None = None  # on rank 0, if the first update measures them
-        self.scheduler: Any = None  # of the learning rate; known from the first step on
+        self._unmeasured: OwnTimes | None = None  # on rank 0 if the first update must measure times
+        self.scheduler: Any = None  # of the learning rate, from the first step on
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
-        self._undo_model = self.undo.enter_context(ExitStack())  # renewed with the model by an in-process restart
+        self._undo_model = self.undo.enter_context(ExitStack())  # closed when an in-process restart builds a new model
         self.graphs = GraphedRun(args)
         self.undo.callback(self.graphs.close)
 
     def begin(self, model_config: Any) -> None:
-        """Wrap Megatron's ``train_step``, and register the hook that converts the model in its configuration.
+        """Wrap Megatron's ``train_step``, and register the hook that converts the model.
 
         The caller must push :meth:`leave` on an ExitStack around training. No collective is called. Raises SnipError if
         the configuration cannot work with Megatron's arguments.
@@ -101,7 +101,7 @@ class SnipRun:
         if cut := cut_tiles(self._args, self._linears):
             say(
                 f"not multiples of {TILE} on a rank: {', '.join(cut)}: quantisation tiles are cut there, so that"
-                " statistics and maps are slightly other ones than another layout's"
+                " statistics and maps differ slightly from those of another layout"
             )
         if getattr(self._args, "tp_comm_overlap", False):
             say("--tp-comm-overlap: linears gather and scatter beside their GEMMs only where all three are bf16")
@@ -114,7 +114,7 @@ class SnipRun:
     def _leave_earlier_start(self) -> None:
         """Close what belongs to the previous model when an in-process restart builds a new one.
 
-        Nothing here is collective, because ranks of the previous start may have died.
+        This calls no collective, because ranks of the previous start may have died.
         """
         self._undo_model.close()
         if self._controller is not None:
@@ -150,24 +150,24 @@ class SnipRun:
         return None if self._controller is None else self._controller.state_to_save()
 
     def _checkpoint_has_state(self) -> bool:
-        """Whether the checkpoint being loaded holds SNIP's state.
+        """Return whether the checkpoint being loaded has SNIP's state.
 
-        If the checkpoint was written without SNIP, training continues in bf16 until the next update, or with the map
-        that the configuration fixes.
+        If it was written without SNIP, training continues in bf16 until the next update, or with the map that the
+        configuration fixes.
         """
         if self._args.finetune or not self._args.load:
             return False
-        found = compat.checkpoint_has(self._args, SNIP_STATE_KEY)
-        if not found:
+        has_state = compat.checkpoint_has(self._args, SNIP_STATE_KEY)
+        if not has_state:
             self._say_no_state()
-        return found
+        return has_state
 
     def _say_no_state(self) -> None:
         if self._config.updates:
             say("the checkpoint holds no SNIP state: linears start in bf16, the next update brings a map")
 
     def _loaded(self, content: bytes | None) -> None:
-        """Take the state of a checkpoint of the format ``torch``."""
+        """Store the state of a checkpoint in which it is an entry beside the model."""
         assert self._checkpoint is not None
         if self._args.finetune:
             return
@@ -187,40 +187,42 @@ class SnipRun:
     def wrap(self, train_step: compat.TrainStep) -> compat.TrainStep:
         """Return ``train_step`` wrapped by :meth:`run_step`."""
 
-        def step_with_snip(*given: Any, iteration: int, **named: Any) -> Any:
-            forward_step, data_iterator, model, optimizer, self.scheduler, config, schedule, *_ = given
+        def step_with_snip(*positional: Any, iteration: int, **named: Any) -> Any:
+            forward_step, data_iterator, model, optimizer, self.scheduler, config, schedule, *_ = positional
             call = StepCall(iteration, forward_step, data_iterator, model, optimizer, config, schedule)
             step = functools.partial(train_step, iteration=iteration, **named)
-            return self.run_step(step, call, given, schedule_at=6)
+            return self.run_step(step, call, positional, schedule_at=6)
 
         return step_with_snip
 
-    def run_step(self, train_step: compat.TrainStep, call: StepCall, given: Sequence[Any], *, schedule_at: int) -> Any:
-        """Run :meth:`around_step` with the arguments of ``train_step``.
+    def run_step(
+        self, train_step: compat.TrainStep, call: StepCall, arguments: Sequence[Any], *, schedule_at: int
+    ) -> Any:
+        """Run :meth:`around_step` with ``train_step`` and its positional arguments.
 
-        The first is the forward step, and that at the index ``schedule_at`` the schedule. Both are wrapped.
+        The first argument is the forward step, and the one at the index ``schedule_at`` the schedule. Both are wrapped.
         """
 
         def step() -> Any:
             forward_step, schedule = self.graphs.training(call.forward_step_func, call.forward_backward_func)
             schedule = self.repeatable(schedule, call.step)
-            return train_step(forward_step, *given[1:schedule_at], schedule, *given[schedule_at + 1 :])
+            return train_step(forward_step, *arguments[1:schedule_at], schedule, *arguments[schedule_at + 1 :])
 
         return self.around_step(step, call)
 
     def repeatable(self, schedule: Callable[..., Any], step: int) -> Callable[..., Any]:
-        """Return the schedule of ``step``, which rounds alike whenever it is called again.
+        """Return the schedule of ``step``, whose stochastic rounding is the same in each call.
 
-        Megatron's rerun machine repeats a step of which a result is suspect, and takes another result for a fault of
-        the GPU.
+        Megatron's rerun machine repeats a step with a suspect result, and takes a different result for a fault of the
+        GPU.
         """
-        again = False
+        repeats = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal again
-            if again and self._registry is not None:
+            nonlocal repeats
+            if repeats and self._registry is not None:
                 self._registry.start_step(step)
-            again = True
+            repeats = True
             return schedule(*args, **kwargs)
 
         return run
@@ -228,11 +230,11 @@ class SnipRun:
     def around_step(self, train_step: Callable[[], Any], call: StepCall) -> Any:
         """Run the controller before the step, the step itself, and the controller after it.
 
-        The result of ``train_step``, which is returned, holds the losses at index 0, whether Megatron exits instead of
+        The result of ``train_step`` is returned. It has the losses at index 0, whether Megatron exits instead of
         completing the step at index 3, and the gradient norm at index 5.
         """
         # The backward runs in this thread. A switch to autograd's device thread and back costs as much host time as the
-        # Python code of a small linear (gemm/README.md), and with one device a rank this thread would only wait.
+        # Python code of a small linear, and with one device a rank this thread would only wait.
         with torch.autograd.set_multithreading_enabled(False):
             return self._controlled(train_step, call)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from snip_megatron.precision.errors import SnipError, quoted
 
 OLDEST, BEYOND = (0, 19), (0, 20)
-"""The first supported (major, minor) release, and the first one that is not supported any more."""
+"""The first supported (major, minor) release, and the first later one that is not supported."""
 
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
 
@@ -88,27 +88,30 @@ def say(line: str, who: str = "snip") -> None:
 
 
 def on_rank_zero[T](make: Callable[[], T]) -> T | None:
-    """Return the result of ``make`` on rank 0, None on the others. Raises its SnipError on all ranks. A collective."""
+    """Return the result of ``make`` on rank 0, and None on the others. Collective.
+
+    Raises the SnipError of ``make`` on all ranks.
+    """
     import torch
 
-    made: T | None = None
-    fault: list[SnipError | None] = [None]
+    result: T | None = None
+    errors: list[SnipError | None] = [None]
     if is_rank_zero():
         try:
-            made = make()
+            result = make()
         except SnipError as error:
-            fault[0] = error
-    torch.distributed.broadcast_object_list(fault)
-    if fault[0] is not None:
-        raise fault[0]
-    return made
+            errors[0] = error
+    torch.distributed.broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise errors[0]
+    return result
 
 
 def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 
-    Most errors are of all ranks, or of all ranks of a node. The first of them prints the line and ends, upon which the
-    launcher ends the others. A rank that is not ended prints an error of its own.
+    Most errors occur on all ranks, or on all ranks of a node. The first of these ranks prints the line and ends, and
+    the launcher then ends the others. A rank that is not ended prints its own error after a while.
     """
     note_exit_code(error.exit_code)
     rank = ""
@@ -119,7 +122,7 @@ def report(error: SnipError, program: str) -> None:
 
 
 def note_exit_code(code: int) -> None:
-    """Write a code other than 0 where ``snip launch`` reads it: torchrun itself ends with 1, whatever a rank's code."""
+    """Write a code other than 0 to the file that ``snip launch`` reads. torchrun itself ends with 1 for any code."""
     file = os.environ.get(EXIT_CODE_FILE)
     if file and code:
         with contextlib.suppress(OSError):
@@ -141,7 +144,7 @@ def check_sources(argv: Sequence[str]) -> None:
 
     Megatron also gives the file's values other names and a nested structure, which this entry does not read.
     """
-    if any(given.partition("=")[0] == "--yaml-cfg" for given in argv):
+    if any(argument.partition("=")[0] == "--yaml-cfg" for argument in argv):
         raise SnipError(
             "--yaml-cfg is not supported: Megatron would ignore all other arguments, --snip-* among them; give its"
             " arguments on the command line"
@@ -176,7 +179,7 @@ def prepare(argv: Sequence[str], no_compat: Sequence[str]) -> Startup:
 
 
 def current(no_compat: Sequence[str]) -> Startup:
-    """Return what :func:`prepare` decided in this process, or what holds where it was not called.
+    """Return the result of :func:`prepare` in this process, or an equal one where it was not called.
 
     Raises SnipError if a value of ``no_compat`` is unknown.
     """

@@ -1,4 +1,4 @@
-"""The timeline of a Megatron run: its end, its phases, and what later training repairs of an error."""
+"""The timeline of a Megatron run: its end, its phases, and the share of an error that later training repairs."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,10 @@ _SAMPLES = 1000  # of the learning rate over a run
 
 
 def with_shared_schedule(config: SnipConfig) -> SnipConfig:
-    """Return the configuration with the phases that rank 0 read: a file may differ between nodes. A collective."""
+    """Return the configuration with the phases that rank 0 read. Collective.
+
+    A file of phases may differ between nodes.
+    """
     if config.phases is None:
         return config
     texts = [config.phases.to_json()]
@@ -37,10 +40,10 @@ def timeline_of(
     scheduler: Any,
     step: int,
 ) -> Timeline | None:
-    """Return the timeline; None if Megatron does not know where training ends.
+    """Return the timeline. Returns None if Megatron does not know where training ends.
 
-    Raises SnipError if a policy with a fixed plan is given, and the end is unknown. The ``scheduler`` of the learning
-    rate has not run ``step``, the 0-based training step that is next.
+    ``scheduler`` is that of the learning rate, and ``step`` the next training step, counted from 0. Raises SnipError if
+    the end is unknown and the policy has a fixed plan.
     """
     last = int(args.train_iters or 0)
     schedule = config.phases
@@ -79,7 +82,7 @@ def timeline_of(
 
 
 def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:
-    """Return learning rates sampled evenly from ``origin`` to ``last``, relative to the largest; ones if all are 0."""
+    """Return learning rates sampled evenly from ``origin`` to ``last``, relative to the largest. Ones if all are 0."""
     count = max(1, min(_SAMPLES, last - origin))
     rates = [learning_rate(origin + (last - origin) * i // count) for i in range(count + 1)]
     most = max(rates)
