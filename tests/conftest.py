@@ -17,7 +17,6 @@ GROUPS = {
     "faults": "commands",
     "gpu": "ranks",
     "slurm": "slurm",
-    "compatibility": "ranks",
 }
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.

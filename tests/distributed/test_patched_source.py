@@ -5,10 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from installed import copy_installed
 from launch import REPOSITORY, cpu_environment, run_alone, tiny_llama_args
 from layouts import figures
 from warm_ranks import WarmRanks, free_port
-from wheels import copy_installed
 
 from snip_megatron.runtime.run_data import read_events
 

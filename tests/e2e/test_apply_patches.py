@@ -1,4 +1,4 @@
-"""scripts/apply_patches.sh on the files of released wheels: applied, compiled, idempotent, reverted, else refused."""
+"""scripts/apply_patches.sh on the file of the installed release: applied, compiled, idempotent, reverted, else refused."""
 
 import os
 import shutil
@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from wheels import RELEASES, extract
+from installed import copy_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "megatron/training/training.py"
-
-
-@pytest.fixture(scope="session")
-def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("wheels")
 
 
 def patches(*arguments: object, path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,9 +24,8 @@ def said(result: subprocess.CompletedProcess[str], code: int = 0) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_released_file(release: str, downloads: Path, tmp_path: Path) -> None:
-    file = extract(release, downloads, tmp_path, only=FILE) / FILE
+def test_a_released_file(tmp_path: Path) -> None:
+    file = copy_installed(tmp_path, only=FILE) / FILE
     file.chmod(0o640)
     original = file.read_bytes()
     head = f"megatron-core 0.19: {FILE}: "
@@ -51,7 +45,7 @@ def test_a_released_file(release: str, downloads: Path, tmp_path: Path) -> None:
     assert said(patches("--revert", tmp_path)) == head + "as released"
 
 
-def test_without_patch_git_does_it(downloads: Path, tmp_path: Path) -> None:
+def test_without_patch_git_does_it(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("git", "sha256sum", "cut", "mktemp", "rm", "mkdir", "dirname", "cp", "mv"):
@@ -59,7 +53,7 @@ def test_without_patch_git_does_it(downloads: Path, tmp_path: Path) -> None:
         assert found is not None
         (tools / name).symlink_to(found)
     root = tmp_path / "vendored"
-    original = (extract("0.19.0", downloads, root, only=FILE) / FILE).read_bytes()
+    original = (copy_installed(root, only=FILE) / FILE).read_bytes()
     assert said(patches(root, path=str(tools))).endswith("patched now")
     assert said(patches("--check", root)).endswith("patched")
     assert said(patches("--revert", root, path=str(tools))).endswith("as released again")
