@@ -1,4 +1,4 @@
-"""scripts/apply_patches.sh on the file of the installed release: applied, compiled, idempotent, reverted, else refused."""
+"""scripts/apply_patches.sh on a file of the installed release: applied, compiled, idempotent, reverted, or refused."""
 
 import os
 import shutil
