@@ -199,10 +199,10 @@ class UpdateErrors:
         groups. ``table`` is the reduced table of the statistics pass, which ``step`` has run, and the ``recorders`` of
         this rank's linears have reduced column norms.
         """
-        apart = [recorder.whole for recorder in recorders if recorder.whole is not None]
+        apart = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
         sums = iter(torch.stack(apart).tolist() if apart else ())  # one copy to the host for all experts
         for recorder in recorders:
-            own = None if recorder.whole is None else next(sums)
+            own = None if recorder.expert_sums is None else next(sums)
             self._add_linear(found, table, recorder, own, step, scale)
         step.join_gradients()
         for sink in self._host.local_sinks:
@@ -217,7 +217,7 @@ class UpdateErrors:
         step: HostStep,
         scale: StepScale,
     ) -> None:
-        """Add the share of one linear. ``own`` has the recorder's sums of one expert (``whole``)."""
+        """Add the share of one linear. ``own`` has the recorder's sums of one expert (``expert_sums``)."""
         handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
         name, unit = handle.name, scale.gradient**2
         gradient = _reduced(step.gradient(handle.weight), groups)

@@ -171,7 +171,7 @@ def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder], g
     for own, some in groups.split(recorders):
         dots = [one for recorder in some for one in recorder.dots]
         if group_size(own.tp) > 1 and dots:
-            partial = [part for one in dots for part in (one.values, one.share, one.known) if part is not None]
+            partial = [part for one in dots for part in (one.values, one.norms2, one.known) if part is not None]
             sums = iter(_summed(partial, own.tp))
             dots = [
                 OutputErrorDots(next(sums), d.rows, next(sums), None if d.known is None else next(sums)) for d in dots
@@ -192,9 +192,9 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> 
     for own, some in groups.split(recorders):
         if own is not groups:
             for recorder in some:
-                recorder.whole = recorder.own_sums()
-            _reduce(some, ("whole",), own.tp)
-            _reduce(some, ("whole",), own.dp)
+                recorder.expert_sums = recorder.local_expert_sums()
+            _reduce(some, ("expert_sums",), own.tp)
+            _reduce(some, ("expert_sums",), own.dp)
         _reduce(some, ("x_cols", "g_cols", "dx_cols", "dg_cols"), own.dp)
 
 

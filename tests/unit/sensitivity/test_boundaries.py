@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snip_megatron.sensitivity.recorder import Boundary, Pass, TokenShard, held_rows
+from snip_megatron.sensitivity.recorder import Boundary, Pass, TokenShard, local_sample_rows
 from snip_megatron.sensitivity.sums import sample_rows
 
 WHOLE = TokenShard(rank=0, size=1, reports=True)
@@ -31,7 +31,9 @@ def test_sampled_rows_are_distinct_in_range_and_spread(total: int, count: int) -
 @given(local=st.integers(0, 300), size=st.integers(1, 8), count=st.integers(1, 600))
 def test_shards_sample_what_the_whole_samples(local: int, size: int, count: int) -> None:
     shards = [TokenShard(rank, size, reports=True) for rank in range(size)]
-    found = [row + shard.first_row(local) for shard in shards for row in held_rows(shard, local, count).tolist()]
+    found = [
+        row + shard.first_row(local) for shard in shards for row in local_sample_rows(shard, local, count).tolist()
+    ]
     assert found == sample_rows(local * size, count).tolist()
 
 

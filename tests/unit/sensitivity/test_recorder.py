@@ -234,8 +234,8 @@ def test_a_microbatch_without_tokens_changes_nothing() -> None:
     record(plain, 0, b.x, b.w, b.g, b.d, b.d)
     record(mixed, 0, *none, none[0], none[0])
     record(mixed, 1, b.x, b.w, b.g, b.d, b.d)
-    assert torch.equal(mixed.own_sums(), plain.own_sums())
-    assert plain.own_sums()[3] == 200
+    assert torch.equal(mixed.local_expert_sums(), plain.local_expert_sums())
+    assert plain.local_expert_sums()[3] == 200
     row = LinearRow(plain.handle.name, 0, N, K)
     for (name, value), other in zip(
         table_of(row, plain).arrays.items(), table_of(row, mixed).arrays.values(), strict=True
@@ -252,8 +252,8 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     assert groups.of(busy.handle) is groups.experts
     assert groups.of(place(COLUMN)) is groups
     reduce_columns([busy, idle], groups)
-    assert not idle.whole.any()
-    assert busy.whole.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
+    assert not idle.expert_sums.any()
+    assert busy.expert_sums.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
     assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))
     record(idle, 0, torch.empty(0, K), 2 * b.w, torch.empty(0, N), torch.empty(0, K), torch.empty(0, K))
     row = LinearRow("decoder.layers.1.mlp.experts.linear_fc1", 0, N, K, experts=4, active=2)
@@ -314,7 +314,7 @@ def test_the_sum_over_shards_is_the_whole(
         known = None if own.known is None or other.known is None else own.known + other.known
         assert (known is None) == (tokens == T)
         first.dots[i] = second.dots[i] = OutputErrorDots(
-            own.values + other.values, own.rows, own.share + other.share, known
+            own.values + other.values, own.rows, own.norms2 + other.norms2, known
         )
     row = LinearRow(str(linear), 0, N, K)
     one, two = table_of(row, whole), table_of(row, first, second)
