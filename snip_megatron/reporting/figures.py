@@ -143,10 +143,10 @@ def _adoption_text(adoption: Adoption) -> str:
     parts = [html.escape(text)]
     if adoption.achieved is not None:
         parts.append(f"fp4 share {adoption.achieved:.2%}")
-    if adoption.asked is not None:
+    if adoption.budget is not None:
         speedup = "" if adoption.speedup is None else f", predicted speedup {adoption.speedup:.3f}"
         loss = "" if adoption.loss is None else f", predicted loss {adoption.loss:.3g}"
-        parts.append(f"asked {html.escape(adoption.asked)}{speedup}{loss}")
+        parts.append(f"asked {html.escape(adoption.budget)}{speedup}{loss}")
     changed = number(adoption.fields.get("changed"))
     if changed is not None:
         parts.append(f"{int(changed)} choices changed")

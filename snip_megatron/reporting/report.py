@@ -130,10 +130,10 @@ def _state(run: RunData, summary: RunSummary, *, live: bool) -> dict[str, Any]:
     total = summary.total_steps
     complete = total is not None and summary.steps >= total
     fault = False
-    if lock is None or lock.gone:
+    if lock is None or lock.has_ended:
         fault = not complete and lock is not None
         text = ("Ended" if complete else "Stopped") + (f", {lock} was killed" if fault else "")
-    elif lock.mine and not live:
+    elif lock.is_mine and not live:
         text = "Written by the run itself"
     elif age > max(SILENT_S, SILENT_STEPS * step_s):
         fault = True
@@ -150,7 +150,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     """Return the (label, value) pairs at the top of the page."""
     steps, losses = run.series("loss")
     finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if loss is not None]
-    timed = next((adoption for adoption in reversed(run.adoptions) if adoption.asked is not None), None)
+    timed = next((adoption for adoption in reversed(run.adoptions) if adoption.budget is not None), None)
     total = summary.total_steps
     of = f" of {total:,}" if total is not None and total > summary.steps else ""
     last = summary.maps[-1] if summary.maps else None
@@ -168,7 +168,7 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
         ("maps adopted", f"{len(run.maps):,}"),
         ("formats now", _formats_now(run)),
-        ("asked", None if timed is None else str(timed.asked)),
+        ("asked", None if timed is None else str(timed.budget)),
         ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
         ("cost of updates", cost if run.updates else None),
         ("faults", f"{len(run.faults):,}"),

@@ -6,7 +6,6 @@ only on the step number and on data that all ranks share, so that all ranks ente
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +26,18 @@ from snip_megatron.runtime.state import ControllerState, Goal, Pending
 class Controller:
     """The loop of SNIP on one rank.
 
-    ``coordinator`` is the work of rank 0, None on other ranks. ``sink`` is Megatron's wandb run and TensorBoard log,
-    which does nothing on ranks that have none. ``clip_grad`` is Megatron's ``--clip-grad``, 0 for none; ``restored``
-    the state of a checkpoint, None for a fresh run; ``unquantised`` the FLOPs a token of the decoder's linears that no
-    map covers, for all GEMMs together; ``kernels`` what maps and updates need, None if they need none; ``timeline`` the
-    time of the run, None if its end is unknown.
+    Args:
+        config: The configuration of the run, equal on all ranks.
+        registry: The converted linears of this rank.
+        channel: Broadcasts decisions of rank 0.
+        report: Exchanges the figures of a step.
+        coordinator: The work of rank 0. None on other ranks.
+        sink: The host's loggers. They write nothing on ranks that have none.
+        clip_grad: The host's limit of the gradient norm. 0 if gradients are not clipped.
+        restored: The state of a checkpoint. None for a fresh run.
+        unquantised: FLOPs a token of the decoder's linears that no map covers, for all GEMMs together.
+        kernels: The kernels that maps and updates need. None if they need none.
+        timeline: The timeline of the run. None if its end is unknown.
     """
 
     def __init__(
@@ -57,32 +63,29 @@ class Controller:
         self._unquantised = unquantised
         self._coordinator = coordinator
         self._kernels = kernels
-        self._ready = kernels is None  # whether all ranks have their kernels; equal on all ranks
+        self._kernels_ready = kernels is None  # on all ranks
         self._first_step = 0
         self._sink = sink
-        self._fraction = self._share(registry.current)
-        self._fractions: dict[int, float] = {}  # fp4 shares of the steps whose loss has not arrived yet
+        self._clip_grad = clip_grad
+        self._fp4_share = self._fp4_share_of(registry.current)
+        self._fp4_shares: dict[int, float] = {}  # of the steps whose loss has not arrived yet
         self._started = False
         self._next_step = 0
         self._replay_steps: list[int] = []
-        self._answered = False  # whether rank 0 has the pending update's outcome, according to the latest figures
+        self._answered = False  # whether rank 0 has the outcome of the pending update, as the latest figures say
         self._restored = restored
         self.state = ControllerState() if restored is None else restored
-        self._schedule = ScheduleState(self.state, timeline, self._share)
+        self._schedule = ScheduleState(self.state, timeline, self._fp4_share_of)
         self._guard: Guard | None = None
         if config.updates:  # maps that the user fixed are never taken back
-            new = GuardState(good=self.state.precision_map)
-            self._guard = Guard(config, self.state.guard or new)
+            self._guard = Guard(config, self.state.guard or GuardState(good=self.state.precision_map))
         self.state.guard = None if self._guard is None else self._guard.state
-        self._updates = Updates(
-            config, self.state, self._schedule, registry, coordinator, self._event, self._say,
-            self._has_kernels, clip_grad,
-        )  # fmt: skip
 
     # -- step boundary -----------------------------------------------------------------------------------------
     def before_step(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        """Run everything that precedes ``train_step(step)``, a 0-based step: adoptions that are due, and an update that
-        is due. ``probe`` runs the probes of this step; its argument is the factor of gradient clipping.
+        """Run everything that precedes the 0-based ``train_step(step)``: adoptions and an update that are due.
+
+        ``probe`` runs the probes of this step. Its argument is the factor by which clipping scaled the last gradient.
         """
         self._sink.begin_step(step)
         if not self._started:
@@ -91,19 +94,20 @@ class Controller:
             self._coordinator.pump(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            own = Decision(self._coordinator.replay[due]) if self._coordinator else None
-            self._adopt(step, self._channel.agree(own))
+            self._adopt(
+                step, self._channel.agree(Decision(self._coordinator.replay[due]) if self._coordinator else None)
+            )
         self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
         if self._schedule.due(step):
             self._next_phase(step)
-        self._updates.start_if_due(range(self._next_step, step + 1), probe)
+        self._start_update_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
 
     def decide_now(self, step: int) -> None:
-        """Adopt the map of the update that began before ``step``, without a lag, if rank 0 has it."""
+        """Adopt the map of the update that was submitted before ``step`` now, without a lag, if rank 0 has it."""
         if self.state.pending is not None:
             self._decide(step, self.state.pending)
             self._registry.start_step(step)
@@ -111,20 +115,20 @@ class Controller:
     def after_step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None) -> None:
         """Exchange the figures of a step, and record those of the previous step, which have arrived.
 
-        ``loss`` is None on ranks that have none, and ``grad_norm`` the norm before clipping.
+        ``loss`` is the loss of the step, None on ranks that have none. ``grad_norm`` is the norm before clipping.
         """
         self._next_step = step + 1
         self._registry.end_step()
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
-        self._fractions[step] = self._fraction
-        self._schedule.ran(self._registry.current, self._fraction)
+        self._fp4_shares[step] = self._fp4_share
+        self._schedule.ran(self._registry.current, self._fp4_share)
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
-        compiled = self._kernels is None or self._kernels.finish(0.0)
-        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=compiled)
+        ready = self._kernels is None or self._kernels.finish(0.0)
+        figures = self._report.exchange(step, loss, grad_norm, answered=answered, ready=ready)
         self._answered = figures is not None and figures.answered
         if figures is not None and figures.ready and figures.step >= self._first_step:
-            self._take_kernels(step)
+            self._use_kernels(step)
         if figures is not None and self._guard is not None:
             self.state.alarm = self._guard.observe(figures, self._registry.current) or self.state.alarm
         self._metric(figures)
@@ -132,39 +136,42 @@ class Controller:
     def state_to_save(self) -> bytes:
         """Return the state for a checkpoint. Every rank must call it, between two steps."""
         self.state.in_flight = self._report.in_flight()
-        self._metric(self.state.in_flight)  # record them now: they would be lost if the process were killed
+        self._metric(self.state.in_flight)  # recorded now, because a kill would lose them
         return self.state.to_bytes()
 
     def validated(self, losses: Mapping[str, float], kind: str = "validation", **which: str) -> None:
         """Record losses by the formats of the evaluation (``map``, ``bf16``).
 
-        ``kind`` is ``validation`` or ``test``, and ``which`` names the set where there are several.
+        ``kind`` is ``validation`` or ``test``. ``which`` names the validation set if there are several.
         """
         for formats, loss in losses.items():
             self._event(self._next_step, kind, formats=formats, loss=loss, **which)
 
     def captured(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
-        """CUDA graphs were made in this step: for the first time ("capture"), or for another map ("recapture")."""
+        """Record that CUDA graphs were made in this step.
+
+        ``kind`` is ``capture`` for the first time and ``recapture`` after a change of the map.
+        """
         self._event(step, kind, seconds=round(seconds, 6), **fields, wait_s=round(seconds, 6))
 
     def close(self, *, together: bool) -> None:
         """End the run: record the last step's figures, and close rank 0's process and files.
 
-        Only if all ranks call this ``together``, the outstanding collective can be waited for.
+        ``together`` says whether all ranks call this. Only then it waits for the outstanding collective.
         """
         if self._kernels is not None:
             self._kernels.close()
         figures = self._report.drain() if together else None
         if self._coordinator is None:
             return
-        if figures is not None and figures.step in self._fractions:  # otherwise a checkpoint has recorded them
-            # They do not go to the sink, because Megatron has closed its loggers by now.
-            self._coordinator.metric(figures, self._fractions.pop(figures.step))
+        if figures is not None and figures.step in self._fp4_shares:  # otherwise a checkpoint has recorded them
+            # They do not go to the sink, because the host has closed its loggers by now.
+            self._coordinator.metric(figures, self._fp4_shares.pop(figures.step))
         self._coordinator.close()
 
     # -- maps --------------------------------------------------------------------------------------------------
     def _start(self, step: int) -> None:
-        """Prepare the first step of this process: the initial map, a replay's schedule, a restored update."""
+        """Prepare the first step of this process: the initial map, the steps of a replay, a restored update."""
         self._started, self._next_step, self._first_step = True, step, step
         if self._config.replay is not None:
             steps = sorted(self._coordinator.replay) if self._coordinator else None
@@ -178,51 +185,53 @@ class Controller:
         elif self._schedule.changes(step, restored, self._registry.names):
             self._next_phase(step)
         elif restored is not None:
-            self._adopt(step, self._offered(restored))
+            self._adopt(step, self._agreed(restored))
         if not self._config.updates:
             self.state.pending = None
-        self._take_goal(step)
+        self._compare_goal(step)
         pending = self.state.pending
         if pending is not None and self._coordinator is not None:
             self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
         started = time.perf_counter()
         if self._kernels is not None and self._kernels.begin():
-            self._take_kernels(step, started)
+            self._use_kernels(step, started)
 
     def _has_kernels(self) -> bool:
         """Return whether all ranks have their kernels. ``--snip-wait`` waits for them as for maps. Collective."""
-        if not self._ready and self._kernels is not None and self._config.wait:
+        if not self._kernels_ready and self._kernels is not None and self._config.wait:
             started = time.perf_counter()
-            if self._channel.everywhere(self._kernels.finish(self._config.wait)):
-                self._take_kernels(self._next_step, started)
-        return self._ready
+            if self._channel.true_on_all_ranks(self._kernels.finish(self._config.wait)):
+                self._use_kernels(self._next_step, started)
+        return self._kernels_ready
 
-    def _take_kernels(self, step: int, started: float | None = None) -> None:
-        """Note that all ranks have their kernels, which training has waited for since ``started``."""
-        if self._ready or self._kernels is None:
+    def _use_kernels(self, step: int, started: float | None = None) -> None:
+        """Begin to use the kernels, which all ranks have. Training has waited for them since ``started``."""
+        if self._kernels_ready or self._kernels is None:
             return
-        self._ready, started = True, time.perf_counter() if started is None else started
+        self._kernels_ready, started = True, time.perf_counter() if started is None else started
         figures = self._kernels.complete()
         if figures:
-            self._event(step, "compile", **figures, wait_s=since(started))
+            self._event(step, "compile", **figures, wait_s=_since(started))
 
     def _begin_plan(self, step: int) -> None:
-        """Restore the account and the plan of the run, or make the plan of a policy that needs no statistics."""
+        """Restore the plan of the run and what it has spent, or make the plan of a policy without statistics."""
         moved = self._schedule.begin(step)
         if moved is not None:
             self._event(step, "plan_moved", **moved)
-            ends = "training now ends at step {last} instead of {last_before}".format_map(moved)
-            self._say(f"{ends}: phases begin at the same fractions of the run")
+            self._say(
+                f"training now ends at step {moved['last']} instead of {moved['last_before']}: phases begin at the same"
+                " fractions of the run"
+            )
             if self.state.plan is not None:
                 self._event(step, "plan", **self._schedule.figures(step))
         fixed = self._schedule.fixed_plan(step)
         if fixed is not None:
             self._take_plan(step, self._channel.agree(None if self._coordinator is None else fixed))
 
-    def _take_goal(self, step: int) -> None:
-        """Take the goal of this run. If the checkpoint's was another, say how long its maps go on.
+    def _compare_goal(self, step: int) -> None:
+        """Compare the goal of this run with the checkpoint's. If they differ, say how long the old maps stay.
 
-        An update that is undecided is solved for the new goal, so that its phases are those of the new schedule.
+        An update that is undecided is solved for the new goal and the phases of the new schedule.
         """
         goal, state = Goal.of(self._config), self.state
         changed = "" if state.goal is None else goal.difference(state.goal)
@@ -239,7 +248,7 @@ class Controller:
 
     def _next_phase(self, step: int) -> None:
         started = time.perf_counter()
-        decision = self._offered(self._schedule.enter(step))
+        decision = self._agreed(self._schedule.enter(step))
         self._event(step, "phase", **self._schedule.figures(step))
         self._adopt(step, decision, started)
         if self._guard is not None:
@@ -251,8 +260,8 @@ class Controller:
             self._coordinator.planned(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
 
-    def _offered(self, precision_map: PrecisionMap) -> Decision:
-        """Agree on a map that all ranks know already."""
+    def _agreed(self, precision_map: PrecisionMap) -> Decision:
+        """Let all ranks agree on a map that each of them knows."""
         return self._channel.agree(Decision(precision_map) if self._coordinator is not None else None)
 
     def _decide(self, step: int, pending: Pending) -> None:
@@ -263,19 +272,19 @@ class Controller:
         if unanswered or not self._has_kernels():
             decision = Decision(ready=False)  # all ranks know this from the step's figures: no broadcast needed
         else:
-            own = self._coordinator.decision(step, pending.version) if self._coordinator else None
-            decision = self._channel.agree(own)
+            coordinator = self._coordinator
+            decision = self._channel.agree(coordinator.decision(step, pending.version) if coordinator else None)
         if not decision.ready:
             pending.due = step + self._config.lag
-            self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=since(started))
+            self._event(step, "postpone", version=pending.version, until=pending.due, wait_s=_since(started))
             return
         self.state.pending = None
         if decision.precision_map is None:
-            self._event(step, "kept", version=pending.version, wait_s=since(started))
+            self._event(step, "kept", version=pending.version, wait_s=_since(started))
             return
         refusal = self._guard.refuses(decision.precision_map) if self._guard is not None else None
         if refusal is not None:
-            self._guarded(step, "refused", pending.version, refusal, wait_s=since(started))
+            self._record_guard(step, "refused", pending.version, refusal, wait_s=_since(started))
             return
         if decision.plan is not None and pending.phases is not None:
             self._take_plan(step, decision.plan)
@@ -285,21 +294,21 @@ class Controller:
             self._guard.adopted(step)
 
     def _take_back(self, step: int) -> None:
-        """If the guard raised an alarm, adopt the last good map again. All ranks have the same alarm."""
+        """Adopt the last good map again if the guard raised an alarm, which is equal on all ranks."""
         alarm, self.state.alarm = self.state.alarm, None
         if alarm is None or self._guard is None:
             return
         started = time.perf_counter()
         failed = self._registry.current
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
-        decision = self._offered(good)
+        decision = self._agreed(good)
         self._guard.taken_back(failed)
         self._schedule.drop()
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
-        self._guarded(step, "taken_back", failed.version, alarm.reason, **figures)
+        self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, decision, started)
 
-    def _guarded(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
+    def _record_guard(self, step: int, action: str, version: int, reason: str, **fields: Any) -> None:
         """Record what the guard did with a map. Rank 0 prints it."""
         self._event(step, "guard", action=action, version=version, reason=reason, **fields)
         self._say(f"step {step}: the guard has {action.replace('_', ' ')} map {version}: {reason}")
@@ -309,18 +318,18 @@ class Controller:
         if new is None:
             return
         started = time.perf_counter() if started is None else started
-        if self._kernels is not None and not self._ready:  # of a replay, of a later phase, or before a begin
+        if self._kernels is not None and not self._kernels_ready:  # of a replay, of a later phase, or before a begin
             self._kernels.finish()
         names = self._registry.names
         changed = int((new.to_codes(names) != self._registry.current.to_codes(names)).sum())
         self._registry.adopt(new)
         self.state.precision_map = new
         self.state.version = max(self.state.version, new.version)
-        fraction = self._fraction = self._share(new)
+        self._fp4_share = self._fp4_share_of(new)
         shares = format_shares(new, self._flops, self._unquantised)
         self._sink.precision_map(step, new, names)
         if self._coordinator is not None:
-            self._coordinator.adopted(step, new)  # before the event, which counts its time
+            self._coordinator.adopted(step, new)  # before the event, whose time includes it
         self._event(
             step,
             "adopt",
@@ -328,28 +337,98 @@ class Controller:
             status=new.status,
             achieved=new.achieved,
             achieved_per_stage=dict(new.achieved_per_stage),
-            fp4_fraction=fraction,
+            fp4_fraction=self._fp4_share,
             formats={fmt.value: round(share, 6) for fmt, share in shares.items()},
             **new.prediction(),
             changed=changed,
-            wait_s=since(started),
+            wait_s=_since(started),
         )
+
+    # -- updates -----------------------------------------------------------------------------------------------
+    def _start_update_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+        """Start an update if one is due. Without kernels it is postponed by a lag.
+
+        The last of ``steps`` is the next one. Training has left out those before it, and an update that was due before
+        one of them starts now.
+        """
+        step, state = steps[-1], self.state
+        if not (any(map(self._config.is_update_step, steps)) or state.postponed in steps):
+            return
+        if self._has_kernels():
+            state.postponed = None
+            self._start_update(step, probe)
+        else:
+            state.postponed = step + self._config.lag
+            self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
+
+    def _start_update(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+        if self.state.pending is not None:
+            self._event(step, "skipped", reason="the previous update is still undecided")
+            return
+        due = step + self._config.lag
+        phases = self._schedule.request(step, due, self._registry.current)
+        if phases is None and self._schedule.solves:
+            self._event(step, "skipped", reason="training ends before its plan would come into force")
+            return
+        started = time.perf_counter()
+        result = probe(self._clip_factor())
+        seconds = _since(started)
+        if isinstance(result, Unmeasured):
+            self._drop_update(step, result.reason, **result.figures, wait_s=seconds)
+            return
+        self.state.sequences = result.sequences
+        for kind, fields in result.events():
+            self._event(step, kind, **fields)
+        broken = result.table.non_finite()  # equal on all ranks, because the table is
+        if broken:
+            self._drop_update(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
+            return
+        of_linears = zip(result.table.linears, result.table.linear["g2"], strict=True)
+        unreached = [row.name for row, gradient in of_linears if not gradient]
+        if len(unreached) == len(result.table.linears):  # every option would score zero
+            self._drop_update(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
+            return
+        if unreached and not self.state.version:
+            self._say(
+                f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
+                " nothing; keep them wide with --snip-pin"
+            )
+        self.state.version += 1
+        pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
+        recorded = sum(result.seconds.values())  # the passes have events of their own
+        if self._coordinator is not None:
+            recorded += self._coordinator.submit(step, result.table, pending.version, phases)
+        submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
+        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
+        self._event(step, "submit", **submitted, wait_s=round(_since(started) - recorded, 6), update_seconds=seconds)
+
+    def _drop_update(self, step: int, reason: str, **fields: Any) -> None:
+        """Record an update that ends without statistics. Rank 0 prints it."""
+        self._event(step, "dropped", reason=reason, **fields)
+        self._say(f"the update of step {step} is dropped: {reason}")
+
+    def _clip_factor(self) -> float:
+        """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
+        norm = self.state.grad_norm
+        if norm is None or self._clip_grad <= 0:
+            return 1.0
+        return min(1.0, self._clip_grad / (norm + 1e-6))
 
     # -- figures -----------------------------------------------------------------------------------------------
     def _say(self, line: str) -> None:
         if self._coordinator is not None:
             print(f"snip: {line}", flush=True)
 
-    def _share(self, precision_map: PrecisionMap) -> float:
+    def _fp4_share_of(self, precision_map: PrecisionMap) -> float:
         return fp4_fraction(precision_map, self._flops, self._unquantised)
 
     def _metric(self, figures: StepFigures | None) -> None:
-        if figures is None or figures.step not in self._fractions:  # the step was run by an earlier process
+        if figures is None or figures.step not in self._fp4_shares:  # the step was run by an earlier process
             return
-        fraction = self._fractions.pop(figures.step)
-        self._sink.metric(figures.step, fp4_fraction=fraction, **figures.account)
+        share = self._fp4_shares.pop(figures.step)
+        self._sink.metric(figures.step, fp4_fraction=share, **figures.account)
         if self._coordinator is not None:
-            self._coordinator.metric(figures, fraction)
+            self._coordinator.metric(figures, share)
 
     def _event(self, step: int, kind: str, /, **fields: Any) -> None:
         self._sink.event(step, kind, **fields)
@@ -357,96 +436,6 @@ class Controller:
             self._coordinator.event(step, kind, **fields)
 
 
-@dataclass(frozen=True)
-class Updates:
-    """Starts updates.
-
-    ``schedule`` is what an update of a run with phases plans from, ``coordinator`` the work of rank 0, None on other
-    ranks; ``event`` and ``say`` record an event, and print a line on rank 0; ``ready`` returns whether all ranks have
-    the kernels of an update; ``clip_grad`` is Megatron's ``--clip-grad``, 0 for none.
-    """
-
-    config: SnipConfig
-    state: ControllerState
-    schedule: ScheduleState
-    registry: LinearRegistry
-    coordinator: RankZeroCoordinator | None
-    event: Callable[..., None]
-    say: Callable[[str], None]
-    ready: Callable[[], bool]
-    clip_grad: float
-
-    def start_if_due(self, steps: range, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        """Start an update if one is due. Without kernels it is postponed by a lag.
-
-        ``steps`` end with the one that is next, after those that training has left out since the last one. An update
-        that was due before one of these starts now. ``probe`` is that of :meth:`Controller.before_step`.
-        """
-        step, state = steps[-1], self.state
-        if not (any(map(self.config.is_update_step, steps)) or state.postponed in steps):
-            return
-        if self.ready():
-            state.postponed = None
-            self._start(step, probe)
-        else:
-            state.postponed = step + self.config.lag
-            self.event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
-
-    def _start(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
-        if self.state.pending is not None:
-            self.event(step, "skipped", reason="the previous update is still undecided")
-            return
-        due = step + self.config.lag
-        phases = self.schedule.request(step, due, self.registry.current)
-        if phases is None and self.schedule.solves:
-            self.event(step, "skipped", reason="training ends before its plan would come into force")
-            return
-        started = time.perf_counter()
-        result = probe(self._clip_factor())
-        seconds = since(started)
-        if isinstance(result, Unmeasured):
-            self._drop(step, result.reason, **result.figures, wait_s=seconds)
-            return
-        self.state.sequences = result.sequences
-        for kind, fields in result.events():
-            self.event(step, kind, **fields)
-        broken = result.table.non_finite()  # equal on all ranks, because the table is
-        if broken:
-            self._drop(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
-            return
-        of_linears = zip(result.table.linears, result.table.linear["g2"], strict=True)
-        unreached = [row.name for row, gradient in of_linears if not gradient]
-        if len(unreached) == len(result.table.linears):  # every option would score zero
-            self._drop(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
-            return
-        if unreached and not self.state.version:
-            self.say(
-                f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
-                " nothing; keep them wide with --snip-pin"
-            )
-        self.state.version += 1
-        pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
-        own = sum(result.seconds.values())  # the passes have events of their own
-        if self.coordinator is not None:
-            own += self.coordinator.submit(step, result.table, pending.version, phases)
-        rest = since(started) - own
-        submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
-        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
-        self.event(step, "submit", **submitted, wait_s=round(rest, 6), update_seconds=seconds)
-
-    def _drop(self, step: int, reason: str, **fields: Any) -> None:
-        """Record an update that ends without statistics. Rank 0 prints it."""
-        self.event(step, "dropped", reason=reason, **fields)
-        self.say(f"the update of step {step} is dropped: {reason}")
-
-    def _clip_factor(self) -> float:
-        """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
-        norm = self.state.grad_norm
-        if norm is None or self.clip_grad <= 0:
-            return 1.0
-        return min(1.0, self.clip_grad / (norm + 1e-6))
-
-
-def since(started: float) -> float:
+def _since(started: float) -> float:
     """Return the seconds since ``started``, a reading of ``time.perf_counter``."""
     return round(time.perf_counter() - started, 6)

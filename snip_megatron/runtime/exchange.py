@@ -1,4 +1,8 @@
-"""Distribution of a map to all ranks: a broadcast from rank 0, and a comparison of hashes before adoption."""
+"""What ranks tell each other: decisions of rank 0, which all ranks compare, and the figures of a step.
+
+The step report is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the
+metrics (docs/how-it-works.md, rules of a run: 6).
+"""
 
 import hashlib
 import math
@@ -23,8 +27,12 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """Rank 0's decision at the step at which an update is due: the map to adopt (None for none), in a run with phases
-    the ``plan`` of all remaining ones. If the outcome is not known it is not ``ready``, and the decision is postponed.
+    """Rank 0's decision at the step at which an update is due.
+
+    Attributes:
+        precision_map: The map to adopt. None if there is none.
+        plan: The plan of the remaining phases. None in a run without phases.
+        ready: Whether the solver has answered. If not, the decision is postponed.
     """
 
     precision_map: PrecisionMap | None = None
@@ -39,48 +47,47 @@ class MapMismatchError(SnipError):
 
 
 class MapChannel:
-    """Broadcasts decisions of rank 0. Its methods are collectives, which all ranks must call at the same step. The
-    global ``names`` of all linears, in order, are a part of the hash.
+    """Broadcasts values of rank 0. Its methods are collectives, which all ranks must call at the same step.
+
+    The global ``names`` of all linears, in order, are a part of the hash that ranks compare.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
         self._device = device
 
-    def agree[T](self, own: T | None) -> T:
-        """Broadcast what rank 0 has, such as a decision (``own``, None on other ranks), and compare the hashes of what
-        arrived.
+    def agree[T](self, value: T | None) -> T:
+        """Broadcast a value of rank 0, and compare hashes of what ranks received.
 
-        Figures and plans go with a map, because all ranks keep them for the checkpoint. Raises MapMismatchError if the
-        hashes differed in each of three attempts.
+        ``value`` is None on other ranks. Raises MapMismatchError if the hashes differed in each of three attempts.
         """
-        if not dist.is_initialized():  # a process of its own
-            assert own is not None
-            return own
+        if not dist.is_initialized():  # a single process
+            assert value is not None
+            return value
         for _ in range(_ATTEMPTS):
-            arrived = self._broadcast(pickle.dumps(own))
-            if self._same_everywhere(arrived):
-                found: T = pickle.loads(arrived)
-                return found
+            message = self._broadcast(pickle.dumps(value))
+            if self._is_equal_on_all_ranks(message):
+                received: T = pickle.loads(message)
+                return received
         raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
 
-    def everywhere(self, own: bool) -> bool:
-        """Return whether ``own`` is true on all ranks."""
+    def true_on_all_ranks(self, condition: bool) -> bool:
+        """Return whether ``condition`` is true on all ranks."""
         if not dist.is_initialized():
-            return own
-        flag = torch.tensor([int(own)], dtype=torch.int32, device=self._device)
+            return condition
+        flag = torch.tensor([int(condition)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
     def _broadcast(self, message: bytes) -> bytes:
         size = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
         dist.broadcast(size, src=0)
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        buffer = (own if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8)).to(self._device)
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        buffer = (sent if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8)).to(self._device)
         dist.broadcast(buffer, src=0)
         return buffer.cpu().numpy().tobytes()
 
-    def _same_everywhere(self, message: bytes) -> bool:
+    def _is_equal_on_all_ranks(self, message: bytes) -> bool:
         digest = hashlib.sha256(message + "\0".join(self._names).encode()).digest()
         value = int.from_bytes(digest[:8], "little") >> 2  # its negative must fit into int64 as well
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
@@ -94,7 +101,7 @@ _LOSS, _RANKS, _BROKEN, _ANSWERED, _WAITING, _STEP_S, _SPEEDUP, _SAVED_H, _SUM =
 _ACCOUNT = ("step_s", "speedup", "saved_h")
 
 News = Callable[[], Mapping[str, float] | None]
-"""Returns rank 0's figures about the run's speed, or None where there are no new ones."""
+"""Returns rank 0's figures about the speed of the run, or None if there are no new ones."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +109,13 @@ class StepFigures(JsonFields):
     """The figures of one training step, equal on all ranks.
 
     Attributes:
-        loss: mean loss over the ranks that have it; None if no rank has it or it is not finite.
-        grad_norm: None if it is unknown or not finite.
-        broken: whether the loss or the gradient norm was NaN or Inf on any rank.
-        answered, ready: whether rank 0 knew the outcome of the pending update, and all ranks had their kernels.
-        account: rank 0's figures about the run's speed, at the steps that it gives them: ``step_s``, and where they are
-            known ``speedup`` over bf16 and ``saved_h``, hours saved so far.
+        loss: Mean loss over the ranks that have it. None if no rank has it or it is not finite.
+        grad_norm: Gradient norm before clipping. None if it is unknown or not finite.
+        broken: Whether the loss or the gradient norm was NaN or Inf on any rank.
+        answered: Whether rank 0 knew the outcome of the pending update.
+        ready: Whether all ranks had their kernels.
+        account: Rank 0's figures about the speed of the run, at the steps that have new ones: ``step_s``, and if they
+            are known ``speedup`` over bf16 and ``saved_h``, the hours saved so far.
     """
 
     step: int
@@ -125,8 +133,10 @@ class StepReport:
     On a GPU, a separate stream copies the sum to the host. Reading it one step later does not wait for the training
     stream, so that the launching thread stays ahead of the GPU.
 
-    Figures that have ``arrived`` before a checkpoint are the first that :meth:`exchange` returns. On rank 0, ``news``
-    is called at every step for the figures of :attr:`StepFigures.account`.
+    Args:
+        device: Device of the summed tensor.
+        arrived: Figures from a checkpoint, which the first :meth:`exchange` returns.
+        news: Called at every step on rank 0 for the figures of :attr:`StepFigures.account`.
     """
 
     def __init__(self, device: torch.device, arrived: StepFigures | None = None, news: News | None = None) -> None:
@@ -148,17 +158,21 @@ class StepReport:
     ) -> StepFigures | None:
         """Start the collective of this step, and return the figures of the previous step. All ranks must call it.
 
-        ``loss`` is None on ranks that have none. ``grad_norm`` is equal on all ranks. ``answered`` says on rank 0
-        whether the outcome of the pending update is known, ``ready`` whether this rank has its kernels.
+        Args:
+            step: The 0-based training step.
+            loss: Scalar loss. None on ranks that have none.
+            grad_norm: Gradient norm, equal on all ranks.
+            answered: On rank 0, whether the outcome of the pending update is known.
+            ready: Whether this rank has its kernels.
         """
         arrived = self.drain()
         values = torch.zeros(_SUM, dtype=torch.float64, device=self._device)
         if grad_norm is not None and not math.isfinite(grad_norm):
             values[_BROKEN] = 1.0
         if loss is not None:
-            own = loss.detach().double().reshape(())
-            values[_LOSS], values[_RANKS] = own, 1.0
-            values[_BROKEN] += ~own.isfinite()
+            scalar = loss.detach().double().reshape(())
+            values[_LOSS], values[_RANKS] = scalar, 1.0
+            values[_BROKEN] += ~scalar.isfinite()
         if answered:
             values[_ANSWERED] = 1.0
         if not ready:
@@ -172,7 +186,7 @@ class StepReport:
         return arrived
 
     def _landing(self, values: torch.Tensor, work: Any) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Return where the sums arrive on the host, and what waits for them there."""
+        """Return the tensor on the host in which the sums arrive, and the function that waits for them."""
         if self._stream is None:
             return values, (lambda: None) if work is None else work.wait
         host = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
@@ -187,12 +201,12 @@ class StepReport:
         return host, landed.synchronize
 
     def in_flight(self) -> StepFigures | None:
-        """Wait for the outstanding figures and return them for a checkpoint. The next call returns them again."""
+        """Wait for the outstanding figures and return them for a checkpoint. The next exchange returns them again."""
         self._arrived = self.drain()
         return self._arrived
 
     def drain(self) -> StepFigures | None:
-        """Wait for the outstanding figures and return them, or None if there are none."""
+        """Wait for the outstanding figures and return them. None if there are none."""
         if self._flight is None:
             arrived, self._arrived = self._arrived, None
             return arrived

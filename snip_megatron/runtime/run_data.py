@@ -1,6 +1,10 @@
-"""The content of a run directory, joined for reports. Any field may be missing, because a run may have crashed."""
+"""Readers of a run directory, and its content joined for reports.
+
+They accept a run that is still being written, or that crashed during a write: any field may be missing.
+"""
 
 import functools
+import json
 import math
 import re
 from collections import defaultdict
@@ -14,271 +18,6 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import is_finite
-from snip_megatron.runtime.storage import read_lines
-
-FAULT_EVENTS = (
-    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
-)  # fmt: skip
-"""Kinds of events that report trouble. The report shows them first."""
-COSTS = (
-    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
-)  # fmt: skip
-"""Kinds of events whose ``wait_s`` a training without SNIP would not have."""
-MAX_SCORES = 100
-"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
-_OWN_FIELDS = ("time", "step", "event", "step_s", "wait_s")
-
-
-def number(value: Any) -> float | None:
-    """Return ``value`` as a finite float, or None if it is anything else."""
-    return float(value) if is_finite(value) else None
-
-
-@dataclass(frozen=True)
-class Adoption:
-    """The adoption of a map before training step ``step``. A figure is None if it is not known.
-
-    ``fields`` are those of the ``adopt`` event; the map is None if its file is lost, and the scores from which it was
-    solved if they are older than the last MAX_SCORES updates. ``asked`` is the budget, such as ``speedup=1.3``, None
-    for an fp4 share of FLOPs; under a timed one ``speedup`` and ``loss`` are the predicted speedup of the linears on
-    the slowest stage, and Σ of losses. ``achieved`` is the map's fp4 share of FLOPs, in [0, 1].
-    """
-
-    step: int
-    version: int | None
-    fields: Mapping[str, Any]
-    precision_map: PrecisionMap | None
-    scores: Mapping[str, Any] | None
-    status: str
-    asked: str | None
-    speedup: float | None
-    loss: float | None
-    achieved: float | None
-
-
-@dataclass(frozen=True)
-class Update:
-    """One update of the map: collect, probe, submit, solve, adopt. Times are in seconds; None if they are not known.
-
-    ``step`` is that of the submission. The times are those of the reduction of the statistics, of the probes by kind,
-    and of the solver, from the submission to the answer (``latency_s``), and to the adoption (``lag_s``). ``wait_s`` is
-    what it cost: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`. ``status`` is what the solver said, or
-    why there was no answer, ``achieved`` the fp4 share of FLOPs that it reached, ``postponed`` how often the adoption
-    was postponed.
-    """
-
-    step: int
-    version: int | None = None
-    collect_s: float | None = None
-    probes_s: Mapping[str, float] = field(default_factory=dict)
-    solve_s: float | None = None
-    latency_s: float | None = None
-    lag_s: float | None = None
-    wait_s: float | None = None
-    status: str = ""
-    objective: float | None = None
-    bound: float | None = None
-    achieved: float | None = None
-    speedup: float | None = None
-    loss: float | None = None
-    adopted_step: int | None = None
-    changed: float | None = None
-    postponed: int = 0
-
-    @property
-    def name(self) -> str:
-        """The label of the update in tables and on axes."""
-        return f"v{self.version}" if self.version is not None else f"step {self.step}"
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The content of a run directory, with plans by the step before which they came into force.
-
-    ``unreadable`` holds one message for each broken step file.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]]
-    adoptions: Sequence[Adoption]
-    updates: Sequence[Update]
-    unreadable: Sequence[str]
-    plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)
-
-    @property
-    def budget(self) -> Budget | None:
-        """The budget of the run; None if its configuration has none that can be read."""
-        try:
-            return Budget.parse(self.config.get("budget"), "budget")
-        except SnipError:
-            return None
-
-    @property
-    def maps(self) -> list[Adoption]:
-        """The adoptions, without those of a plan's phases that keep the map."""
-        versions = [None, *(adoption.version for adoption in self.adoptions)]
-        return [
-            adoption
-            for before, adoption in zip(versions, self.adoptions, strict=False)
-            if adoption.fields.get("changed") != 0 or adoption.version != before
-        ]
-
-    @property
-    def faults(self) -> list[Mapping[str, Any]]:
-        """The events that report trouble, in the order in which they were written."""
-        return [event for event in self.events if event["event"] in FAULT_EVENTS]
-
-    def validations(self) -> dict[str, dict[int, float]]:
-        """Return formats of the validation, ``map`` or ``bf16`` → step → loss.
-
-        Of several sets, those after the first have keys of their own: ``map, <set>``.
-        """
-        found: dict[str, dict[int, float]] = {}
-        events = [event for event in self.events if event["event"] == "validation"]
-        for event in events:
-            loss = number(event.get("loss"))
-            if loss is not None:
-                key = str(event.get("formats") or "map")
-                if event.get("set") != events[0].get("set"):
-                    key += f", {event.get('set')}"
-                found.setdefault(key, {}).setdefault(event["step"], loss)
-        return found
-
-    def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps that recorded a metric, and its values, None for one that is not finite."""
-        rows = [row for row in self.metrics if name in row]
-        return [row["step"] for row in rows], [number(row[name]) for row in rows]
-
-
-def load_run(path: Path | str) -> RunData:
-    """Read a run directory. Broken step files are listed in ``unreadable``. Raises SnipError if it is none."""
-    path, unreadable = Path(path), list[str]()
-    body, events = read_config(path), read_events(path)
-    maps = read_maps(path, skipped=unreadable)
-    scores = {
-        version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
-    }
-    return RunData(
-        path=path,
-        config=body["config"],
-        facts=body["facts"],
-        metrics=read_metrics(path),
-        events=events,
-        adoptions=[_adoption(event, maps, scores) for event in events if event["event"] == "adopt"],
-        updates=_updates(events),
-        plans=read_plans(path, skipped=unreadable),
-        unreadable=unreadable,
-    )
-
-
-def fields_of(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the event's own fields, without those that all events have."""
-    return {name: value for name, value in event.items() if name not in _OWN_FIELDS}
-
-
-def version_of(event: Mapping[str, Any]) -> int | None:
-    """Return the version of the map or plan that an event is about; None if it names none."""
-    version = event.get("version")
-    return version if type(version) is int else None
-
-
-# -- joins ---------------------------------------------------------------------------------------------------------
-def _adoption(
-    event: Mapping[str, Any], maps: Mapping[int, PrecisionMap], scores: Mapping[int | None, Mapping[str, Any]]
-) -> Adoption:
-    version, asked = version_of(event), event.get("budget")
-    timed = isinstance(asked, str)  # then ``achieved`` is a share of time
-    return Adoption(
-        step=event["step"],
-        version=version,
-        fields=fields_of(event),
-        precision_map=_map_of(event["step"], version, maps),
-        scores=None if version is None else scores.get(version),
-        status=str(event.get("status") or "unknown"),
-        asked=asked if timed else None,
-        speedup=number(event.get("speedup")),
-        loss=number(event.get("loss")),
-        achieved=number(event.get("fp4_fraction" if timed else "achieved")),
-    )
-
-
-def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) -> PrecisionMap | None:
-    """Return the map of this version: if several files hold it (the guard restored it), the latest up to ``step``."""
-    candidates = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
-    best = max(candidates, key=lambda s: (s <= step, s if s <= step else -s), default=None)
-    return None if best is None else maps[best]
-
-
-def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
-    """Return the updates in order of submission. What precedes a submission at its step belongs to that update."""
-    own: dict[int | str, list[Mapping[str, Any]]] = {}
-    keys: dict[int, int | str] = {}  # step of a submission → update
-    pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    latest: int | str | None = None  # whose map is in force
-    for event in events:
-        step, version = event["step"], version_of(event)
-        if event["event"] in ("collect", "probe", "times", "dropped"):
-            pending[step].append(event)
-        elif event["event"] == "submit":
-            keys[step] = f"step {step}" if version is None else version
-            own[keys[step]] = [*pending.pop(step, []), event]
-        elif version in own and version is not None:
-            own[version].append(event)
-            latest = version if event["event"] == "adopt" else latest
-        elif event["event"] == "recapture" and latest is not None:
-            own[latest].append(event)
-    for step, lone in pending.items():  # without a submission, the update was dropped (a NaN in a statistic)
-        own.setdefault(keys.get(step, f"step {step}"), []).extend(lone)
-    return sorted((_update(each) for each in own.values()), key=lambda update: update.step)
-
-
-def _update(events: Sequence[Mapping[str, Any]]) -> Update:
-    def last(kind: str, name: str) -> Any:
-        return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
-
-    def total(name: str, kinds: Collection[str], **wanted: str) -> float | None:
-        own = [event for event in events if event["event"] in kinds and wanted.items() <= event.items()]
-        found = [number(event.get(name)) for event in own]
-        known = [value for value in found if value is not None]
-        return math.fsum(known) if known else None
-
-    kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
-    probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
-    # Later phases of a plan are adopted too.
-    adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
-    begin, end = number(last("submit", "time")), number(adopted.get("time"))
-    solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
-    share = "achieved" if last("solved", "budget") is None else "fp4_share"
-    return Update(
-        step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
-        version=next((version_of(event) for event in events if event["event"] == "submit"), None),
-        collect_s=total("seconds", ("collect",)),
-        probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
-        solve_s=number(last("solved", "solve_seconds")),
-        latency_s=number(last("solved", "latency_s")),
-        lag_s=None if begin is None or end is None else max(0.0, end - begin),
-        wait_s=total("wait_s", COSTS),
-        status=_status(events),
-        achieved=number(last("solved", share)),
-        adopted_step=adopted.get("step"),
-        changed=number(adopted.get("changed")),
-        postponed=sum(event["event"] == "postpone" for event in events),
-        **solved,
-    )
-
-
-def _status(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the solver said last, or why there was no answer."""
-    for event in reversed(events):
-        if event["event"] in ("dropped", "solve_failed"):
-            return f"{event['event'].replace('solve_failed', 'failed')}: {event.get('reason', '')}"
-        if event["event"] == "solved":
-            return str(event.get("status", ""))
-    return "" if any(event["event"] == "submit" for event in events) else "not submitted"
-
 
 RUN_SCHEMA = "snip.run/1"
 SCORES_SCHEMA = "snip.scores/1"
@@ -302,11 +41,10 @@ def step_path(run: Path, folder: str, step: int) -> Path:
 
 
 def step_files(run: Path, folder: str, extra: str = "") -> dict[int, Path]:
-    """Return the step files of a folder by step, ascending; none if it is missing. Raises SnipError if it cannot be
-    read.
+    """Return the step files of a folder by step, ascending. A missing folder has none.
 
     ``folder`` is a key of STEP_FILES, and ``extra`` a further suffix: ``.1`` is that of files that a resumed run has
-    set aside.
+    set aside. Raises SnipError if the folder cannot be read.
     """
     try:
         files = list((run / folder).iterdir())
@@ -314,8 +52,33 @@ def step_files(run: Path, folder: str, extra: str = "") -> dict[int, Path]:
         return {}
     except OSError as error:
         raise SnipError(f"{run / folder}: cannot be read ({error})") from None
-    found = {step: file for file in files if (step := step_of(file, STEP_FILES[folder] + extra)) is not None}
-    return dict(sorted(found.items()))
+    by_step = {step: file for file in files if (step := step_of(file, STEP_FILES[folder] + extra)) is not None}
+    return dict(sorted(by_step.items()))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines.
+
+    Torn lines (after a crash or on a full disk) are skipped. A missing file has no records. Raises SnipError if it
+    cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
+    return [record for line in raw.split(b"\n") if (record := parse_line(line)) is not None]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None if the line is torn or has no integer ``step``."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int else None
 
 
 def read_config(run: Path | str) -> dict[str, Any]:
@@ -331,7 +94,7 @@ def read_config(run: Path | str) -> dict[str, Any]:
 
 
 def read_events(run: Path | str) -> list[dict[str, Any]]:
-    """Return the events in the order in which they were written; none if the file is missing.
+    """Return the events in the order in which they were written. A missing file has none.
 
     Torn lines are skipped. Raises SnipError if the file cannot be read.
     """
@@ -376,9 +139,9 @@ def replayed_maps(run: str) -> Mapping[int, PrecisionMap]:
             f"--snip-replay {run}: no adopted map is recorded there; give the directory of a run under SNIP"
         )
     maps = read_maps(run)
-    if lost := [step for step in steps if step not in maps]:
-        path = step_path(Path(run), "maps", lost[0])
-        raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {lost[0]} but {path} is missing")
+    if missing := [step for step in steps if step not in maps]:
+        path = step_path(Path(run), "maps", missing[0])
+        raise SnipError(f"--snip-replay {run}: events.jsonl adopts a map at step {missing[0]} but {path} is missing")
     return {step: maps[step] for step in steps}
 
 
@@ -394,13 +157,299 @@ def _object(text: str | bytes, where: str, schema: str, name: str) -> dict[str, 
 def _parsed[T](
     run: Path, folder: str, parse: Callable[..., T], skipped: list[str] | None, last: int | None = None
 ) -> dict[int, T]:
-    found: dict[int, T] = {}
+    parsed: dict[int, T] = {}
     files = list(step_files(run, folder).items())
     for step, file in files if last is None else files[-last:]:
         try:
-            found[step] = parse(strict_json.read_file(file), where=str(file))
+            parsed[step] = parse(strict_json.read_file(file), where=str(file))
         except SnipError as error:
             if skipped is None:
                 raise
             skipped.append(str(error))
-    return found
+    return parsed
+
+
+# -- joined for reports ----------------------------------------------------------------------------------------------
+FAULT_EVENTS = (
+    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
+)  # fmt: skip
+"""Kinds of events that report trouble. The report shows them first."""
+COSTS = (
+    "compile", "probe", "collect", "times", "submit", "dropped", "postpone", "kept", "guard", "adopt", "recapture",
+)  # fmt: skip
+"""Kinds of events whose ``wait_s`` a training without SNIP would not have."""
+MAX_SCORES = 100
+"""Number of updates whose scores are read, the latest ones. In a large model those of one fill 280 KB."""
+_COMMON_FIELDS = ("time", "step", "event", "step_s", "wait_s")
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` as a finite float, or None if it is anything else."""
+    return float(value) if is_finite(value) else None
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """The adoption of a map before training step ``step``. A figure is None if it is not known.
+
+    Attributes:
+        fields: Fields of the ``adopt`` event.
+        precision_map: The map. None if its file is lost.
+        scores: The scores from which the map was solved. None if they are older than the last MAX_SCORES updates.
+        status: What the solver said about the map.
+        budget: The budget of time or loss, such as ``speedup=1.3``. None for an fp4 share of FLOPs.
+        speedup: Predicted speedup of the linears on the slowest stage, under a budget of time or loss.
+        loss: Sum of predicted losses, under a budget of time or loss.
+        achieved: The map's fp4 share of FLOPs, in [0, 1].
+    """
+
+    step: int
+    version: int | None
+    fields: Mapping[str, Any]
+    precision_map: PrecisionMap | None
+    scores: Mapping[str, Any] | None
+    status: str
+    budget: str | None
+    speedup: float | None
+    loss: float | None
+    achieved: float | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the map, from its probes to its adoption. A figure is None if it is not known.
+
+    Attributes:
+        step: Step of the submission.
+        collect_s: Seconds of the reduction of the statistics.
+        probes_s: Seconds of the probes by kind.
+        solve_s: Seconds of the solver.
+        latency_s: Seconds from the submission to the answer.
+        lag_s: Seconds from the submission to the adoption.
+        wait_s: Cost of the update in seconds: the sum of ``wait_s`` of its events of the kinds :data:`COSTS`.
+        status: What the solver said, or why there was no answer.
+        achieved: The fp4 share of FLOPs that the solver reached.
+        changed: Number of GEMMs whose format the adoption changed.
+        postponed: How often the adoption was postponed.
+    """
+
+    step: int
+    version: int | None = None
+    collect_s: float | None = None
+    probes_s: Mapping[str, float] = field(default_factory=dict)
+    solve_s: float | None = None
+    latency_s: float | None = None
+    lag_s: float | None = None
+    wait_s: float | None = None
+    status: str = ""
+    objective: float | None = None
+    bound: float | None = None
+    achieved: float | None = None
+    speedup: float | None = None
+    loss: float | None = None
+    adopted_step: int | None = None
+    changed: float | None = None
+    postponed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The label of the update in tables and on axes."""
+        return f"v{self.version}" if self.version is not None else f"step {self.step}"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The content of a run directory.
+
+    ``plans`` are keyed by the step before which they came into force. ``unreadable`` has one message for each broken
+    step file.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    adoptions: Sequence[Adoption]
+    updates: Sequence[Update]
+    unreadable: Sequence[str]
+    plans: Mapping[int, PrecisionPlan] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The budget of the run. None if its configuration has none that can be read."""
+        try:
+            return Budget.parse(self.config.get("budget"), "budget")
+        except SnipError:
+            return None
+
+    @property
+    def maps(self) -> list[Adoption]:
+        """The adoptions, without those of a plan's phases that keep the map."""
+        versions = [None, *(adoption.version for adoption in self.adoptions)]
+        return [
+            adoption
+            for before, adoption in zip(versions, self.adoptions, strict=False)
+            if adoption.fields.get("changed") != 0 or adoption.version != before
+        ]
+
+    @property
+    def faults(self) -> list[Mapping[str, Any]]:
+        """The events that report trouble, in the order in which they were written."""
+        return [event for event in self.events if event["event"] in FAULT_EVENTS]
+
+    def validations(self) -> dict[str, dict[int, float]]:
+        """Return formats of the validation (``map`` or ``bf16``) → step → loss.
+
+        Validation sets after the first have the keys ``map, <set>`` and ``bf16, <set>``.
+        """
+        losses: dict[str, dict[int, float]] = {}
+        events = [event for event in self.events if event["event"] == "validation"]
+        for event in events:
+            loss = number(event.get("loss"))
+            if loss is not None:
+                key = str(event.get("formats") or "map")
+                if event.get("set") != events[0].get("set"):
+                    key += f", {event.get('set')}"
+                losses.setdefault(key, {}).setdefault(event["step"], loss)
+        return losses
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Return the steps that recorded a metric, and its values. A value that is not finite is None."""
+        rows = [row for row in self.metrics if name in row]
+        return [row["step"] for row in rows], [number(row[name]) for row in rows]
+
+
+def load_run(path: Path | str) -> RunData:
+    """Read a run directory. Broken step files are listed in ``unreadable``.
+
+    Raises SnipError if ``path`` is not a run directory.
+    """
+    path, unreadable = Path(path), list[str]()
+    body, events = read_config(path), read_events(path)
+    maps = read_maps(path, skipped=unreadable)
+    scores = {
+        version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
+    }
+    return RunData(
+        path=path,
+        config=body["config"],
+        facts=body["facts"],
+        metrics=read_metrics(path),
+        events=events,
+        adoptions=[_adoption(event, maps, scores) for event in events if event["event"] == "adopt"],
+        updates=_updates(events),
+        plans=read_plans(path, skipped=unreadable),
+        unreadable=unreadable,
+    )
+
+
+def fields_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the event's fields without those that all events have."""
+    return {name: value for name, value in event.items() if name not in _COMMON_FIELDS}
+
+
+def version_of(event: Mapping[str, Any]) -> int | None:
+    """Return the version of the map or plan that an event is about. None if it names none."""
+    version = event.get("version")
+    return version if type(version) is int else None
+
+
+# -- joins ---------------------------------------------------------------------------------------------------------
+def _adoption(
+    event: Mapping[str, Any], maps: Mapping[int, PrecisionMap], scores: Mapping[int | None, Mapping[str, Any]]
+) -> Adoption:
+    version, budget = version_of(event), event.get("budget")
+    timed = isinstance(budget, str)  # then ``achieved`` is a share of time
+    return Adoption(
+        step=event["step"],
+        version=version,
+        fields=fields_of(event),
+        precision_map=_map_of(event["step"], version, maps),
+        scores=None if version is None else scores.get(version),
+        status=str(event.get("status") or "unknown"),
+        budget=budget if timed else None,
+        speedup=number(event.get("speedup")),
+        loss=number(event.get("loss")),
+        achieved=number(event.get("fp4_fraction" if timed else "achieved")),
+    )
+
+
+def _map_of(step: int, version: int | None, maps: Mapping[int, PrecisionMap]) -> PrecisionMap | None:
+    """Return the map of a version. None if its file is lost.
+
+    If several files hold it, because the guard restored it, the latest up to ``step`` is returned.
+    """
+    candidates = [s for s, m in maps.items() if m.version == version or (version is None and s == step)]
+    best = max(candidates, key=lambda s: (s <= step, s if s <= step else -s), default=None)
+    return None if best is None else maps[best]
+
+
+def _updates(events: Sequence[Mapping[str, Any]]) -> list[Update]:
+    """Return the updates in the order of their submissions.
+
+    Probes at the step of a submission belong to its update.
+    """
+    by_update: dict[int | str, list[Mapping[str, Any]]] = {}  # keyed by version, or by step if there is none
+    keys: dict[int, int | str] = {}  # step of a submission → key of its update
+    pending: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    latest: int | str | None = None  # key of the update whose map is in force
+    for event in events:
+        step, version = event["step"], version_of(event)
+        if event["event"] in ("collect", "probe", "times", "dropped"):
+            pending[step].append(event)
+        elif event["event"] == "submit":
+            keys[step] = f"step {step}" if version is None else version
+            by_update[keys[step]] = [*pending.pop(step, []), event]
+        elif version in by_update and version is not None:
+            by_update[version].append(event)
+            latest = version if event["event"] == "adopt" else latest
+        elif event["event"] == "recapture" and latest is not None:
+            by_update[latest].append(event)
+    for step, probes in pending.items():  # an update that was dropped, such as one with NaN in a statistic
+        by_update.setdefault(keys.get(step, f"step {step}"), []).extend(probes)
+    return sorted((_update(each) for each in by_update.values()), key=lambda update: update.step)
+
+
+def _update(events: Sequence[Mapping[str, Any]]) -> Update:
+    def last(kind: str, name: str) -> Any:
+        return next((event.get(name) for event in reversed(events) if event["event"] == kind), None)
+
+    def total(name: str, kinds: Collection[str], **fields: str) -> float | None:
+        chosen = [event for event in events if event["event"] in kinds and fields.items() <= event.items()]
+        known = [value for event in chosen if (value := number(event.get(name))) is not None]
+        return math.fsum(known) if known else None
+
+    kinds = dict.fromkeys(str(event.get("kind", "probe")) for event in events if event["event"] == "probe")
+    probes = {kind: total("seconds", ("probe",), kind=kind) for kind in kinds}
+    # Later phases of a plan are adopted too.
+    adopted: Mapping[str, Any] = next((event for event in events if event["event"] == "adopt"), {})
+    begin, end = number(last("submit", "time")), number(adopted.get("time"))
+    solved = {name: number(last("solved", name)) for name in ("objective", "bound", "speedup", "loss")}
+    share = "achieved" if last("solved", "budget") is None else "fp4_share"
+    return Update(
+        step=next((event["step"] for event in events if event["event"] == "submit"), events[0]["step"]),
+        version=next((version_of(event) for event in events if event["event"] == "submit"), None),
+        collect_s=total("seconds", ("collect",)),
+        probes_s={kind: seconds for kind, seconds in probes.items() if seconds is not None},
+        solve_s=number(last("solved", "solve_seconds")),
+        latency_s=number(last("solved", "latency_s")),
+        lag_s=None if begin is None or end is None else max(0.0, end - begin),
+        wait_s=total("wait_s", COSTS),
+        status=_status(events),
+        achieved=number(last("solved", share)),
+        adopted_step=adopted.get("step"),
+        changed=number(adopted.get("changed")),
+        postponed=sum(event["event"] == "postpone" for event in events),
+        **solved,
+    )
+
+
+def _status(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the solver said last, or why there was no answer."""
+    for event in reversed(events):
+        if event["event"] in ("dropped", "solve_failed"):
+            return f"{event['event'].replace('solve_failed', 'failed')}: {event.get('reason', '')}"
+        if event["event"] == "solved":
+            return str(event.get("status", ""))
+    return "" if any(event["event"] == "submit" for event in events) else "not submitted"

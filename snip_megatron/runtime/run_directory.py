@@ -1,10 +1,7 @@
-"""The run directory, which rank 0 writes (docs/file-formats.md, Run directory).
+"""The writer of a run directory (docs/file-formats.md, Run directory), and the lock that keeps a second job out.
 
 ``step`` is the 0-based training step. Records that are made before or during ``train_step(N)`` have step N. A run that
-resumes from a checkpoint of N completed steps continues with step N, so ``resume_step=N`` keeps the records with step <
-N.
-
-Only the constructor raises on an I/O error. Later, a failed write is reported once, kept, and tried again.
+resumes from a checkpoint of N completed steps continues with step N.
 """
 
 from __future__ import annotations
@@ -30,11 +27,12 @@ from snip_megatron.runtime.run_data import (
     SCORES_SCHEMA,
     STEP_FILES,
     TIMINGS,
+    parse_line,
     read_config,
     step_files,
     step_path,
 )
-from snip_megatron.runtime.storage import Writer, cut_back, dump_json, flatten, jsonable, write_atomically
+from snip_megatron.runtime.storage import Writer, dump_json, flatten, jsonable, write_atomically
 
 SPEED_FACTS = (
     "device", "gemm_backend", "world_size", "tensor_parallel", "pipeline_parallel", "data_parallel",
@@ -42,20 +40,31 @@ SPEED_FACTS = (
 )  # fmt: skip
 """Facts without which times of steps cannot be compared. A ``resume`` event names the first one that changed."""
 
+LOCK = "lock.json"
+LOCK_SCHEMA = "snip.lock/1"
+SILENT_S = 900.0
+"""A job on another host that has written nothing for so long counts as dead. Compiling and saving take less."""
+
 
 class RunDirectory:
     """The writer of a run directory. Only rank 0 constructs one.
 
-    Args:
-        config: the configuration of the run, compared on a restart with the one in the directory.
-        facts: values that may differ between restarts (layout, versions). The latest are kept.
-        overwrite: allows to remove an earlier run's records. With ``resume_step`` it instead accepts a changed
-            ``config`` and keeps the records before that step.
-        resume_step: the next training step after a checkpoint was loaded; None for a fresh run. A job that may be a
-            restarted one, and found no checkpoint, passes 0.
+    Only the constructor raises on an I/O error. A write that fails later is reported once and tried again.
 
-    Raises SnipError if the directory cannot be written, is written by another job, belongs to another configuration, or
-    holds the events of an earlier run although this run does not resume.
+    Args:
+        config: The configuration of the run. On a restart it is compared with the one in the directory.
+        facts: Values that may differ between restarts (layout, versions). The latest are stored.
+        overwrite: Whether an earlier run's records may be removed. With ``resume_step``, whether a changed ``config``
+            is accepted; the records before that step stay.
+        resume_step: The next training step after a checkpoint was loaded. None for a fresh run. A job that may be a
+            restarted one and has no checkpoint passes 0.
+
+    Attributes:
+        step_s: Duration of the last completed training step in seconds. Every event records it.
+
+    Raises:
+        SnipError: If the directory cannot be written, is written by another job, belongs to another configuration, or
+            holds the events of an earlier run although this run does not resume.
     """
 
     def __init__(
@@ -69,26 +78,26 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path)
         self.step_s: float | None = None
-        """Duration of the last completed training step in seconds. Every event records it."""
-        wanted = jsonable(config)
-        body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": wanted, "facts": facts or {}}
+        config = jsonable(config)
+        self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": config, "facts": facts or {}}
+        self._config = dump_json(self._body).encode()
         try:
             check_lock(self.path)
-            changed = _check_earlier_run(self.path, wanted, overwrite=overwrite, resuming=resume_step is not None)
+            changed = _check_earlier_run(self.path, config, overwrite=overwrite, resuming=resume_step is not None)
             take_lock(self.path)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else _changed_fact(self.path, facts or {})
-            gone = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
-            self._body, self._config = body, dump_json(body).encode()
+            cut_records = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
             write_atomically(self.path / CONFIG, self._config)
         except OSError as error:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
-        self.writer = Writer(self.path, self._keep_config)
-        if resume_step is not None and (resume_step or gone):  # else there was neither a checkpoint nor an earlier run
-            self.event(resume_step, "resume", cut_records=gone, changed_key=changed, changed_fact=changed_fact)
+        self.writer = Writer(self.path, self._restore_config)
+        if resume_step is not None and (resume_step or cut_records):  # else there is neither checkpoint nor earlier run
+            fields = {"cut_records": cut_records, "changed_key": changed, "changed_fact": changed_fact}
+            self.event(resume_step, "resume", **fields)
 
     def set_fact(self, name: str, value: Any) -> None:
         """Replace one of the ``facts``, which became known later."""
@@ -96,22 +105,22 @@ class RunDirectory:
         self._config = dump_json(self._body).encode()
         self.writer.replace(self.path / CONFIG, self._config, durable=True)
 
-    def _keep_config(self) -> None:
-        """Write ``config.json`` again if the directory is gone: no reader and no resume accepts one without it."""
+    def _restore_config(self) -> None:
+        """Write ``config.json`` again if the directory is gone. Readers and a resume need it."""
         if not (self.path / CONFIG).exists():
             write_atomically(self.path / CONFIG, self._config)
 
-    # -- lines -------------------------------------------------------------------------------------------------
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
-        """Record an event ``kind`` of a training step, with its own fields: ``wait_s`` among them is the seconds for
-        which it blocked the training thread, ``step_s`` the duration of the last step, by default the attribute.
+        """Record an event of a training step.
+
+        ``wait_s`` among the fields is the time in seconds for which the event blocked the training thread.
         """
         self._append(EVENTS, step, {"event": kind, "step_s": self.step_s, "wait_s": None} | fields | {"event": kind})
 
     def metric(
         self, step: int, /, loss: float | None, grad_norm: float | None, fp4_fraction: float | None, **fields: Any
     ) -> None:
-        """Record the figures of training step ``step``.
+        """Record the figures of a training step.
 
         ``fp4_fraction`` is the fp4 share of the FLOPs of the decoder's linears, in [0, 1].
         """
@@ -121,9 +130,8 @@ class RunDirectory:
         stamp = {"time": round(time.time(), 3), "step": int(step)}
         self.writer.append(self.path / name, {**stamp, **fields, **stamp})
 
-    # -- whole files -------------------------------------------------------------------------------------------
     def write(self, folder: str, step: int, content: str | bytes) -> None:
-        """Write ``<folder>/step_<step>``, the statistics, the Problem, the map or the plan of a step."""
+        """Write the file of a step in ``folder``, a key of STEP_FILES."""
         data = content.encode() if isinstance(content, str) else content
         self.writer.replace(step_path(self.path, folder, step), data)
 
@@ -132,11 +140,12 @@ class RunDirectory:
 
         ``version`` is that of the map that was solved from them.
         """
-        body = {"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores}
-        self.write("scores", step, dump_json(body))
+        self.write(
+            "scores", step, dump_json({"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores})
+        )
 
     def close(self) -> None:
-        """Try all kept writes a last time, report how many were lost, and close the files."""
+        """Try the pending writes a last time, report how many were lost, and close the files."""
         self.writer.close()
         release_lock(self.path)
 
@@ -148,59 +157,85 @@ class RunDirectory:
 
 
 # -- restart -------------------------------------------------------------------------------------------------------
-def _cut_back(path: Path, step: int) -> int:
-    """Keep what was recorded before ``step``. Later step files get the suffix ``.1``. Raises OSError."""
+def _cut_back(run: Path, step: int) -> int:
+    """Set aside what was recorded from ``step`` on. Returns the number of lines. Raises OSError.
+
+    Lines are appended to ``<file>.1``, and later step files get the suffix ``.1``.
+    """
     for folder in STEP_FILES:
-        for file_step, file in step_files(path, folder).items():
+        for file_step, file in step_files(run, folder).items():
             if file_step >= step:
                 file.replace(file.with_name(file.name + ".1"))
-    return cut_back(path / EVENTS, step) + cut_back(path / METRICS, step)
+    return sum(_cut_back_lines(run / name, step) for name in (EVENTS, METRICS))
 
 
-def _clear(path: Path) -> int:
+def _cut_back_lines(path: Path, step: int) -> int:
+    """Move the records from ``step`` on to ``<path>.1``. Returns their number. Raises OSError.
+
+    The event ``validation`` of ``step`` itself stays, because Megatron validates before it saves and not again after a
+    load. The tail is saved before the file is replaced, so that a crash in between loses nothing.
+    """
+    if not path.exists():
+        return 0
+    head: list[bytes] = []
+    tail: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = parse_line(line) if line.endswith(b"\n") else None
+        last = step if record is not None and record.get("event") == "validation" else step - 1
+        (head if record is not None and record["step"] <= last else tail).append(line)
+    if tail:
+        if not tail[-1].endswith(b"\n"):
+            tail[-1] += b"\n"
+        with path.with_name(path.name + ".1").open("ab") as file:
+            file.writelines(tail)
+        write_atomically(path, b"".join(head))
+    return len(tail)
+
+
+def _clear(run: Path) -> int:
     """Remove an earlier run's files. Other files stay. Raises OSError."""
     for folder in STEP_FILES:
-        for file in [*step_files(path, folder).values(), *step_files(path, folder, ".1").values()]:
+        for file in [*step_files(run, folder).values(), *step_files(run, folder, ".1").values()]:
             file.unlink()
     for name in (EVENTS, METRICS, REPORT, TIMINGS):
-        for file in (path / name, path / f"{name}.1"):
+        for file in (run / name, run / f"{name}.1"):
             file.unlink(missing_ok=True)
     return 0
 
 
-def _check_earlier_run(path: Path, wanted: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> str | None:
-    """Compare the directory's configuration with ``wanted``.
+def _check_earlier_run(run: Path, config: Mapping[str, Any], *, overwrite: bool, resuming: bool) -> str | None:
+    """Compare the directory's configuration with ``config``.
 
-    Returns the first key that differs, or None if the configurations are equal or there is no earlier one. Raises
+    Returns the first key that differs. None if the configurations are equal or there is no earlier one. Raises
     SnipError where records of two runs would be mixed.
     """
-    if path.exists() and not path.is_dir():
-        raise SnipError(f"run directory {path}: is a file; choose another --snip-dir")
-    events = (path / EVENTS).exists() and (path / EVENTS).stat().st_size > 0
+    if run.exists() and not run.is_dir():
+        raise SnipError(f"run directory {run}: is a file; choose another --snip-dir")
+    has_events = (run / EVENTS).exists() and (run / EVENTS).stat().st_size > 0
     difference: tuple[str, str, str] | None = None
     fault, remedy = "", "pass --snip-overwrite or another --snip-dir"
-    if (path / CONFIG).exists():
+    if (run / CONFIG).exists():
         try:
-            difference = _first_difference(read_config(path)["config"], wanted)
+            difference = _first_difference(read_config(run)["config"], config)
         except SnipError as error:
-            fault = str(error).removeprefix(f"run directory {path}: ")
+            fault = str(error).removeprefix(f"run directory {run}: ")
         if difference is not None:
             key, old, new = map(cut, difference)
             fault = f"belongs to another configuration: {key} is {old} there and {new} here"
-        elif events and not resuming and not fault:
+        elif has_events and not resuming and not fault:
             fault = "holds the events of an earlier run"
             remedy = f"resume from its checkpoint (--load), {remedy}"
-    elif events:
+    elif has_events:
         fault = f"holds events but no {CONFIG}"
     if fault and not overwrite:
-        raise SnipError(f"run directory {path}: {fault}; {remedy}")
+        raise SnipError(f"run directory {run}: {fault}; {remedy}")
     return difference[0] if difference else None
 
 
-def _changed_fact(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return the name of the first fact that changes the time of a step and differs from the directory's; else None."""
+def _changed_fact(run: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return the first of SPEED_FACTS whose value differs from the directory's. None if there is none."""
     try:
-        earlier = read_config(path)["facts"]
+        earlier = read_config(run)["facts"]
     except SnipError:  # there is none, or it was broken and is overwritten
         return None
     names = [name for name in SPEED_FACTS if name in earlier and name in facts]
@@ -218,17 +253,18 @@ def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[s
     return None
 
 
-LOCK = "lock.json"
-SCHEMA = "snip.lock/1"
-SILENT_S = 900.0
-"""A job on another host that has written nothing for so long counts as dead. Compiling and saving take less."""
-
-
+# -- lock ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Lock:
-    """Who writes a run directory: a process id on a host, and when the process started, since ids are used again.
+    """The content of ``lock.json``: the process that writes a run directory.
 
-    ``job`` is the id of the SLURM job or of torchrun's rendezvous; None without one.
+    The lock of a job that was killed stays in the directory.
+
+    Attributes:
+        host: Host name.
+        process: Process id.
+        born: Start of the process in clock ticks, because process ids are used again.
+        job: Id of the SLURM job or of torchrun's rendezvous. None if there is none.
     """
 
     host: str
@@ -237,31 +273,37 @@ class Lock:
     job: str | None
 
     @classmethod
-    def own(cls) -> Lock:
+    def of_this_process(cls) -> Lock:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()) or 0, None if job in ("", "none") else job)
+        born = _start_ticks(os.getpid()) or 0
+        return cls(socket.gethostname(), os.getpid(), born, None if job in ("", "none") else job)
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the process is, or was, one of this host."""
         return self.host == socket.gethostname()
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process is one of this host and has ended."""
-        return self.here and _born(self.process) != self.born
+        return self.is_local and _start_ticks(self.process) != self.born
 
     @property
-    def mine(self) -> bool:
-        return self == replace(Lock.own(), job=self.job)
+    def is_mine(self) -> bool:
+        """Whether this process wrote the lock."""
+        return self == replace(Lock.of_this_process(), job=self.job)
 
-    def stale(self, run: Path) -> bool:
-        """Return whether this process may take the lock of ``run`` over."""
-        if self.here:
-            return self.gone or self.mine
-        if self.job is not None and self.job == Lock.own().job:  # queued again, or restarted on another host
+    def is_stale(self, run: Path) -> bool:
+        """Return whether this process may take over the lock of ``run``.
+
+        On its own host a lock is stale if its process has ended. From another host it is stale if it belongs to an
+        earlier start of the same job, or if nothing was written for :data:`SILENT_S`.
+        """
+        if self.is_local:
+            return self.has_ended or self.is_mine
+        if self.job is not None and self.job == Lock.of_this_process().job:
             return True
-        return time.time() - (last_write(run) or 0.0) > SILENT_S
+        return time.time() - last_write(run) > SILENT_S
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" of job {cut(self.job)}"
@@ -269,43 +311,43 @@ class Lock:
 
 
 def read_lock(run: Path) -> Lock | None:
-    """Return the lock of a run directory; None if there is none, or it cannot be read."""
+    """Return the lock of a run directory. None if there is none, or it cannot be read."""
     try:
         body = json.loads((run / LOCK).read_text(encoding="utf-8"))
         return Lock(str(body["host"]), int(body["process"]), int(body["born"]), body["job"] and str(body["job"]))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def last_write(run: Path) -> float | None:
-    """Return when a job last wrote to a run directory, in Unix seconds; None if never."""
-    found = []
+def last_write(run: Path) -> float:
+    """Return when a job last wrote to a run directory, in Unix seconds. 0 if it is empty."""
+    times = [0.0]
     for name in (LOCK, EVENTS, METRICS):
         with contextlib.suppress(OSError):
-            found.append((run / name).stat().st_mtime)
-    return max(found, default=None)
+            times.append((run / name).stat().st_mtime)
+    return max(times)
 
 
 def check_lock(run: Path) -> None:
     """Raise SnipError if another job writes the run directory."""
     other = read_lock(run)
-    if other is None or other.stale(run):
+    if other is None or other.is_stale(run):
         return
-    ago = max(0.0, time.time() - (last_write(run) or 0.0))
-    why = "which still runs" if other.here else f"whose last write is {ago:.0f} s old"
-    remedy = "" if other.here else f"; if it is dead, remove {run / LOCK}"
+    age = max(0.0, time.time() - last_write(run))
+    why = "which still runs" if other.is_local else f"whose last write is {age:.0f} s old"
+    remedy = "" if other.is_local else f"; if it is dead, remove {run / LOCK}"
     raise SnipError(f"run directory {run}: belongs to {other}, {why}; end it or choose another --snip-dir{remedy}")
 
 
 def take_lock(run: Path) -> None:
-    """Make this process the one that writes the run directory, until it ends or calls :func:`release_lock`.
+    """Lock the run directory for this process, until it ends or calls :func:`release_lock`.
 
     Raises SnipError if another job writes there, and OSError if the lock cannot be written.
     """
     check_lock(run)
     run.mkdir(parents=True, exist_ok=True)
     (run / LOCK).unlink(missing_ok=True)
-    body = {"schema": SCHEMA, **asdict(Lock.own()), "time": round(time.time(), 3)}
+    body = {"schema": LOCK_SCHEMA, **asdict(Lock.of_this_process()), "time": round(time.time(), 3)}
     try:
         with (run / LOCK).open("x", encoding="utf-8") as file:
             file.write(dump_json(body))
@@ -315,14 +357,15 @@ def take_lock(run: Path) -> None:
 
 
 def release_lock(run: Path) -> None:
-    found = read_lock(run)
-    if found is not None and found.mine:
+    """Remove the lock if this process wrote it."""
+    lock = read_lock(run)
+    if lock is not None and lock.is_mine:
         with contextlib.suppress(OSError):
             (run / LOCK).unlink()
 
 
-def _born(process: int) -> int | None:
-    """Return the start of a process in clock ticks since the host's; None if it has ended."""
+def _start_ticks(process: int) -> int | None:
+    """Return the start of a process in clock ticks since the host's. None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])

@@ -1,16 +1,28 @@
-"""A job of the sidecar and its solution: the problem is built and solved, its solution turned into maps and plans."""
+"""What the solver process runs: it builds the problem of an update, solves it, and answers with a map or a plan.
+
+:class:`SidecarClient` starts ``main`` in a process without CUDA devices. This module and what it imports there need
+neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import importlib
 import math
+import os
+import pickle
+import signal
+import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 
 if TYPE_CHECKING:
@@ -18,21 +30,13 @@ if TYPE_CHECKING:
     from snip_megatron.sensitivity.table import StatisticsTable
     from snip_megatron.solver.solution import Solution
 
-import ctypes
-import importlib
-import os
-import pickle
-import signal
-import sys
-import traceback
-from collections.abc import Callable
-
-from snip_megatron.precision.errors import SnipError
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 5
 
 
 @dataclass(frozen=True)
 class SolveJob:
-    """One update for the sidecar. The result has the ``version`` of the request."""
+    """The statistics of one update, and the request that is solved over them."""
 
     table: StatisticsTable
     request: SolveRequest
@@ -40,18 +44,20 @@ class SolveJob:
 
 @dataclass(frozen=True)
 class SidecarResult:
-    """The outcome of one job. ``precision_map`` or ``failure`` is set.
+    """The outcome of one job. Either ``precision_map`` or ``failure`` is set.
 
     Attributes:
-        version, latency_s: the version of the request, and seconds from ``submit`` to the arrival of the answer, or to
-            the detection of the failure. The client sets them.
-        failure: why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
-            answer in time) or ``oom``; None if there is one.
-        precision_map, plan: the map, and the plan of a request with phases, whose first map it is.
-        out_of_reach: why past steps have made the request's budget over the run impossible, so that ``plan`` has the
-            highest reachable one; None if it has the request's.
-        problem_json, scores: the Problem, and the scores from which it was built; None and none if the job failed
-            before.
+        version: Version of the request. The client sets it.
+        failure: Why there is no map: ``died`` (the process ended), ``exception``, ``infeasible``, ``deadline`` (no
+            answer in time) or ``oom``. None if there is one.
+        message: The failure in one line.
+        precision_map: The map. For a request with phases it is the first map of ``plan``.
+        plan: The plan of a request with phases. None for another request.
+        out_of_reach: Why past steps have made the request's budget over the run impossible. ``plan`` then has the
+            highest reachable budget. None if it has the request's.
+        problem_json: The Problem. None if the job failed before it was built.
+        scores: The scores from which the Problem was built.
+        latency_s: Seconds from the submission to the answer or the failure. The client sets it.
     """
 
     version: int = 0
@@ -66,7 +72,7 @@ class SidecarResult:
 
 
 class SolverInProcess:
-    """Takes the place of a :class:`SidecarClient`. A job is solved in this process, when it is submitted."""
+    """Solves each job in this process when it is submitted, with the methods of :class:`SidecarClient`."""
 
     restarts = 0
     last_error: str | None = None
@@ -75,7 +81,7 @@ class SolverInProcess:
         self._results: list[SidecarResult] = []
 
     def start(self) -> None:
-        """Nothing is to be started."""
+        """Do nothing."""
 
     def submit(self, job: SolveJob) -> None:
         started = time.perf_counter()
@@ -87,14 +93,14 @@ class SolverInProcess:
         return self._results.pop(0) if self._results else None
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing."""
 
 
 def solve_job(job: SolveJob) -> SidecarResult:
-    """Solve an update: for a map, or for the plan of the remaining phases.
+    """Solve an update for a map, or for the plan of the remaining phases.
 
-    A plan's budget that past steps have made impossible is replaced by the reachable value. This happens once: if the
-    solver finds that value infeasible as well, the job fails.
+    If past steps have made a plan's budget impossible, the reachable value replaces it once. If the solver finds that
+    value infeasible as well, the job fails.
     """
     from snip_megatron.sensitivity.problem import build_problem
     from snip_megatron.solver import solve
@@ -121,7 +127,7 @@ def solve_job(job: SolveJob) -> SidecarResult:
 
 
 def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> PrecisionPlan:
-    """Return the plan of a solution. Every map also holds its loss if it stayed, which the guard compares."""
+    """Return the plan of a solution. Each map has its loss over a whole run, which the guard compares."""
     assert job.request.phases is not None
     plan = solution.to_plan(job.request.phases.begins, job.request.version)
 
@@ -133,21 +139,22 @@ def _plan(job: SolveJob, solution: Solution, scores: Mapping[str, Any]) -> Preci
     return dataclasses.replace(plan, phases=tuple(map(with_loss, plan.phases)))
 
 
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 5
-
-
+# -- the process -----------------------------------------------------------------------------------------------------
 def main(parent: str, path: str) -> int:
-    """Serve jobs by a ``module:function`` until the parent, given by its process id, closes the pipe."""
+    """Read jobs from standard input and write answers to standard output until the parent closes the pipe.
+
+    ``parent`` is the parent's process id, and ``path`` the ``module:function`` that solves a job. Returns the exit
+    code.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; this process ends with the pipe
-    if sys.platform == "linux":  # a busy or stopped process ends as well, as soon as the parent's thread has ended
+    if sys.platform == "linux":  # when the parent's thread ends, this process ends too, even if it is busy or stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it ended before this
+    if os.getppid() != int(parent):  # the parent ended before prctl
         return 1
     os.nice(_NICENESS)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not reach the answers
     module, _, function = path.partition(":")
     solve: Callable[[SolveJob], SidecarResult] = getattr(importlib.import_module(module), function)
     import snip_megatron.solver.search  # noqa: F401  loads OR-Tools before the first job
@@ -162,7 +169,7 @@ def main(parent: str, path: str) -> int:
 
 
 def _answer(job: SolveJob, solve: Callable[[SolveJob], SidecarResult]) -> SidecarResult:
-    """Solve a job. Any error becomes a failure."""
+    """Solve a job. Return any error as a failure."""
     try:
         return solve(job)
     except MemoryError:

@@ -338,7 +338,7 @@ class TransformerEngineGraphs(Graphs):
         if self._replaced + len(chosen) > len(layers):
             return None
         # All ranks must capture the same layers: these have collectives.
-        return chosen if MapChannel((), torch.device("cuda")).everywhere(fits) else None
+        return chosen if MapChannel((), torch.device("cuda")).true_on_all_ranks(fits) else None
 
     def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None

@@ -59,7 +59,7 @@ def test_a_killed_job_keeps_nobody_out(tmp_path):
     with another_job(tmp_path) as process:
         process.send_signal(signal.SIGKILL)
         assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is dead, but its parent has not asked yet
-        assert read_lock(tmp_path).gone
+        assert read_lock(tmp_path).has_ended
         with new_run(tmp_path, overwrite=True):
             assert read_lock(tmp_path).process == os.getpid()
     assert read_metrics(tmp_path) == []

@@ -97,7 +97,7 @@ def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):
 
 
 def test_pending_writes_are_bounded_and_the_loss_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(storage, "MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(storage, "MAX_PENDING_BYTES", 1000)
     run = new_run(tmp_path)
     FullDisk(monkeypatch, room=0)
     for step in range(100):
