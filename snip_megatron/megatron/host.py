@@ -19,7 +19,7 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import BuiltLinear, built_linears, norm_of
 from snip_megatron.planner.layout import microbatches_in_flight
 from snip_megatron.precision import LinearRow, Role
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Place, Strand
+from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamReader, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 from snip_megatron.sensitivity.table import SinkRow
@@ -51,7 +51,7 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         ),
         sinks=rows,
         local_sinks=_local_sinks(model, rows, tp_rank),
-        sharded=bool(
+        optimizer_sharded=bool(
             args.use_distributed_optimizer
             or getattr(args, "use_layer_wise_distributed_optimizer", False)
             or args.optimizer.startswith("dist_")
@@ -62,9 +62,9 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         in_flight=functools.partial(
             microbatches_in_flight, stage=stage, pp=config.pipeline_model_parallel_size, vpp=virtual or 1
         ),
-        gathers=bool(config.sequence_parallel),
-        recomputes=config.recompute_granularity == "full",
-        whole=shards.values if shards else lambda weight: weight,
+        sequence_parallel=bool(config.sequence_parallel),
+        recomputes_blocks=config.recompute_granularity == "full",
+        full_tensor=shards.values if shards else lambda weight: weight,
     )
 
 
@@ -80,15 +80,15 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
         if (index := boundary.get(str(linear.id))) is not None:
             key = -1 if linear.id.stack == "decoder" else linear.id.layer
             strands.setdefault(key, {}).setdefault(index, linear)
-    chunk_strands = []
+    segments = []
     for first in strands.values():
         places = [_place(linear, index) for index, linear in sorted(first.items())]
         last = first[places[-1].boundary]
         ended = last.id.stack == "mtp" or places[-1].boundary == ends["decoder"]
-        chunk_strands.append(Strand(places, last.writer, ended))
+        segments.append(StreamSegment(places, last.writer, ended))
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
     if not getattr(model, "pre_process", False):
-        return Chunk(chunk_strands)
+        return Chunk(segments)
 
     predicted = model.config.mtp_num_layers if getattr(model, "mtp_process", False) else None
 
@@ -102,12 +102,12 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
 
-    return Chunk(chunk_strands, enter)
+    return Chunk(segments, enter)
 
 
-def _place(linear: BuiltLinear, boundary: int) -> Place:
+def _place(linear: BuiltLinear, boundary: int) -> StreamReader:
     norm = linear.reader is not linear.writer and getattr(linear.writer, "recompute_pre_mlp_layernorm", False)
-    return Place(linear.reader, boundary, recomputed=bool(norm))
+    return StreamReader(linear.reader, boundary, recomputed=bool(norm))
 
 
 def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:

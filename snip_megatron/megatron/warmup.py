@@ -179,10 +179,13 @@ class WarmUp:
 
         Those of a map ``in_force`` are run alone.
         """
-        updates, sharded = self.config.updates and not in_force, self.host.sharded and self.host.groups.dp_size > 1
+        updates, sharded = (
+            self.config.updates and not in_force,
+            self.host.optimizer_sharded and self.host.groups.dp_size > 1,
+        )
         for handle, formats in self._kinds(in_force=in_force):
             for tokens in self._tokens(handle):
-                gathered = self.host.gathers and handle.parallel == "column"
+                gathered = self.host.sequence_parallel and handle.parallel == "column"
                 linear = warm_up_linear(handle, tokens, whole_x=gathered, graphed=handle.state.graphed is not None)
                 warm_up_gemms(linear, formats)
                 if updates:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from snip_megatron.plain.structure import Places
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, Strand
+from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
 from snip_megatron.sensitivity.updates import AdamWState, SgdState, Update
@@ -40,13 +40,13 @@ def make_host(places: Places, device: torch.device) -> Host:
     return Host(
         groups=ProbeGroups(tp=alone, dp=None),
         device=device,
-        chunks=[Chunk([Strand(places.begins, places.blocks[-1], ends=True)], enter)],
+        chunks=[Chunk([StreamSegment(places.begins, places.blocks[-1], is_last=True)], enter)],
         hidden=places.hidden,
         shard=TokenShard(rank=0, size=1, reports=True),
         sinks=tuple(row for row, _ in places.sinks),
         local_sinks=[LocalSink(i, weight) for i, (_, weight) in enumerate(places.sinks)],
-        recomputing=in_backward,
-        whole=whole,
+        is_recomputing=in_backward,
+        full_tensor=whole,
     )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from snip_megatron.precision import LinearId, LinearRow, Role
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.host import Place
+from snip_megatron.runtime.host import StreamReader
 from snip_megatron.sensitivity.table import SinkRow
 
 _LEAST = 4  # linears of a block: experts have fewer
@@ -54,7 +54,7 @@ class Places:
     """
 
     blocks: tuple[nn.Module, ...]
-    begins: tuple[Place, ...]
+    begins: tuple[StreamReader, ...]
     hidden: int
     rows: tuple[LinearRow, ...]
     sinks: tuple[tuple[SinkRow, nn.Parameter], ...]
@@ -217,11 +217,11 @@ def find_places(structure: Structure, forward: Callable[[], object]) -> Places:
     weights = {id(m): getattr(m, "weight", None) for m in structure.model.modules()}
     trace.run(forward)
     rows, placed = {row.name: row for row in structure.rows}, dict[str, LinearRow]()
-    begins: list[Place] = []
+    begins: list[StreamReader] = []
     for block, branches in zip(structure.blocks, trace.branches, strict=True):
         for branch in branches:
             last, boundary = next(reversed(branch.roles)), len(begins)
-            begins.append(Place(block if branch is branches[0] else branch.norms[0], boundary))
+            begins.append(StreamReader(block if branch is branches[0] else branch.norms[0], boundary))
             for name, role in branch.roles.items():
                 ends = name == last and role is Role.BETWEEN
                 placed[name] = replace(rows[name], sub_block=boundary, role=Role.WRITES if ends else role)

@@ -1,4 +1,4 @@
-"""The work of rank 0: it feeds the sidecar and writes the run directory. Nothing here may stop training."""
+"""The work of rank 0: the solver process, the run directory and the lines in the log. Nothing here stops training."""
 
 import contextlib
 import dataclasses
@@ -29,20 +29,23 @@ _POLL_S = 0.01
 
 
 class RankZeroCoordinator:
-    """Rank 0's side of updates: the sidecar and the run directory.
+    """Rank 0's side of updates: it submits them to the solver, and writes the run directory.
 
     Args:
-        request: the solve request of all updates, but for its version.
-        static_map: the checked map of ``--snip-map``, if any.
-        run: the run directory; None if the run keeps none.
-        tokens_per_step: the tokens of a step to which ``request`` refers; None if its FLOPs do not depend on them.
-        finished: called with the path of the run directory after its last record.
-        unjudged: why step times under maps are not compared with those in bf16, in the words of the line that the run
-            prints; None if they are.
-        solver: what solves updates; None for the sidecar.
-        times: measures times that ``request`` lacks, or that this run's steps change, before the first update.
+        config: The configuration of the run.
+        request: The solve request of all updates, without its version.
+        linears: The linears of the whole model.
+        static_map: The checked map of ``--snip-map``. None if there is none.
+        run: The run directory. None if the run has none.
+        tokens_per_step: The tokens of a step to which ``request`` refers. None if its FLOPs do not depend on them.
+        finished: Called with the path of the run directory after its last record.
+        unjudged: Why step times under maps are not compared with those in bf16, as the printed line says it. None if
+            they are.
+        solver: What solves updates. None for a solver process.
+        times: Measures the times of the run's options before the first update. None if ``request`` has them.
 
-    ``replay`` holds the maps of ``--snip-replay`` by the step at which they were adopted.
+    Attributes:
+        replay: The maps of ``--snip-replay`` by the step at which they were adopted.
     """
 
     def __init__(
@@ -70,10 +73,10 @@ class RankZeroCoordinator:
         self._account = _account_of(run)
         self._adopted: PrecisionMap | None = None
         self._formats: Mapping[str, float] | None = None
-        self._figures: dict[int, dict[str, Any]] = {}  # of steps whose metrics are still to come
+        self._figures: dict[int, dict[str, Any]] = {}  # further metrics of steps that are not recorded yet
         self._news: dict[str, float] | None = None
         self._finished = finished
-        # All maps are read now, because a file that is gone later would end training in the middle.
+        # All maps are read now, because a file that is missing later would end the training.
         self.replay: Mapping[int, PrecisionMap] = {} if config.replay is None else replayed_maps(config.replay)
         self._decisions: dict[int, Decision] = {}
         self._submitted: dict[int, int] = {}
@@ -85,11 +88,10 @@ class RankZeroCoordinator:
 
     # -- updates -----------------------------------------------------------------------------------------------
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
-        """Submit an update to the sidecar without blocking. With ``phases`` it answers with a plan.
+        """Submit an update to the solver without blocking. With ``phases`` it answers with a plan.
 
-        Returns the seconds for which GEMMs were timed before, which have an event of their own.
-
-        A table from a checkpoint may be that of another layout. It is solved for the pipeline stages of this one.
+        A table from a checkpoint of another layout is solved for the pipeline stages of this one. Returns the seconds
+        for which GEMMs were timed before, which have an event of their own.
         """
         assert self._sidecar is not None
         stages = {row.name: row.stage for row in self._linears}
@@ -108,7 +110,7 @@ class RankZeroCoordinator:
         return timed
 
     def _timed(self, step: int, version: int, measure: Callable[[], OptionTimes]) -> float | None:
-        """Measure the times of the run's options. Returns the seconds that it took; None if the update is dropped."""
+        """Measure the times of the run's options. Returns the seconds it took. None if the update is dropped."""
         started = time.perf_counter()
         try:
             self._request = dataclasses.replace(self._request, times=measure())
@@ -123,13 +125,13 @@ class RankZeroCoordinator:
         return seconds
 
     def pump(self, step: int) -> None:
-        """Receive the sidecar's results without blocking."""
-        if self._config.is_update_step(step) and not self._account.updates:  # the peak is that of training alone
-            self._of(step - 1)["peak_bytes"] = _peak_bytes()
+        """Receive the solver's results without blocking."""
+        if self._config.is_update_step(step) and not self._account.updates:  # before probes raise the peak
+            self._figures_of(step - 1)["peak_bytes"] = _peak_bytes()
         if self._sidecar is None:
             return
         while (result := self._sidecar.poll()) is not None:
-            self._take(step, result)
+            self._receive(step, result)
         if self._sidecar.restarts > self._restarts:
             self._restarts = self._sidecar.restarts
             reason = self._sidecar.last_error
@@ -149,7 +151,7 @@ class RankZeroCoordinator:
             self.pump(step)
         return self._decisions.pop(version, Decision(ready=False))
 
-    def _take(self, step: int, result: SidecarResult) -> None:
+    def _receive(self, step: int, result: SidecarResult) -> None:
         version = result.version
         if result.failure is not None:
             self._drop(step, version, result.failure, result.message, result.latency_s)
@@ -164,12 +166,12 @@ class RankZeroCoordinator:
             precision_map = self._with_predictions(precision_map)
         self._decisions[version] = Decision(precision_map, plan)
         if result.out_of_reach is not None and plan is not None:
-            wanted, reachable = self._request.budget, plan.target
-            fields = {"kind": wanted.kind, "wanted": wanted.value, "reachable": reachable, "why": result.out_of_reach}
+            budget, reachable = self._request.budget, plan.target
+            fields = {"kind": budget.kind, "wanted": budget.value, "reachable": reachable, "why": result.out_of_reach}
             self.event(step, "out_of_reach", version=version, **fields)
             print(
-                f"snip: update {version}: after what has been spent, the budget {wanted} over the run is out of reach"
-                f" ({result.out_of_reach}); planned for {wanted.kind}={reachable:g} instead; for more, train longer"
+                f"snip: update {version}: after what has been spent, the budget {budget} over the run is out of reach"
+                f" ({result.out_of_reach}); planned for {budget.kind}={reachable:g} instead; for more, train longer"
                 " (--train-iters), pin less or let more change in the schedule's phases",
                 flush=True,
             )
@@ -183,7 +185,7 @@ class RankZeroCoordinator:
             bound=solved.bound,
             achieved=solved.achieved,
             achieved_per_stage=dict(precision_map.achieved_per_stage) if plan is None else {},
-            **(precision_map.prediction()),
+            **precision_map.prediction(),
             solve_seconds=precision_map.solve_seconds,
             latency_s=result.latency_s,
         )
@@ -198,21 +200,22 @@ class RankZeroCoordinator:
         print(f"snip: update {version}: {message}; the map in force stays", flush=True)
 
     def _with_predictions(self, precision_map: PrecisionMap) -> PrecisionMap:
-        """Add the fp4 share of FLOPs and the whole step's speedup to a map under a budget of time or loss."""
+        """Add the fp4 share of FLOPs and the speedup of the whole step to a map under a budget of time or loss."""
         if precision_map.budget is None:
             return precision_map
         assert self._request.times is not None
         stages = {row.name: row.stage for row in self._linears}
         map_s = self._account.map_s
-        ran = None if self._adopted is None or map_s is None else (self._adopted, map_s)
-        step = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s, ran)
-        return dataclasses.replace(precision_map, fp4_share=fp4_fraction(precision_map, self._flops), step_speedup=step)
+        measured = None if self._adopted is None or map_s is None else (self._adopted, map_s)
+        speedup = self._request.times.step_speedup(precision_map, stages, self._account.latest_bf16_s, measured)
+        share = fp4_fraction(precision_map, self._flops)
+        return dataclasses.replace(precision_map, fp4_share=share, step_speedup=speedup)
 
     # -- fixed maps --------------------------------------------------------------------------------------------
     def initial_map(self, step: int) -> Decision:
-        """Return the map from ``step`` on that the configuration gives, if it gives one.
+        """Return the map from ``step`` on that the configuration fixes, if it fixes one.
 
-        It is that of ``--snip-map``, of a fixed policy, or the one that the replayed run had in force.
+        It is that of ``--snip-map``, that of a fixed policy, or the one that the replayed run had in force.
         """
         if self._static_map is not None:
             return Decision(self._static_map)
@@ -234,13 +237,13 @@ class RankZeroCoordinator:
             self._run.event(step, kind, **fields)
 
     def step_took(self, step: int, seconds: float) -> None:
-        """Note the duration of a training step, which the next events record.
+        """Record the duration of a training step in seconds. The next events have it.
 
-        Prints and records a warning, once for each map, if the map makes steps longer.
+        If a map makes steps longer, a warning is printed and recorded once.
         """
         seconds = round(seconds, 6)
         self._account.step(step, seconds)
-        self._of(step)["step_s"] = seconds
+        self._figures_of(step)["step_s"] = seconds
         slower = self._account.slower() if self._unjudged is None else None
         if self._run is not None:
             self._run.step_s = seconds
@@ -258,19 +261,19 @@ class RankZeroCoordinator:
             )
 
     def show(self, step: int) -> None:
-        """Print the line of Megatron's log interval, and have its figures ready for :meth:`news`."""
-        self._of(step)["peak_bytes"] = _peak_bytes()
+        """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""
+        self._figures_of(step)["peak_bytes"] = _peak_bytes()
         line = self._account.line(self._formats, unjudged=self._unjudged)
         if line is not None:
             print(line, flush=True)
         self._news = self._account.figures(judged=self._unjudged is None)
 
     def news(self) -> dict[str, float] | None:
-        """Return the figures of the latest :meth:`show` once; None afterwards. See ``step_report.News``."""
+        """Return the figures of the latest :meth:`show` once. None afterwards."""
         news, self._news = self._news, None
         return news
 
-    def _of(self, step: int) -> dict[str, Any]:
+    def _figures_of(self, step: int) -> dict[str, Any]:
         return self._figures.setdefault(step, {})
 
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
@@ -290,7 +293,7 @@ class RankZeroCoordinator:
             self._run.write("maps", step, precision_map.to_json())
 
     def close(self) -> None:
-        """End the sidecar, close the run directory and call ``finished``."""
+        """End the solver, close the run directory and call ``finished``."""
         if self._sidecar is not None:
             self._sidecar.close()
             self._sidecar = None
@@ -303,7 +306,7 @@ class RankZeroCoordinator:
 
 
 def _account_of(run: RunDirectory | None) -> Account:
-    """Return the account of a run so far, with the records of its earlier jobs."""
+    """Return the account of a run so far, from the records of its earlier jobs."""
     account = Account()
     if run is not None:
         with contextlib.suppress(SnipError):  # a record that cannot be read must not keep a job from training
@@ -313,7 +316,7 @@ def _account_of(run: RunDirectory | None) -> Account:
 
 
 def _peak_bytes() -> int:
-    """Return the peak of the bytes that this process had allocated: GPU memory, or resident memory without a GPU."""
+    """Return the peak of this process's memory in bytes: GPU memory, or resident memory without a GPU."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,7 @@
-"""What SNIP uses of a training loop, its host: Megatron, Megatron Bridge, or a plain torch loop.
+"""What SNIP needs from a training loop, its host: Megatron, Megatron Bridge, or a plain torch loop.
 
-:class:`Host` does not change during a run. A :class:`HostStep` is made for every training step. Further, what passes
-between the controller, probes, kernels and loggers.
+A :class:`Host` holds for the whole run, and a :class:`HostStep` for one training step. The other classes pass between
+the controller, probes, kernels and loggers.
 """
 
 import math
@@ -22,14 +22,17 @@ from snip_megatron.sensitivity.update_error import StepScale
 from snip_megatron.sensitivity.updates import Update
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the residual stream that replaces the one it is given."""
+"""Returns the tensor that replaces its argument."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The module whose first argument, or ``hidden_states``, is the residual stream at the beginning of a sub-block.
+class StreamReader:
+    """The module that reads the residual stream at the beginning of a sub-block.
 
-    ``boundary`` is the index of the sub-block, and ``recomputed`` whether the backward recomputes the module alone.
+    Attributes:
+        module: The stream is its first argument, or ``hidden_states``.
+        boundary: Index of the sub-block.
+        recomputed: Whether the backward recomputes this module alone.
     """
 
     module: nn.Module
@@ -38,35 +41,40 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Strand:
+class StreamSegment:
     """Consecutive sub-blocks of this rank on one residual stream.
 
-    ``output`` is the module whose output, or the first of whose outputs, is the stream after the last of them. Unless
-    the stream ``ends`` there, another chunk of the model goes on.
+    Attributes:
+        readers: The module that reads the stream, for each sub-block.
+        output: The module whose output, or first output, is the stream after the last sub-block.
+        is_last: Whether the stream ends on this rank.
     """
 
-    places: Sequence[Place]
+    readers: Sequence[StreamReader]
     output: nn.Module
-    ends: bool
+    is_last: bool
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What this rank holds of the model in one piece: its parts of residual streams.
+    """A model chunk of this rank, as its segments of residual streams.
 
-    ``enter`` installs a hook that changes the stream before the model's first block; None on other chunks.
+    ``hook_input`` installs a hook that changes the stream before the model's first block. None on other chunks.
     """
 
-    strands: Sequence[Strand]
-    enter: Callable[[Change], RemovableHandle] | None = None
+    segments: Sequence[StreamSegment]
+    hook_input: Callable[[Change], RemovableHandle] | None = None
 
 
 @dataclass(frozen=True)
 class LocalSink:
-    """This rank's part of a parameter beside the linears that gradient errors reach.
+    """This rank's shard of a parameter beside the linears that gradient errors reach.
 
-    ``row`` is its index among the model's sinks, ``replicated`` whether all tensor parallel ranks hold the same one,
-    and ``first_row`` the global index of its first row.
+    Attributes:
+        row: Index of the parameter among the model's sinks.
+        weight: The shard.
+        replicated: Whether all tensor parallel ranks hold the same values.
+        first_row: Global index of the shard's first row.
     """
 
     row: int
@@ -80,15 +88,21 @@ class Host:
     """What does not change during a run.
 
     Attributes:
-        sinks, local_sinks: the sinks of the whole model, and those of this rank.
-        sharded: whether a rank holds a part of the optimizer's state only.
-        tokens: tokens of a microbatch on this rank; None if only the passes tell.
-        pass_group: a pass runs a multiple of this number of microbatches, if the step has so many.
-        in_flight: number of microbatches of a pass → how many of them hold activations at a time.
-        gathers: whether inputs of column-parallel linears are kept as token shards (sequence parallelism).
-        recomputes: whether the backward recomputes whole blocks, one at a time.
-        recomputing: whether a forward that runs now may be a repetition in the backward, of one that had gradients.
-        whole: returns all of a tensor that torch may have sharded over ranks. Collective if it has.
+        groups: Process groups of the reductions of probes.
+        device: Device of the model on this rank.
+        chunks: The model chunks of this rank.
+        hidden: Hidden size.
+        shard: The tokens of this rank.
+        sinks: The sinks of the whole model.
+        local_sinks: The sinks of this rank.
+        optimizer_sharded: Whether each rank holds a shard of the optimizer's state.
+        tokens: Tokens of a microbatch on this rank. None if only the passes tell.
+        pass_group: A pass runs a multiple of this number of microbatches, if the step has so many.
+        in_flight: Number of microbatches of a pass → how many of them hold activations at a time.
+        sequence_parallel: Whether inputs of column-parallel linears are saved as token shards.
+        recomputes_blocks: Whether the backward recomputes whole blocks, one at a time.
+        is_recomputing: Returns whether a forward that runs now may be a recomputation in the backward.
+        full_tensor: Returns all of a tensor that torch may have sharded over ranks. Collective if it has.
     """
 
     groups: ProbeGroups
@@ -98,65 +112,68 @@ class Host:
     shard: TokenShard
     sinks: tuple[SinkRow, ...]
     local_sinks: Sequence[LocalSink]
-    sharded: bool = False
+    optimizer_sharded: bool = False
     tokens: int | None = None
     pass_group: int = 1
     in_flight: Callable[[int], float] = float
-    gathers: bool = False
-    recomputes: bool = False
-    recomputing: Callable[[], bool] = lambda: False
-    whole: Change = lambda tensor: tensor
+    sequence_parallel: bool = False
+    recomputes_blocks: bool = False
+    is_recomputing: Callable[[], bool] = lambda: False
+    full_tensor: Change = lambda tensor: tensor
 
 
 class HostStep(Protocol):
-    """One training step that is still to come, and its microbatches on this rank."""
+    """A training step that has not run yet, and its microbatches on this rank."""
 
     step: int
     microbatches: int
 
     @property
     def sequences(self) -> int:
-        """Number of sequences into which a microbatch can be cut; 1 if a pass takes it whole."""
+        """Number of sequences into which a microbatch can be cut. 1 if a pass takes it whole."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Leave weights, optimizer, random states, data order and gradients unchanged by the passes in this context."""
+        """Return a context that restores weights, optimizer, random states, data order and gradients at its end."""
 
     def run(self, microbatches: int, sequences: int) -> None:
-        """Run forward and backward of the first sequences of the first microbatches into zeroed gradients.
+        """Run forward and backward of the first sequences of the first microbatches. Gradients are zeroed before.
 
-        Every call draws the same random numbers, and sends tokens to the same experts, as the first one.
+        Every call draws the same random numbers and routes tokens to the same experts as the first one.
         """
 
     def gradient_scale(self) -> float:
-        """Return the factor from the first pass's gradients, summed over data parallel ranks, to those of the mean
-        token loss. Collective.
+        """Return the factor from the gradients of a pass, summed over data parallel ranks, to those of the mean loss.
+
+        The mean is over tokens. Collective.
         """
 
     def gradient(self, weight: nn.Parameter) -> torch.Tensor:
-        """Return the gradient that the last pass accumulated, complete for the tokens of this data parallel rank.
+        """Return the gradient that the last pass accumulated over the tokens of this data parallel rank.
 
-        It may be changed in place.
+        The caller may change it in place.
         """
 
     def join_gradients(self) -> None:
         """Add up the gradients of a parameter that two pipeline stages share, in place. Collective."""
 
     def update_of(self, weight: nn.Parameter) -> Update | None:
-        """Return the optimizer's next update of this rank's elements, None if it has none. Raises SnipError if it is
-        unknown.
+        """Return the optimizer's next update of this rank's elements. None if the rank has none.
+
+        Raises SnipError if the update rule is not known.
         """
 
 
 # -- between the parts of a run ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the probes of one update measured, which all ranks have made before a step.
+    """What the probes of one update measured.
 
     Attributes:
-        seconds: kind of pass, or ``reduction`` → its seconds on this rank.
-        scale: scales of the gradient, and the tokens of the probe over all ranks.
-        passes: kind of pass → microbatches that went through it on each rank.
-        sequences: sequences of each microbatch that the passes took.
+        table: The statistics, equal on all ranks.
+        seconds: Kind of pass, or ``reduction`` → its seconds on this rank.
+        scale: Scales of the gradient, and the tokens of the probe over all ranks.
+        passes: Kind of pass → microbatches on each rank.
+        sequences: Sequences of each microbatch that the passes took.
     """
 
     table: StatisticsTable
@@ -166,6 +183,7 @@ class ProbeResult:
     sequences: int = 1
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the kind and the fields of one event for each pass."""
         for kind, seconds in self.seconds.items():
             passes = {"passes": self.passes[kind]} if kind in self.passes else {}
             fields = {"kind": kind, "seconds": seconds, "tokens": self.scale.tokens, **passes, "wait_s": seconds}
@@ -174,7 +192,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Why an update cannot be measured now, in one line and in figures for the event. Equal on all ranks."""
+    """Why an update cannot be measured now: one line, and figures for the event. Equal on all ranks."""
 
     reason: str
     figures: Mapping[str, float]
@@ -186,21 +204,21 @@ class Kernels(Protocol):
     def begin(self) -> bool:
         """Compile what the map in force runs, and begin to compile what updates and later maps run. Collective.
 
-        Returns whether all ranks have all kernels, equal on all ranks.
+        Returns whether all ranks have all kernels.
         """
 
     def finish(self, seconds: float = math.inf) -> bool:
-        """Wait for this rank's kernels for at most so long. Returns whether the compilation has ended."""
+        """Wait for this rank's kernels for at most ``seconds``. Returns whether the compilation has ended."""
 
     def complete(self) -> Mapping[str, float]:
-        """Begin to use the kernels, once all ranks have theirs. Returns figures for the event; none without kernels."""
+        """Begin to use the kernels, which all ranks have. Returns figures for the event, empty without kernels."""
 
     def close(self) -> None:
         """End the compilation."""
 
 
 class Sink(Protocol):
-    """A logger of a run beside the run directory (:mod:`snip_megatron.reporting.sinks`). No method raises."""
+    """Loggers of a run beside the run directory (:mod:`snip_megatron.reporting.sinks`). No method raises."""
 
     def begin_step(self, step: int) -> None: ...
 

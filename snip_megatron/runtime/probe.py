@@ -226,7 +226,7 @@ class UpdateErrors:
         if groups.dp_rank == 0:
             found.add("linear.gw2", name, sum_squares(gradient) * unit)
         state = step.update_of(handle.weight)
-        if state is None or not (self._host.sharded or groups.dp_rank == 0):
+        if state is None or not (self._host.optimizer_sharded or groups.dp_rank == 0):
             return
         x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
         tokens = None
@@ -243,8 +243,12 @@ class UpdateErrors:
     def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
         gradient = _reduced(step.gradient(sink.weight), groups)
-        state, weight = step.update_of(sink.weight), self._host.whole(sink.weight).detach()
-        if state is None or not (self._host.sharded or groups.dp_rank == 0) or (sink.replicated and groups.tp_rank):
+        state, weight = step.update_of(sink.weight), self._host.full_tensor(sink.weight).detach()
+        if (
+            state is None
+            or not (self._host.optimizer_sharded or groups.dp_rank == 0)
+            or (sink.replicated and groups.tp_rank)
+        ):
             return
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])

@@ -1,7 +1,7 @@
-"""Finds, before a probe runs, how many sequences of a microbatch fit into the free memory of every rank.
+"""How many sequences of a microbatch a probe can run in the free memory of every rank.
 
-The peak memory of a training step tells what a pass takes, and the shapes of the linears tell what a probe takes in
-addition. If one rank lacks memory for a single sequence, all ranks skip the update and keep training under their map.
+The memory of a pass follows from the peak of a training step, and what a probe takes in addition from the shapes of the
+linears. If one rank has no memory for a single sequence, all ranks skip the update and train on under their map.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graph
 
 
 def device_memory(device: torch.device) -> tuple[float, float] | None:
-    """Return what is free on ``device`` between two steps, or cached by torch's allocator and unused, and the peak of
-    allocated memory minus what is allocated now, in bytes. None for a CPU, whose memory ranks share.
+    """Return (available bytes, peak minus allocated bytes) of ``device`` between two steps.
 
-    What torch has reserved for CUDA graphs is not available, because only the graphs can use it.
+    Available is what is free, and what torch's allocator has cached without use. Memory that is reserved for CUDA
+    graphs does not count, because only the graphs can use it. None for a CPU, whose memory ranks share.
     """
     if device.type != "cuda":
         return None
@@ -50,20 +50,25 @@ def needed(
 ) -> float:
     """Return the bytes that an update takes on this rank beyond the memory that is allocated between two steps.
 
-    The formats of the ``registry``'s linears tell what training saves of their inputs. ``peak`` are the bytes that
-    training steps took, or None before the first step of this process; inputs and outputs of the linears are then used
-    as an estimate. ``microbatches`` and ``step_microbatches`` are those of the probe and of a training step on this
-    rank, ``part`` the part of each microbatch that the probe runs.
+    Args:
+        registry: The linears, whose formats tell what training saves of their inputs.
+        host: The host of the run. Its ``tokens`` must be known.
+        probe_tokens: The setting ``probe_tokens``.
+        peak: Bytes that training steps took. None before the first step of this process: inputs and outputs of the
+            linears are then the estimate.
+        microbatches: Microbatches of the probe on this rank.
+        step_microbatches: Microbatches of a training step on this rank.
+        part: Part of each microbatch that the probe runs, in (0, 1].
     """
     assert host.tokens is not None
     handles, shapes = list(registry), probed_shapes(registry, host, max(1, int(part * host.tokens)))
     blocks = len({(handle.id.stack, handle.id.layer) for handle in handles})
-    at_once = host.in_flight(microbatches) / (max(1, blocks) if host.recomputes else 1)
+    at_once = host.in_flight(microbatches) / (max(1, blocks) if host.recomputes_blocks else 1)
     if peak is None:
         of_pass = at_once * shapes.element * shapes.features
     else:
         share = min(1.0, host.in_flight(microbatches) / host.in_flight(step_microbatches))
-        # The bf16 inputs of a pass exceed the quantised inputs that training saves.
+        # A pass saves bf16 inputs, and training quantised ones.
         excess = sum(_excess(host, *pair, shapes.element) for pair in zip(handles, shapes.linears, strict=True))
         of_pass = part * share * peak + at_once * excess
     return shapes.samples(probe_tokens, microbatches) + of_pass + shapes.recording
@@ -71,7 +76,9 @@ def needed(
 
 def _excess(host: Host, handle: LinearHandle, linear: LinearRows, size: int) -> float:
     fmt, elements = handle.formats[GEMM_INDEX[Gemm.WGRAD]], linear.rows * linear.k
-    if fmt is Format.BF16 or (host.gathers and handle.parallel == "column"):  # a token shard is saved as it is
+    if fmt is Format.BF16 or (
+        host.sequence_parallel and handle.parallel == "column"
+    ):  # a token shard is saved as it is
         return 0.0
     return (size - 1) * elements
 
@@ -99,23 +106,27 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
 def fitting(
     sequences: int, needed: Callable[[float], float], available: float, device: torch.device
 ) -> float | Unmeasured:
-    """Return the largest part of a microbatch that fits on all ranks, or why none does. Equal on all ranks. Collective.
+    """Return the largest part of a microbatch that fits on all ranks, or why none does. Collective.
 
-    This rank can cut a microbatch into ``sequences``. An update takes ``needed(part)`` of the ``available`` bytes.
+    Args:
+        sequences: Number of sequences into which this rank can cut a microbatch.
+        needed: Part of a microbatch → bytes that an update takes on this rank.
+        available: Available bytes of this rank.
+        device: Device of the collective.
     """
     parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
     fits = next((part for part in parts if needed(part) <= available), 0.0)
-    every = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=device)
-    own = [parts[-1], fits, needed(1.0), needed(parts[-1]), available]
-    every[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(every)
-    least, fit, whole, smallest, has = every.cpu().unbind(1)
-    cut = bool((least == least[0]).all())  # if one rank cannot cut its microbatch, none does
-    part = float(fit.min()) if cut or bool((fit == 1.0).all()) else 0.0
+    rows = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=device)
+    row = [parts[-1], fits, needed(1.0), needed(parts[-1]), available]
+    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
+    dist.all_reduce(rows)
+    smallest, fitting_part, of_whole, of_smallest, free = rows.cpu().unbind(1)
+    can_cut = bool((smallest == smallest[0]).all())  # on all ranks
+    part = float(fitting_part.min()) if can_cut or bool((fitting_part == 1.0).all()) else 0.0
     if part > 0.0:
         return part
-    wants = smallest if cut else whole
-    rank = int((wants - has).argmax())
-    wanted, free = float(wants[rank]), float(has[rank])
-    reason = f"not enough memory: rank {rank} has {free / _GIB:.2f} GiB free, a probe may take {wanted / _GIB:.2f} GiB"
-    return Unmeasured(reason, {"rank": rank, "needed_bytes": wanted, "free_bytes": free})
+    least = of_smallest if can_cut else of_whole
+    rank = int((least - free).argmax())
+    need, has = float(least[rank]), float(free[rank])
+    reason = f"not enough memory: rank {rank} has {has / _GIB:.2f} GiB free, a probe may take {need / _GIB:.2f} GiB"
+    return Unmeasured(reason, {"rank": rank, "needed_bytes": need, "free_bytes": has})

@@ -1,20 +1,68 @@
 """The training entry with faults: ``python -m faults.trainer`` with ``FAULTS=<folder>`` that holds ``plan.json``.
 
-Each rank leaves ``trace<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes.
+The plan has ``faults`` (step → name in the table) and ``delay``. Each rank leaves ``trace<rank>.jsonl`` there: loss and
+gradient norm of each step as float.hex(), and the map's codes; and ``injected<rank>.jsonl``.
 """
 
 import functools
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.injection import Rank, Record
-from faults.kinds import KINDS
-from faults.plan import Fault, window
+from faults.table import FAULTS
 
-BACKOFF_S = 0.2  # a training of seconds has none to wait for the first restart
+_write, _open = os.write, os.open  # the record must survive the faults
+
+
+class Lines:
+    """A file of JSON lines, one write a line, so that a SIGKILL loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def add(self, **fields: Any) -> None:
+        _write(self._descriptor, (json.dumps(fields) + "\n").encode())
+
+
+class Rank:
+    """This rank as a fault sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, -1
+        self.controller: Any = None
+        self.undo: list[Callable[[], Any]] = []  # before the next update
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def sidecar(self) -> Any:
+        return self.controller._coordinator._sidecar
+
+    @property
+    def run(self) -> Any:
+        return self.controller._coordinator._run
+
+    def later(self, delay: float, action: Callable[[], Any]) -> None:
+        """Run ``action`` after ``delay`` seconds, whatever the training does then."""
+
+        def wait() -> None:
+            time.sleep(delay)
+            action()
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def settle(self) -> None:
+        """End the effects of the latest fault."""
+        for thread in self._threads:
+            thread.join()
+        while self.undo:
+            self.undo.pop()()
 
 
 def main() -> int:
@@ -22,71 +70,43 @@ def main() -> int:
     from snip_megatron.pretrain_gpt import main as train
 
     prepare(sys.argv[1:], [])
-    folder = Path(os.environ["FAULTS"])
-    rank = Rank(folder)
-    faults = [Fault(**body) for body in json.loads((folder / "plan.json").read_text())]
-    _trace(rank)
-    _use_faulty_sidecar()
-    _use_own_media_folder()
-    for fault in faults:
-        KINDS[fault.kind].install(rank, fault)
-    _follow(rank, faults)
+    folder, number, world = Path(os.environ["FAULTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _install(Rank(folder), folder, number, world)
     return train()
 
 
-def _follow(rank: Rank, faults: list[Fault]) -> None:
-    """Tell the faults of this process's steps, before each of them."""
-    from snip_megatron.runtime.controller import Controller
-
-    genuine = Controller.before_step
-
-    def before_step(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        rank.controller, rank.step = controller, step
-        if step in {window(fault.step)[-1] + 1 for fault in faults}:
-            rank.settle()
-        for fault in faults:
-            if step in window(fault.step):
-                KINDS[fault.kind].at_step(rank, fault, step)
-        genuine(controller, step, *args, **kwargs)
-
-    Controller.before_step = before_step  # type: ignore[method-assign]
-
-
-def _use_faulty_sidecar() -> None:
+def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
     from snip_megatron.runtime import coordinator
+    from snip_megatron.runtime.controller import Controller
     from snip_megatron.runtime.sidecar import SidecarClient
 
-    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve="faults.builder:solve", restart_backoff_s=BACKOFF_S
-    )
+    plan = json.loads((folder / "plan.json").read_text())
+    trace, injected = Lines(folder / f"trace{number}.jsonl"), Lines(folder / f"injected{number}.jsonl")
+    before_step, after_step = Controller.before_step, Controller.after_step
 
+    def before(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        rank.controller, rank.step = controller, step
+        if step in plan["settle"]:
+            rank.settle()
+        name = plan["faults"].get(str(step))
+        fault = FAULTS.get(name or "")
+        if fault is not None and number == fault.rank % world:
+            injected.add(step=step, fault=name)
+            if fault.in_rank is not None:
+                fault.in_rank(rank, plan["delay"])
+        before_step(controller, step, *args, **kwargs)
 
-def _use_own_media_folder() -> None:
-    """wandb's temporary folder is of the process that imported it: the first forked rank to end removes it for all."""
-    if "wandb" in sys.modules:
-        from wandb.sdk.data_types._private import MEDIA_TMP
-
-        Path(MEDIA_TMP.name).mkdir(exist_ok=True)
-
-
-def _trace(rank: Rank) -> None:
-    from snip_megatron.runtime.controller import Controller
-
-    trace = Record(rank.folder / f"trace{rank.number}.jsonl")
-    genuine = Controller.after_step
-
-    def after_step(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+    def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         registry = controller._registry
+        values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
         codes = registry.current.to_codes(registry.names).tobytes().hex()
-        trace.add(
-            step=step,
-            loss=None if loss is None else float(loss).hex(),
-            norm=None if grad_norm is None else float(grad_norm).hex(),
-            map=codes,
-        )
-        genuine(controller, step, loss, grad_norm, *args, **kwargs)
+        trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        after_step(controller, step, loss, grad_norm, *args, **kwargs)
 
-    Controller.after_step = after_step  # type: ignore[method-assign]
+    Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
+    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
+        SidecarClient, solve="faults.table:solve", restart_backoff_s=0.2
+    )
 
 
 if __name__ == "__main__":

@@ -216,6 +216,6 @@ def test_latent_attention_and_token_prediction_are_converted(monkeypatch: pytest
     assert blocks["decoder.layers.1.mlp.linear_fc1"] == 3
     assert blocks["mtp.layers.0.eh_proj"] == 5  # after the end of the decoder's stream
     assert blocks["mtp.layers.0.mtp_model_layer.mlp.linear_fc2"] == 7
-    strands = chunk_of(chunk, registry.rows).strands
-    assert [[place.boundary for place in strand.places] for strand in strands] == [[0, 1, 2, 3], [5, 6, 7]]
-    assert [strand.ends for strand in strands] == [True, True]
+    segments = chunk_of(chunk, registry.rows).segments
+    assert [[reader.boundary for reader in segment.readers] for segment in segments] == [[0, 1, 2, 3], [5, 6, 7]]
+    assert [segment.is_last for segment in segments] == [True, True]

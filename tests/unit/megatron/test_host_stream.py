@@ -135,7 +135,7 @@ def test_tokens_that_are_embedded_again_get_no_noise(model: GPTModel, monkeypatc
     """For the prediction of two further tokens on the same stage."""
     monkeypatch.setattr(model, "mtp_process", True)
     monkeypatch.setattr(model.config, "mtp_num_layers", 2)
-    enter = chunk_of(model, model_linears(built_linears([model]), {}).covered).enter
+    enter = chunk_of(model, model_linears(built_linears([model]), {}).covered).hook_input
     handle = enter(lambda out: out + 1)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     seen = [model.embedding(tokens(0)[:, 1:], positions) for _ in range(6)]
