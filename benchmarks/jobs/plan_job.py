@@ -96,7 +96,7 @@ def _compare(predicted: float, measured: float) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Errors of predicted steps of whole trainings")
-    parser.add_argument("--job", type=Path, default=JOBS / "job_1b_h200_2026-11-25.json")
+    parser.add_argument("--job", type=Path, default=JOBS / "job_1b-default_h200_2026-11-26.json")
     parser.add_argument("--timings", default="h200", help="as snip plan's")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

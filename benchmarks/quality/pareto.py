@@ -1,7 +1,5 @@
 """Draws what a policy costs in loss against what it saves in time: docs/images/pareto.svg, from committed results.
 
-    python -m benchmarks.quality.pareto [--check]
-
 No run has both axes: losses are gaps to bf16 of small models (``compare``), and step times those of larger ones.
 
 - *Hopper*: step times of a 1.1 B training that ``benchmarks.job`` measured, each over bf16 of its own file. A dashed
@@ -10,15 +8,13 @@ No run has both axes: losses are gaps to bf16 of small models (``compare``), and
   --timings flops --formats mxfp8,nvfp4 --budget fp4=1``. Its rates are stated: 8 bits are twice as fast as bf16, 4 bits
   four times, and quantisation is free, so that times lie too low. The losses are of emulated formats.
 
-Every point names its files in its tooltip and in the printed table. ``--check`` compares the picture with the results.
+``python -m benchmarks.charts`` writes the picture. Every point names its files in its tooltip.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +22,9 @@ from xml.sax.saxutils import escape
 
 from benchmarks.common import ROOT
 from benchmarks.quality.gaps import Gap, found, gap
+from benchmarks.svg import OTHER, OWN, document, line, text
 
 RESULTS = ROOT / "benchmarks/results"
-PICTURE = ROOT / "docs/images/pareto.svg"
 FORECAST = "planner/forecast_8b-rates_2026-11-26.json"
 HOPPER = {
     "bf16": ("jobs/job_1b-default_h100_2026-11-26.json", "bf16_graphs", "bf16"),
@@ -107,7 +103,6 @@ def forecast() -> Iterator[Point]:
 # -- drawing ----------------------------------------------------------------------------------------------------------
 WIDE, HIGH, LEFT, TOP, BESIDE = 400, 300, 62, 54, 60
 """Size of a panel, its place, and what is left between two panels, in pixels."""
-INK, OWN, OTHER = "#24292f", "#0b7285", "#8d5a2b"
 
 
 class Panel:
@@ -115,14 +110,14 @@ class Panel:
 
     def __init__(self, left: int, title: str, under: str, times: tuple[float, float], most: float) -> None:
         self.left, self.times, self.most = left, times, most
-        self.parts = [_text(left, 22, title, weight="bold"), _text(left, 40, under, size=11)]
+        self.parts = [text(left, 22, title, weight="bold"), text(left, 40, under, size=11)]
         self.parts.append(f'<rect x="{left}" y="{TOP}" width="{WIDE}" height="{HIGH}" fill="none" stroke="#d0d7de"/>')
         for i in range(5):
             time, value = times[0] + (times[1] - times[0]) * i / 4, most * i / 4
             y = self.y(value)
-            self.parts.append(_text(self.x(time), TOP + HIGH + 16, f"{time:.2f}", anchor="middle", size=11))
+            self.parts.append(text(self.x(time), TOP + HIGH + 16, f"{time:.2f}", anchor="middle", size=11))
             self.parts.append(f'<line x1="{left}" x2="{left + WIDE}" y1="{y}" y2="{y}" stroke="#eaeef2"/>')
-            self.parts.append(_text(left - 6, y + 4, f"{value:g}", anchor="end", size=11))
+            self.parts.append(text(left - 6, y + 4, f"{value:g}", anchor="end", size=11))
 
     def x(self, time: float) -> float:
         """Return the pixel of a time over bf16's."""
@@ -141,47 +136,27 @@ class Panel:
             colour = OWN if own[0].ours else OTHER
             if own[0].gap is None:
                 x = self.x(own[0].time)
-                self.parts.append(_line(x, TOP, x, TOP + HIGH, colour, "3 4"))
+                self.parts.append(line(x, TOP, x, TOP + HIGH, colour, "3 4"))
                 turned = f'transform="rotate(-90 {x - 4} {TOP + 6})"'
-                self.parts.append(_text(x - 4, TOP + 6, name, turned, anchor="end", size=10.5, colour=colour))
+                self.parts.append(text(x - 4, TOP + 6, name, turned, anchor="end", size=10.5, colour=colour))
                 continue
             places = [(self.x(point.time), self.y(point.gap.mean)) for point in own if point.gap is not None]
-            self.parts += [_line(*a, *b, colour) for a, b in itertools.pairwise(places)]
+            self.parts += [line(*a, *b, colour) for a, b in itertools.pairwise(places)]
             self.parts += [self._point(point, colour) for point in own]
             if model == "26M":
                 index, down = LABELS.get(name, (0, 4))
                 (x, y), edge = places[index], self.left + 0.85 * WIDE
                 x, anchor = (x - 8, "end") if places[index][0] > edge else (x + 8, "start")
-                self.parts.append(_text(x, y + down, name, anchor=anchor, size=10.5, colour=colour))
+                self.parts.append(text(x, y + down, name, anchor=anchor, size=10.5, colour=colour))
 
     def _point(self, point: Point, colour: str) -> str:
         assert point.gap is not None
         x, y, fill = self.x(point.time), self.y(point.gap.mean), colour if point.model == "26M" else "white"
         told = f"{point.name} {point.share}: {point.time:.3f} of bf16's step, {point.gap} mnat ({point.model},"
         told += f" {point.gap.runs} runs); {', '.join(point.files)}"
-        interval = _line(x, self.y(point.gap.low), x, self.y(point.gap.high), colour)
+        interval = line(x, self.y(point.gap.low), x, self.y(point.gap.high), colour)
         circle = f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
         return f"<g><title>{escape(told)}</title>{interval}{circle}</g>"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "none") -> str:
-    ends = f'x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"'
-    return f'<line {ends} stroke="{colour}" stroke-dasharray="{dashes}"/>'
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    more: str = "",
-    *,
-    weight: str = "normal",
-    anchor: str = "start",
-    size: float = 13,
-    colour: str = INK,
-) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}" {more}'
-    return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'
 
 
 def picture(hopper: Sequence[Point], blackwell: Sequence[Point]) -> str:
@@ -194,29 +169,6 @@ def picture(hopper: Sequence[Point], blackwell: Sequence[Point]) -> str:
     left.draw(hopper)
     right.draw([point for point in blackwell if point.time < right.times[1]])
     middle, bottom = TOP + HIGH / 2, TOP + HIGH + 36
-    axes = [_text(edge + WIDE / 2, bottom, "time of a step over bf16's", anchor="middle") for edge in (LEFT, beside)]
-    axes.append(_text(16, middle, "loss over bf16's, mnat", f'transform="rotate(-90 16 {middle})"', anchor="middle"))
-    size = f"0 0 {beside + WIDE + 20} {bottom + 14}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" role="img">'
-    body = "\n".join([*left.parts, *right.parts, *axes])
-    return f'{head}\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the picture, and print its points."""
-    parser = argparse.ArgumentParser(description="Draw loss against step time from committed results")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the picture is not what the results say")
-    asked = parser.parse_args(argv)
-    hopper, blackwell = list(measured()), list(forecast())
-    drawn = picture(hopper, blackwell)
-    if asked.check:
-        return int(not PICTURE.is_file() or PICTURE.read_text(encoding="utf-8") != drawn)
-    PICTURE.write_text(drawn, encoding="utf-8")
-    for point in (*hopper, *blackwell):
-        named = f"{point.name} {point.share}"
-        print(f"{named:40} {point.time:.3f} {point.gap or '–'} {point.model} {', '.join(point.files)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    axes = [text(edge + WIDE / 2, bottom, "time of a step over bf16's", anchor="middle") for edge in (LEFT, beside)]
+    axes.append(text(16, middle, "loss over bf16's, mnat", f'transform="rotate(-90 16 {middle})"', anchor="middle"))
+    return document(beside + WIDE + 20, bottom + 14, [*left.parts, *right.parts, *axes])

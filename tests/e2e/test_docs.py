@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import check_results
 from snip_megatron.tools.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,22 +28,29 @@ def test_every_relative_link_resolves(page):
             assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
+def table(page: str, header: str) -> list[list[str]]:
+    """Return the cells of the first table of a page of results whose header begins with ``header``."""
+    lines = (ROOT / "docs/results" / page).read_text().partition(f"\n{header}")[2].partition("\n\n")[0].splitlines()[2:]
+    assert lines, f"{page}: no table {header}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def result(link: str) -> Path:
+    """Return the file of the first link in a cell."""
+    target = re.search(r"\]\(([^)]+)\)", link)
+    assert target, f"no link: {link}"
+    return (ROOT / "docs/results" / target[1]).resolve()
+
+
 def figure_rows() -> list[tuple[str, str, Path]]:
-    """(what, figures, linked file) of the first table of docs/results.md with a column ``shown by``."""
-    page = "docs/results.md"
-    table = (ROOT / page).read_text().partition("| shown by |\n")[2].partition("\n\n")[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines()][1:]
-    found = []
-    for what, figures, link in rows:
-        target = re.search(r"\]\(([^)]+)\)", link)
-        assert target, f"no link: {what}"
-        found.append((what.strip(), figures, (ROOT / page).parent.joinpath(target[1]).resolve()))
-    return found
+    """(what, figures, linked file) of the tables whose columns are what, figures, conditions and ``shown by``."""
+    rows = [row for page in ("dense-speed.md", "cost.md") for row in table(page, "| what | figures | conditions |")]
+    return [(what, figures, result(link)) for what, figures, _, link in rows]
 
 
 def test_every_figure_links_to_a_result():
     rows = figure_rows()
-    assert len(rows) >= 8
+    assert len(rows) >= 6
     assert all(path.is_relative_to(ROOT / "benchmarks/results") for _, _, path in rows)
     rest = README.replace(README.partition("## What it gives")[2].partition("\n## ")[0], "")
     assert not re.findall(r"\d[\d.,]*\s?×", rest), "a speed outside of the table"
@@ -95,6 +103,30 @@ def test_figures_are_those_of_the_json_files(kind, word):
     true = RESULTS[kind](body)
     assert len(shown) >= (1 if kind == "update" else 3)
     assert shown == {name: round(true[name], 2) for name in shown}
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "ours", "bf16", "speedup", "file"),
+    [
+        ("dense-speed.md", "| model | card | `--snip` alone |", 2, 3, 2, 6),
+        ("mixtures.md", "| model | cards | `--snip` alone |", 2, 3, 4, 2),
+    ],
+)
+def test_step_times_are_those_of_the_jobs(
+    page: str, header: str, ours: int, bf16: int, speedup: int, file: int
+) -> None:
+    rows = table(page, header)
+    assert len(rows) >= 5
+    for row in rows:
+        ms = json.loads(result(row[file]).read_text())["ms"]
+        snip, plain = ms["snip_default_graphs"], min(time for name, time in ms.items() if name.startswith("bf16"))
+        assert f"{snip:.0f}" in row[ours]
+        assert re.match(rf"{plain:.0f}\b", row[bf16])
+        assert row[speedup] == "–" or f"{plain / snip:.2f}" in row[speedup]
+
+
+def test_every_result_is_named_and_they_stay_small() -> None:
+    assert check_results.main() == 0
 
 
 def test_what_the_default_gives_is_what_its_trainings_measured() -> None:
