@@ -153,8 +153,8 @@ def test_every_argument_and_command_that_is_named_exists():
     for page in (
         "README.md",
         "CONTRIBUTING.md",
-        *(p for p in PAGES if p.startswith("docs/")),
-    ):  # the changelog names what went
+        *(p for p in PAGES if p.startswith("docs/") and not p.endswith("tried-and-left-out.md")),
+    ):  # the changelog and that page name what went
         text = (ROOT / page).read_text()
         assert "--snip" in help_text
         named = {name.rstrip("-") for name in re.findall(r"--snip[a-z-]*", text)}
