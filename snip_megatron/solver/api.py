@@ -48,8 +48,7 @@ def solve(
             raise SnipError(f"{name} must be above 0, got {value}")
     if solver not in SOLVERS:
         raise SnipError(f"solver {quoted(solver)} is not one of {', '.join(SOLVERS)}")
-    from snip_megatron.solver.core import Limits  # imports OR-Tools, which training ranks do not need
-    from snip_megatron.solver.search import search
+    from snip_megatron.solver.search import Limits, search  # imports OR-Tools, which training ranks do not need
 
     if time_limit_s is None:
         time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
@@ -62,23 +61,23 @@ def solve(
         solution = Solution({}, "infeasible", problem.budget, fault=fault)
     else:
         solution = _solution(problem, table, found)
-    return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.spent)
+    return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.used)
 
 
 def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
     """Return what was found. Every figure except the bound is computed from the choices."""
     budget, rows = problem.budget, table.rows
-    savings = table.savings(found.pick)
-    worth, unit = table.worth(savings), rows.reference or 1.0
-    times = rows.reference - unit * worth
-    chosen = _chosen(table, found.pick)
+    savings = table.savings(found.assignment)
+    unit = rows.reference or 1.0
+    times = rows.reference - unit * table.phase_saving(savings)
+    chosen = _chosen(table, found.assignment)
     losses = [_loss(problem, p, formats) for p, formats in enumerate(chosen)]
     if budget.kind == "loss":
         total = float(table.steps.sum())
         objective = math.fsum((table.steps * times).tolist())
         bound = rows.reference * total + unit * found.bound
     else:
-        objective, bound = table.total_loss(found.pick), table.least + found.bound
+        objective, bound = table.total_loss(found.assignment), table.least + found.bound
     status = "optimal" if found.gap <= GAP else "feasible"
     each = tuple(
         Solution(
@@ -113,9 +112,9 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
     )
 
 
-def _chosen(table: Table, pick: Ints) -> list[dict[str, Format]]:
+def _chosen(table: Table, assignment: Ints) -> list[dict[str, Format]]:
     chosen: list[dict[str, Format]] = [{} for _ in table.steps]
-    for columns, (first, last), j in zip(table.columns, table.span.tolist(), pick.tolist(), strict=True):
+    for columns, (first, last), j in zip(table.columns, table.span.tolist(), assignment.tolist(), strict=True):
         for p in range(first, last):
             chosen[p].update(columns[j])
     return chosen

@@ -22,19 +22,19 @@ def infeasibility(problem: Problem) -> Infeasibility | None:
         if table.least <= problem.budget.value:
             return None
         return Infeasibility(f"the smallest reachable loss is {table.least:.17g}", None, table.least)
-    most = table.most_saving()
-    return None if table.saves_enough(most) else _why(problem, table, table.savings(most))
+    most = table.fastest_assignment()
+    return None if table.is_feasible(most) else _why(problem, table, table.savings(most))
 
 
 def _why(problem: Problem, table: Table, savings: Floats) -> Infeasibility:
-    worth, limit = table.worth(savings), _limit(problem, table)
+    phase_saving, limit = table.phase_saving(savings), _limit(problem, table)
     lowest, why = _lowest(problem, table, savings[0])
     what = "target" if problem.budget.kind == "fp4" else problem.budget.kind
     if not problem.phases:
         if limit is None:
             return Infeasibility(f"{why}; no {what} is reachable", lowest, None)
         return Infeasibility(f"{why}; the highest reachable {what} is {limit:.12g}", lowest, limit)
-    for p, (reached, floor) in enumerate(zip(worth.tolist(), table.floor.tolist(), strict=True)):
+    for p, (reached, floor) in enumerate(zip(phase_saving.tolist(), table.floor.tolist(), strict=True)):
         if reached < floor:
             if problem.budget.kind == "speedup":
                 reached = 1 / (1 - reached) if reached < 1 else math.inf
@@ -67,22 +67,22 @@ def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
     shares = np.where(cost > 0, savings[1:] / np.where(cost > 0, cost, 1.0), np.where(savings[1:] < 0, -np.inf, np.inf))
     at = int(shares.argmin())
     why = f"stage {table.stages[at]} saves at most {shares[at]:.6g} of its cost"
-    by_stage = table.rows.hard[1 + at] or (table.rows.active[1 + at] and values[1 + at] < values[0])
+    by_stage = table.rows.hard[1 + at] or (table.rows.counted[1 + at] and values[1 + at] < values[0])
     return table.stages[at], why if by_stage else f"all stages together save too little (lowest: {why})"
 
 
 def _limit(problem: Problem, table: Table) -> float | None:
-    """Return the highest budget that the picks which save most meet, rounded down; None if they meet none."""
-    most, spent, steps = table.most_saving(), problem.spent, problem.steps
+    """Return the highest budget that the assignment that saves most meet, rounded down; None if they meet none."""
+    most, spent, steps = table.fastest_assignment(), problem.spent, problem.steps
     done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
-    worth = table.spent(table.worth(table.savings(most)))
+    phase_saving = table.over_steps(table.phase_saving(table.savings(most)))
     if problem.budget.kind == "fp4":
-        limit, least, highest = math.fsum([worth, done * achieved]) / steps, 0.0, 1.0
+        limit, least, highest = math.fsum([phase_saving, done * achieved]) / steps, 0.0, 1.0
     else:
-        taken = math.fsum([steps - done, -worth, done / achieved])
+        taken = math.fsum([steps - done, -phase_saving, done / achieved])
         limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
     limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
     for tried in (limit, max(limit - 1 / _DIGITS, least), max(limit - 2 / _DIGITS, least)):
-        if limit >= least and Table.build(problem.at(tried)).saves_enough(most):
+        if limit >= least and Table.build(problem.at(tried)).is_feasible(most):
             return tried
     return None

@@ -1,4 +1,4 @@
-"""A lower bound: HiGHS solves the linear relaxation, and its prices give a Lagrangian bound.
+"""The linear relaxation: HiGHS' prices give a Lagrangian bound, and its solution is rounded to an assignment.
 
 The bound and the *reduced costs* of the choices are computed from the prices in float64 and hold for any prices, so
 that nothing depends on HiGHS' tolerances (Everett 1963; Fisher 1981).
@@ -13,26 +13,34 @@ from scipy.sparse import coo_array, hstack, vstack
 
 from snip_megatron.solver.table import Bools, Floats, Ints, Table
 
+_HALVINGS = 50
+_LARGEST_EXPONENT = 600.0
+_TRIM_WORK = 1e7  # trimmed choices · size of the table: a million items are not trimmed one by one
+
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A lower ``bound`` of the score of every pick among the given choices. ``reduced`` [D, F] is by how much the score
-    of a pick with this choice exceeds it at least, inf if the choice was not given; ``worth`` [P] is w of each phase in
-    the relaxation.
+    """The result of :func:`relax`.
+
+    Attributes:
+        bound: a lower bound of the score of every assignment among the open choices.
+        reduced: by how much the score of an assignment with this choice exceeds the bound at least, [D, F]; inf if the
+            choice is not open.
+        phase_saving: w of each phase in the relaxation, [P].
     """
 
     bound: float
     reduced: Floats
-    worth: Floats
+    phase_saving: Floats
 
 
 def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
-    """Return the bound over the open choices [D, F], or None if HiGHS finds no prices.
+    """Solve the relaxation over the open choices [D, F], of which each decision has one. None if HiGHS has no prices.
 
-    HiGHS sees all losses divided by ``scale``, Σ shifted loss of a typical pick. Each decision has an open choice.
+    HiGHS sees all losses divided by ``scale``, Σ shifted loss of a typical assignment.
     """
     rows, columns = np.nonzero(open_)
-    low, high = worth_range(table)
+    low, high = saving_range(table)
     upper, limits = _upper_rows(table, rows, columns)
     weights = table.steps / table.steps.sum()
     if table.limit == math.inf:
@@ -56,7 +64,7 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
         return None
     prices = np.maximum(-result.ineqlin.marginals, 0.0)
     of_rows = np.zeros((len(weights), len(table.cost)))
-    of_rows[:, table.rows.active] = prices[:-1].reshape(len(weights), -1)
+    of_rows[:, table.rows.counted] = prices[:-1].reshape(len(weights), -1)
     if table.limit == math.inf:
         bound = _bound(table, open_, 1.0, of_rows * scale, prices[-1] * scale / table.steps.sum())
     else:
@@ -65,47 +73,49 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
     return Relaxation(*bound, result.x[len(rows) :])
 
 
-def worth_range(table: Table) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest w of each phase that picks which save enough can have, [P] each."""
-    high = table.worth(table.savings(table.most_saving()))
-    others = table.spent(high) - table.steps * high
+def saving_range(table: Table) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest w that each phase can have in an assignment which meets the need, [P] each."""
+    high = table.phase_saving(table.savings(table.fastest_assignment()))
+    others = table.over_steps(high) - table.steps * high
     low = np.maximum(table.floor, (table.need - others) / table.steps)
     least = np.where(table.allowed, table.saving, np.inf).min(axis=1)
-    lowest = table.worth(table.savings(np.where(table.saving == least[:, None], table.loss, np.inf).argmin(axis=1)))
+    lowest = table.phase_saving(
+        table.savings(np.where(table.saving == least[:, None], table.loss, np.inf).argmin(axis=1))
+    )
     error = 1e-12 * (1 + np.abs(high))
     return np.minimum(np.maximum(low, lowest) - error, high), high + error
 
 
 def _upper_rows(table: Table, rows: Ints, columns: Ints) -> tuple[coo_array, Floats]:
-    """Return w − Σ saving / divisor · x ≤ offset of every phase and active row, in the order of both."""
-    active = np.nonzero(table.rows.active)[0]
+    """Return w − Σ saving / divisor · x ≤ offset of every phase and counted row, in the order of both."""
+    counted = np.nonzero(table.rows.counted)[0]
     at, to, values = [], [], []
     for p in range(len(table.steps)):
-        for j, row in enumerate(active.tolist()):
+        for j, row in enumerate(counted.tolist()):
             mine = np.nonzero(table.within(p, row)[rows])[0]
-            at.append(np.full(len(mine), p * len(active) + j))
+            at.append(np.full(len(mine), p * len(counted) + j))
             to.append(mine)
             values.append(-table.saving[rows[mine], columns[mine]] / table.rows.divisor[row])
     phases = len(table.steps)
-    shape = (phases * len(active), len(rows))
+    shape = (phases * len(counted), len(rows))
     left = coo_array((np.concatenate(values), (np.concatenate(at), np.concatenate(to))), shape=shape)
-    right = np.repeat(np.eye(phases), len(active), axis=0)
-    return hstack([left, coo_array(right)]), np.tile(table.rows.offset[active], phases)
+    right = np.repeat(np.eye(phases), len(counted), axis=0)
+    return hstack([left, coo_array(right)]), np.tile(table.rows.offset[counted], phases)
 
 
 def _bound(
     table: Table, open_: Bools, loss_price: float, row_prices: Floats, need_price: float
 ) -> tuple[float, Floats]:
-    """Return the Lagrangian bound over the open choices [D, F] at these prices, 0 or more, and the reduced costs.
+    """Return the Lagrangian bound over the open choices [D, F] at these prices, which are ≥ 0, and the reduced costs.
 
     The prices are of losses, of w ≤ Σ saving / divisor + offset [P, K + 1], and of Σ steps · w (1 under a limit).
     """
     each = row_prices / table.rows.divisor
-    price = sum(on * (own[0] + own[1:][table.stage]) for on, own in zip(table.on, each, strict=True))
+    price = sum(active * (row[0] + row[1:][table.stage]) for active, row in zip(table.active, each, strict=True))
     assert isinstance(price, np.ndarray)
     value = np.where(open_, loss_price * np.where(open_, table.loss, 0.0) - price[:, None] * table.saving, np.inf)
     least = value.min(axis=1)
-    low, high = worth_range(table)
+    low, high = saving_range(table)
     slope = row_prices.sum(axis=1) - need_price * table.steps
     terms = [*least.tolist(), *np.where(slope > 0, slope * low, slope * high).tolist()]
     terms += (-row_prices * table.rows.offset).ravel().tolist()
@@ -115,3 +125,110 @@ def _bound(
         terms.append(-loss_price * (table.limit - table.least))
     magnitude = math.fsum(map(abs, terms)) + math.fsum((price * np.abs(table.saving).max(axis=1)).tolist())
     return math.fsum(terms) - 1e-14 * magnitude, value - least[:, None]
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------
+def first_assignment(table: Table) -> Ints | None:
+    """Return an assignment that meets the need: every decision at the lowest common price of savings that does.
+
+    None if no assignment meets the need.
+    """
+    best = table.fastest_assignment()
+    if not table.is_feasible(best):
+        return None
+    losses = table.loss[(table.loss > 0) & table.allowed]
+    savings = np.abs(table.saving[table.saving != 0])
+    if not len(losses) or not len(savings):
+        cheapest = _cheapest(table, 0.0)
+        return cheapest if table.is_feasible(cheapest) else best
+    steps = table.active.T @ table.steps
+    low = math.log(float(losses.min()) / float(savings.max()) / float(steps.max())) - 1
+    high = math.log(float(losses.max()) / float(savings.min()) / float(steps.min())) + 1
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        cheapest = _cheapest(table, math.exp(min(middle, _LARGEST_EXPONENT)) * steps[:, None])
+        if table.is_feasible(cheapest, exact=False):
+            best, high = cheapest, middle
+        else:
+            low = middle
+    return best if table.is_feasible(best) else table.fastest_assignment()
+
+
+def _cheapest(table: Table, price: Floats | float) -> Ints:
+    """Return the assignment of least loss − price · saving. Ties go to the larger saving."""
+    value = np.where(table.allowed, table.loss - price * table.saving, np.inf)
+    best = value <= value.min(axis=1, keepdims=True)
+    return np.where(best, table.saving, -np.inf).argmax(axis=1).astype(np.int64)
+
+
+def repair(table: Table, assignment: Ints, phase_saving: Floats, fallback: Ints) -> Ints:
+    """Return a feasible assignment near ``assignment``, or ``fallback`` if none is found.
+
+    Its phases save as ``phase_saving`` [P], all shifted by the same amount so that they just meet the need.
+    """
+    phase_saving = phase_saving + (table.need - table.over_steps(phase_saving)) / table.steps.sum()
+    phase_saving = np.maximum(phase_saving, table.floor)
+    needs = np.where(table.rows.counted, (phase_saving[:, None] - table.rows.offset) * table.rows.divisor, -np.inf)
+    needs[:, table.rows.counted] *= 1 + np.sign(needs[:, table.rows.counted]) * 1e-13
+    repaired = _add_savings(table, assignment.copy(), needs)
+    if repaired is None:
+        return fallback
+    trimmed = _trim(table, repaired, needs)
+    return trimmed if table.is_feasible(trimmed) else fallback
+
+
+def _add_savings(table: Table, assignment: Ints, needs: Floats) -> Ints | None:
+    """Change choices, the cheapest for what they save first, until Σ saving meets ``needs`` [P, K + 1]."""
+    for _ in range(table.loss.size):
+        short = np.maximum(needs - table.savings(assignment, exact=False), 0.0)
+        if not short.any():
+            return assignment
+        gain = _gain(table, np.maximum(table.saving - _chosen(table.saving, assignment), 0.0), short)
+        cost = np.where(table.allowed, table.loss - _chosen(table.loss, assignment), np.inf)
+        ratio = np.where((gain > 0) & table.allowed, np.maximum(cost, 0.0) / np.where(gain > 0, gain, 1.0), np.inf)
+        column = ratio.argmin(axis=1)
+        lowest = _chosen(ratio, column)[:, 0]
+        order = np.argsort(lowest, kind="stable")
+        order = order[np.isfinite(lowest[order])]
+        if not len(order):
+            return None
+        saved = np.cumsum(gain[order, column[order]])
+        count = max(1, int(np.searchsorted(saved, 0.5 * float((short / table.rows.divisor).sum()))))
+        assignment[order[:count]] = column[order[:count]]
+    return None
+
+
+def _chosen(values: Floats, assignment: Ints) -> Floats:
+    """Return the value of each decision's choice, [D, 1]."""
+    return np.take_along_axis(values, assignment[:, None], axis=1)
+
+
+def _gain(table: Table, more: Floats, short: Floats) -> Floats:
+    """Return how much of the shortage ``short`` [P, K + 1] the additional savings ``more`` [D, F] fill, in shares of the
+    rows' divisors.
+    """
+    gain = np.zeros_like(more)
+    divisor = table.rows.divisor
+    for active, row in zip(table.active, short, strict=True):
+        total = np.minimum(more, row[0]) / divisor[0]
+        stage = np.minimum(more, row[1:][table.stage][:, None]) / divisor[1:][table.stage][:, None]
+        gain += active[:, None] * (total + stage)
+    return gain
+
+
+def _trim(table: Table, assignment: Ints, needs: Floats) -> Ints:
+    """Change choices to those of less loss, the largest difference first, while Σ saving meets ``needs`` [P, K + 1]."""
+    savings = table.savings(assignment, exact=False)
+    for _ in range(1 + int(_TRIM_WORK / table.loss.size)):
+        room = np.full(len(assignment), np.inf)
+        for active, spare in zip(table.active, savings - needs, strict=True):
+            room = np.where(active, np.minimum(room, np.minimum(spare[0], spare[1:][table.stage])), room)
+        less = _chosen(table.saving, assignment) - table.saving
+        gain = np.where(table.allowed & (less <= room[:, None]), _chosen(table.loss, assignment) - table.loss, -np.inf)
+        row, column = divmod(int(gain.argmax()), gain.shape[1])
+        if gain[row, column] <= 0:
+            break
+        first, last = table.span[row]
+        savings[first:last, [0, 1 + table.stage[row]]] -= less[row, column]
+        assignment[row] = column
+    return assignment

@@ -1,135 +1,350 @@
-"""The search: relax, round, remove what no better solution has, and solve growing cores until the gap is proven."""
+"""The search: relax, round, remove choices that no better assignment has, and solve growing cores by CP-SAT.
+
+A *core* is some of the choices that are still open. Its bound, or that of the first choice outside of it, is a bound of
+all assignments.
+"""
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from ortools.sat.python import cp_model
 
-from snip_megatron.solver.core import Limits, solve_core
-from snip_megatron.solver.relaxation import Relaxation, relax
-from snip_megatron.solver.rounding import first_picks, mend_picks
-from snip_megatron.solver.table import GAP, Ints, Table
+from snip_megatron.solver.relaxation import Relaxation, first_assignment, relax, repair
+from snip_megatron.solver.table import GAP, Bools, Floats, Ints, Table
 
+BITS = 40
+"""Losses and savings are integers of 2^-40 of their range. CP-SAT adds them within int64."""
+_SUM_BITS = 59  # of the largest sum
+_LARGEST_SHARE = 4.0  # a saving below -4 shares is as bad as one of -4, and cut so that sums fit
 _CORES = (100, 400, 1600, math.inf)
 _CORE_EFFORT = 0.25
-"""Deterministic seconds of all cores but the last."""
-_PROBE_EFFORT = 0.5
-_FINER = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
+"""Deterministic seconds of all cores but the last, and at first of those of a probe under a limit of the loss."""
+_DIRECT = 400
+"""Most open choices with which a limit of the loss is a constraint of CP-SAT."""
+_TIE_GAP = 3e-3
+"""Gap of the loss of an assignment that is fast enough and within the limit."""
+_RESCALED = 1e-3  # if rounding lowers Σ loss below this share of it, the relaxation is solved again in the new scale
+_HALVINGS = 16
+
+
+@dataclass
+class Limits:
+    """What a solve may use. Equal limits give equal results, unless the deadline ends the search.
+
+    Attributes:
+        deadline: a value of ``time.perf_counter()``; may be inf.
+        deterministic: CP-SAT's deterministic seconds; may be inf.
+        seed: CP-SAT's seed.
+        used: deterministic seconds used so far.
+    """
+
+    deadline: float
+    deterministic: float
+    seed: int
+    used: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Remaining wall-clock seconds."""
+        return self.deadline - time.perf_counter()
+
+    @property
+    def exhausted(self) -> bool:
+        return self.used >= self.deterministic or self.seconds <= 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The best picks found, which meet the budget; a lower bound of their score; and their certified gap."""
+    """The best assignment, which meets the budget; a lower bound of its score; and its certified gap."""
 
-    pick: Ints
+    assignment: Ints
     bound: float
     gap: float
 
 
 def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
-    """Return the best picks found, by CP-SAT within ``limits`` if ``exact``, or None if none meet the budget."""
+    """Return the best assignment, by CP-SAT within ``limits`` if ``exact``. None if none meets the budget."""
     if table.limit < math.inf:
         return _fastest(table, limits, exact=exact)
-    start = first_picks(table)
+    start = first_assignment(table)
     return None if start is None else _Search(table, start, limits, exact=exact).run()
 
 
+# -- budgets of the loss -----------------------------------------------------------------------------------------
 def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
-    """Return the picks with the largest Σ steps · w within the limit of Σ loss; of equals some with the least loss.
+    """Return an assignment of the largest Σ steps · w whose Σ loss is within the limit. Ties go to the lower loss.
 
-    The relaxation bounds the largest. Needs below this bound are tried, near ones first, by rounding and then by cores,
-    until the largest that can be met is known up to the gap. CP-SAT with the limit as a constraint took 10 s and more.
+    The relaxation bounds Σ steps · w, and rounding gives a first assignment. CP-SAT solves the problem as it is if few
+    choices are open. Otherwise the least Σ loss is searched at needs below the bound, in steps of the gap: a need whose least loss exceeds the limit lowers the bound, and the first one
+    that fits proves the gap: with the limit as a constraint, CP-SAT took ten times as long on 70B models.
     """
     if table.least > table.limit:
         return None
-    best, fastest = table.loss.argmin(axis=1), table.most_saving()
+    best, fastest, total = table.loss.argmin(axis=1), table.fastest_assignment(), float(table.steps.sum())
+    bound = table.total_saving(fastest)
     if table.total_loss(fastest) <= table.limit:
         best = fastest
-    low, proven, total = table.spends(best), table.spends(fastest), float(table.steps.sum())
-    relaxation = relax(table, table.allowed, table.limit - table.least or 1.0) if low < proven else None
-    proven = proven if relaxation is None else min(proven, -relaxation.bound)
-    for by_cores in (False, True) if exact else (False,):
-        high, step = proven, GAP * (total - proven)
-        enough = table.goal if by_cores else GAP
-        while high - low > enough * (total - low) and not limits.over:
-            need = max(high - step, (low + high) / 2)
-            asked = replace(table, need=need, limit=math.inf)
-            start = first_picks(asked)
-            if start is not None:
-                search = _Search(asked, start, limits, exact=by_cores)
-                found = search.run(enough=table.limit - table.least, effort=_PROBE_EFFORT)
-                if table.total_loss(found.pick) <= table.limit:
-                    best, low = found.pick, table.spends(found.pick)
-                    continue
-                if found.bound > table.limit - table.least:
-                    proven = min(proven, need)
-            high, step = need, 4 * step
-    last = _Search(replace(table, need=low, limit=math.inf), best, limits, exact=exact)
-    pick = last.run(effort=_PROBE_EFFORT).pick
-    return Outcome(pick, -proven, (proven - low) / (total - low) if proven > low else 0.0)
+    elif (relaxation := relax(table, table.allowed, table.limit - table.least or 1.0)) is not None:
+        bound = min(bound, -relaxation.bound)
+        best = _rounded(table, relaxation, best)
+        core, is_whole, _ = _core_of(relaxation, best, -table.total_saving(best), _DIRECT)
+        if exact and is_whole:
+            faster, lowest = _solve(table, core, best, limits, _CORE_EFFORT)
+            bound = min(bound, max(-lowest, table.total_saving(best)))
+            if faster is not None and table.total_loss(faster) <= table.limit:
+                best = faster
+    reached = table.total_saving(best)
+    step, failures, effort, is_least = 0.9 * GAP * (total - bound), 0, _CORE_EFFORT, False
+    highest = bound  # needs from here on were tried with this effort
+    while True:
+        closed = not exact or bound - reached <= table.goal * (total - reached)
+        if (closed and is_least) or (exact and limits.exhausted):
+            break
+        need = reached if closed else max(highest - step, (reached + highest) / 2)
+        asked = replace(table, need=need, limit=math.inf)
+        start = best if closed else first_assignment(asked)
+        if start is not None:
+            probe = _Search(asked, start, limits, exact=exact, effort=effort, limit=table.limit - table.least)
+            outcome = probe.run()
+            if table.total_loss(outcome.assignment) <= table.limit:
+                best, reached, is_least = outcome.assignment, table.total_saving(outcome.assignment), True
+                continue
+            if outcome.bound > table.limit - table.least:
+                bound = need
+        highest, failures = need, failures + 1
+        step = 0.95 * GAP * (total - bound) * 2 ** max(0, failures - 3)
+        if highest - reached <= 0.5 * GAP * (total - reached):
+            highest, failures, effort = bound, 0, 2 * effort
+    return Outcome(best, -bound, (bound - reached) / (total - reached) if bound > reached else 0.0)
 
 
+def _rounded(table: Table, relaxation: Relaxation, start: Ints) -> Ints:
+    """Return the fastest assignment within the limit of the loss that repairs of the relaxation's give."""
+    best, nearest = start, relaxation.reduced.argmin(axis=1)
+    low, high = table.total_saving(best), -relaxation.bound
+    for _ in range(_HALVINGS):
+        need = (low + high) / 2
+        rounded = repair(replace(table, need=need, limit=math.inf), nearest, relaxation.phase_saving, best)
+        if table.total_loss(rounded) <= table.limit and table.total_saving(rounded) > low:
+            best, low = rounded, table.total_saving(rounded)
+        else:
+            high = need
+    return best
+
+
+# -- the least loss ----------------------------------------------------------------------------------------------
 class _Search:
-    """The picks of least Σ shifted loss so far, this sum as their ``score``, and a lower bound of that of all picks."""
+    """Minimises Σ shifted loss, the ``score``, from a feasible assignment; keeps the best and a bound of all.
 
-    def __init__(self, table: Table, pick: Ints, limits: Limits, *, exact: bool) -> None:
-        self.table, self.limits, self.exact = table, limits, exact
-        self.pick, self.score, self.bound = pick, table.shifted_loss(pick), 0.0
+    ``effort`` are the deterministic seconds of the last core. The search also ends when the bound exceeds ``limit``, or
+    near the least loss of an assignment within it.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        assignment: Ints,
+        limits: Limits,
+        *,
+        exact: bool,
+        effort: float = math.inf,
+        limit: float = math.inf,
+    ) -> None:
+        self.table, self.limits, self.exact, self.effort, self.limit = table, limits, exact, effort, limit
+        self.assignment, self.score, self.bound = assignment, table.shifted_loss(assignment), 0.0
         self.relaxation: Relaxation | None = None
 
-    def run(self, enough: float = math.nan, effort: float = math.inf) -> Outcome:
-        """Search until the gap, or what ``enough`` asks, is proven; ``effort`` is that of the last core."""
-        self.enough, self.effort = enough, effort
+    def run(self) -> Outcome:
         self._relax()
         if self.exact and self.relaxation is not None:
             for size in _CORES:
-                if self._done() or self.limits.over or self._solve_core(self.relaxation, size):
+                if self._is_done() or self.limits.exhausted or self._solve_core(self.relaxation, size):
                     break
-        return Outcome(self.pick, min(self.bound, self.score), self._gap())
+        return Outcome(self.assignment, min(self.bound, self.score), self._gap())
 
     def _gap(self) -> float:
         return (self.score - self.bound) / self.score if self.score > self.bound else 0.0
 
-    def _done(self) -> bool:
-        return self._gap() <= self.table.goal or self.score <= self.enough or self.bound > self.enough
+    def _is_done(self) -> bool:
+        within = self.score <= self.limit < math.inf
+        return self._gap() <= (_TIE_GAP if within else self.table.goal) or self.bound > self.limit
 
-    def _offer(self, pick: Ints) -> bool:
-        """Take the picks if they are better. Returns whether they are feasible."""
-        feasible = self.table.saves_enough(pick)
-        score = self.table.shifted_loss(pick)
+    def _offer(self, assignment: Ints) -> bool:
+        """Take an assignment if it is better. Returns whether it is feasible."""
+        feasible = self.table.is_feasible(assignment)
+        score = self.table.shifted_loss(assignment)
         if feasible and score < self.score:
-            self.pick, self.score = pick, score
+            self.assignment, self.score = assignment, score
         return feasible
 
     def _relax(self) -> None:
-        """Solve the relaxation, and round it. Losses that are too large for any better solution are left out."""
-        while not self._done():
+        """Solve the relaxation and round it. Losses that are too large for any better assignment are left out."""
+        while not self._is_done():
             before = self.score
-            open_ = self.table.loss <= before
-            relaxation = relax(self.table, open_, before)
+            relaxation = relax(self.table, self.table.loss <= before, before)
             if relaxation is None:
                 return
             self.relaxation, self.bound = relaxation, max(self.bound, relaxation.bound)
-            near = relaxation.reduced.argmin(axis=1)
-            self._offer(mend_picks(self.table, near, relaxation.worth, self.pick))
-            if not self.score <= _FINER * before:
+            nearest = relaxation.reduced.argmin(axis=1)
+            self._offer(repair(self.table, nearest, relaxation.phase_saving, self.assignment))
+            if not self.score <= _RESCALED * before:
                 return
 
     def _solve_core(self, relaxation: Relaxation, size: float) -> bool:
         """Solve the ``size`` open choices of least reduced cost. Returns whether these are all that are open."""
-        lowest = relaxation.bound + relaxation.reduced
-        whole = end = self.score * (1 - 0.9 * self.table.goal)  # choices from here on gain less than the gap
-        best = relaxation.reduced == 0.0  # one or more of each decision, which a core always has
-        core = (lowest < end) | best
-        if core.sum() - best.sum() > size:
-            end = float(np.sort(lowest[core & ~best])[int(size)])
-            core = (lowest < end) | best
-        beyond = float(lowest[~core].min(initial=math.inf))
-        core[np.arange(len(core)), self.pick] = True
-        effort = self.effort if end == whole else _CORE_EFFORT
-        pick, bound = solve_core(self.table, core, self.pick, self.limits, effort=effort, gap=self.table.goal / 2)
+        end = self.score * (1 - 0.9 * self.table.goal)  # choices from here on gain less than the gap
+        core, is_whole, beyond = _core_of(relaxation, self.assignment, end, size)
+        effort = self.effort if is_whole else _CORE_EFFORT
+        assignment, bound = _solve(self.table, core, self.assignment, self.limits, effort)
         self.bound = max(self.bound, min(bound, beyond))
-        if pick is not None and not self._offer(pick):  # it misses a need by rounding
-            worth = self.table.worth(self.table.savings(pick))
-            self._offer(mend_picks(self.table, pick, worth, self.pick))
-        return end == whole
+        if assignment is not None and not self._offer(assignment):  # it misses a need by rounding
+            phase_saving = self.table.phase_saving(self.table.savings(assignment))
+            self._offer(repair(self.table, assignment, phase_saving, self.assignment))
+        return is_whole
+
+
+def _core_of(relaxation: Relaxation, assignment: Ints, end: float, size: float) -> tuple[Bools, bool, float]:
+    """Return a core [D, F]: the ``size`` open choices of least reduced cost, and those of the assignment.
+
+    Choices are open if an assignment with them may have a score below ``end``. Also returns whether the core has all
+    of them, and a lower bound of the score of every assignment outside of it.
+    """
+    lowest = relaxation.bound + relaxation.reduced
+    best = relaxation.reduced == 0.0  # one or more of each decision, which a core always has
+    core = (lowest < end) | best
+    is_whole = bool(core.sum() - best.sum() <= size)
+    if not is_whole:
+        core = (lowest < np.sort(lowest[core & ~best])[int(size)]) | best
+    beyond = float(lowest[~core].min(initial=math.inf))
+    core[np.arange(len(core)), assignment] = True
+    return core, is_whole, beyond
+
+
+# -- CP-SAT ------------------------------------------------------------------------------------------------------
+def _solve(table: Table, core: Bools, hint: Ints, limits: Limits, effort: float) -> tuple[Ints | None, float]:
+    """Minimise the score over the choices of ``core`` [D, F], starting from ``hint``, which is feasible and among them,
+    in ``effort`` deterministic seconds, or up to half of the table's gap of losses.
+
+    Returns the best assignment, or None if none was found; and a lower bound of the score over the core. Numbers are
+    rounded so that no feasible assignment is lost: the bound holds, and the assignment may miss the need or the limit
+    by rounding.
+    """
+    model = _CoreModel(table, core, hint)
+    for presolve in (True, False):
+        if limits.exhausted:
+            break
+        solver = cp_model.CpSolver()
+        gap = table.goal / 2 if table.limit == math.inf else 0.0
+        _configure(solver, limits, effort, gap, presolve=presolve)
+        status = solver.solve(model.model)
+        limits.used += float(solver.response_proto.deterministic_time)
+        assignment, bound = model.result(solver, status)
+        # An answer that rules the hint out is wrong, and CP-SAT is run again without presolve.
+        if status != cp_model.INFEASIBLE and bound <= table.score(hint) + model.resolution:
+            return assignment, bound
+    return None, -math.inf
+
+
+class _CoreModel:
+    """The CP-SAT model: a Boolean for every choice of decisions that have several in the core, and w of every phase.
+
+    ``resolution`` is by how much rounding may move the score.
+    """
+
+    def __init__(self, table: Table, core: Bools, hint: Ints) -> None:
+        self.table, self.model = table, cp_model.CpModel()
+        free = core.sum(axis=1) > 1
+        self.assignment = np.where(free, hint, core.argmax(axis=1))
+        self.fixed = np.nonzero(~free)[0]
+        self.rows, self.columns = np.nonzero(core & free[:, None])
+        self.variables = np.array([self.model.new_bool_var("") for _ in self.rows], dtype=object)
+        for choices in np.split(self.variables, np.nonzero(np.diff(self.rows))[0] + 1):
+            if len(choices):
+                self.model.add_exactly_one(choices.tolist())
+        for variable, hinted in zip(self.variables, (hint[self.rows] == self.columns).tolist(), strict=True):
+            self.model.add_hint(variable, hinted)
+        self._add_phases(hint)
+        self._add_objective()
+
+    def _add_phases(self, hint: Ints) -> None:
+        """Add w ≤ Σ saving / divisor + offset of every phase and counted row, the floors, and the need."""
+        table = self.table
+        steps = table.steps / math.gcd(*map(int, table.steps))
+        bits = min(BITS, _SUM_BITS - 2 - math.ceil(math.log2(max(len(self.rows) * 1.0, float(steps.sum()), 1.0))))
+        largest = int(_LARGEST_SHARE * 2**bits)
+        cap = largest if table.rows.cap == math.inf else _integers(np.array([table.rows.cap]), bits, up=True)[0]
+        phase_saving = []
+        for p, floor in enumerate(table.floor.tolist()):
+            low = -largest if floor == -math.inf else _integers(np.array([floor]), bits, up=False)[0]
+            phase_saving.append(self.model.new_int_var(min(low, cap), cap, ""))
+            for row in np.nonzero(table.rows.counted)[0].tolist():
+                within = table.within(p, row)
+                mine, rest = np.nonzero(within[self.rows])[0], self.fixed[within[self.fixed]]
+                known = math.fsum(table.saving[rest, self.assignment[rest]] / table.rows.divisor[row])
+                known = max(known + table.rows.offset[row], -_LARGEST_SHARE)
+                share = table.saving[self.rows[mine], self.columns[mine]] / table.rows.divisor[row]
+                integers = _integers(np.maximum(share, -_LARGEST_SHARE), bits, up=True)
+                terms = cp_model.LinearExpr.weighted_sum(self.variables[mine].tolist(), integers)
+                self.model.add(terms + _integers(np.array([known]), bits, up=True)[0] >= phase_saving[-1])
+        hinted = table.phase_saving(table.savings(hint)).clip(-_LARGEST_SHARE, _LARGEST_SHARE)
+        for variable, value in zip(phase_saving, _integers(hinted, bits, up=False), strict=True):
+            self.model.add_hint(variable, min(value, cap))
+        self.total = cp_model.LinearExpr.weighted_sum(phase_saving, [int(n) for n in steps])
+        self.saving_unit = math.ldexp(float(table.steps[0]) / int(steps[0]), -bits)
+        if table.need > -math.inf:
+            self.model.add(self.total >= math.floor(table.need / self.saving_unit))
+
+    def _add_objective(self) -> None:
+        """Minimise Σ loss, or maximise Σ steps · w where the loss has a limit."""
+        table = self.table
+        losses, known = table.loss[self.rows, self.columns], table.loss[self.fixed, self.assignment[self.fixed]]
+        limit = table.limit - table.least
+        largest = max(float(losses.max(initial=0.0)), float(known.max(initial=0.0))) or 1.0
+        self.loss_unit = math.ldexp(1.0, math.frexp(min(largest, 2 * limit) or 1.0)[1] - BITS)
+        self.known = math.fsum(known)
+        integers = _integers(np.minimum(losses / self.loss_unit, 2.0**BITS), 0, up=False)
+        loss = cp_model.LinearExpr.weighted_sum(self.variables.tolist(), integers)
+        if table.limit == math.inf:
+            self.model.minimize(loss + int(self.known / self.loss_unit))
+            self.resolution = len(losses) * self.loss_unit
+        else:
+            self.model.add(loss <= math.ceil((limit - self.known) / self.loss_unit))
+            self.model.maximize(self.total)
+            self.resolution = float(table.steps.sum()) * 2.0**-BITS + len(losses) * self.saving_unit
+
+    def result(self, solver: cp_model.CpSolver, status: cp_model.CpSolverStatus) -> tuple[Ints | None, float]:
+        objective = float(solver.best_objective_bound)
+        if self.table.limit < math.inf:
+            bound = -objective * self.saving_unit
+        else:
+            bound = objective * self.loss_unit + self.known - int(self.known / self.loss_unit) * self.loss_unit
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, bound
+        chosen = np.array([solver.boolean_value(v) for v in self.variables], dtype=bool)
+        assignment = self.assignment.copy()
+        assignment[self.rows[chosen]] = self.columns[chosen]
+        return assignment, bound
+
+
+def _integers(values: Floats, bits: int, *, up: bool) -> list[int]:
+    scaled = np.ldexp(values, bits)
+    return [int(x) for x in (np.ceil(scaled) if up else np.floor(scaled))]
+
+
+def _configure(solver: cp_model.CpSolver, limits: Limits, effort: float, gap: float, *, presolve: bool) -> None:
+    parameters = solver.parameters
+    parameters.cp_model_presolve = presolve
+    parameters.random_seed = limits.seed
+    parameters.relative_gap_limit = gap
+    # Two workers cost more and change ties, and a single search keeps its deterministic limit.
+    parameters.num_workers = 1
+    parameters.linearization_level = 2  # the whole model in the LP: seen 3–10 times faster than the default here
+    # In OR-Tools 9.15 this presolve step proves wrong optima if at-most-one and linear constraints overlap, as they do
+    # in these models (google/or-tools#5293). test_equals_highs in tests/unit/solver/test_solve.py finds some.
+    parameters.presolve_inclusion_work_limit = 0
+    if math.isfinite(limits.seconds):
+        parameters.max_time_in_seconds = max(limits.seconds, 0.01)
+    if math.isfinite(most := min(effort, limits.deterministic - limits.used)):
+        parameters.max_deterministic_time = most

@@ -3,8 +3,8 @@
 A *decision* is an item over a run of phases in which it keeps one format, or several items that save something jointly
 (:attr:`Item.joint`) and keep their formats in the same phases: each of its choices is a format for every one of them.
 A joint saving of items that change at different phases is shared half and half. A *row* is everything (row 0) or one
-stage (row k + 1). In a phase, a row is worth Σ saving / divisor + offset, and the phase is worth w, the smallest of its
-rows:
+stage (row k + 1). In a phase, a row has the value Σ saving / divisor + offset. The saving w of the phase is the
+smallest value of its rows:
 
 - under ``fp4``, w is the effective share: the share of all cost, or of a stage's cost plus the tolerance;
 - under ``speedup`` and ``loss``, w is the part of the reference time that the slowest stage saves.
@@ -43,12 +43,17 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a phase, [R] each: whether the row counts, its divisor and offset as above, and whether it costs
-    nothing, so that its savings must not be negative (``hard``). A phase is worth ``cap`` at most, whatever is saved,
-    which may be inf. ``reference`` is the time of the slowest stage when nothing is saved; 1 under ``fp4``.
+    """The rows of a phase.
+
+    Attributes:
+        counted: whether the row bounds w, [K + 1].
+        divisor, offset: as above, [K + 1].
+        hard: whether the row costs nothing, so that its savings must not be negative, [K + 1].
+        cap: the largest w, whatever is saved; may be inf.
+        reference: the time of the slowest stage when nothing is saved; 1 under ``fp4``.
     """
 
-    active: Bools
+    counted: Bools
     divisor: Floats
     offset: Floats
     hard: Bools
@@ -68,7 +73,7 @@ class Table:
             decision has no such choice.
         saving: [D, F] of one step; 0 where a decision has no such choice.
         cost: [K + 1], Σ cost of each row.
-        steps, floor: of every phase, [P], its steps, and the least that it must be worth; -inf for nothing.
+        steps, floor: the steps of every phase, and its least w, -inf if it has none, [P] each.
         need: the least Σ steps · w.
         limit: the largest Σ true loss. If it is finite, Σ steps · w is what is maximised.
     """
@@ -124,7 +129,7 @@ class Table:
         return np.isfinite(self.loss)
 
     @cached_property
-    def on(self) -> Bools:
+    def active(self) -> Bools:
         """Whether each decision lies in each phase, [P, D]."""
         phase = np.arange(len(self.steps))[:, None]
         return (self.span[:, 0] <= phase) & (phase < self.span[:, 1])
@@ -136,58 +141,66 @@ class Table:
 
     def within(self, phase: int, row: int) -> Bools:
         """Return whether each decision counts in a row of a phase, [D]."""
-        counts: Bools = self.on[phase] & ((self.stage == row - 1) | (row == 0))
+        counts: Bools = self.active[phase] & ((self.stage == row - 1) | (row == 0))
         return counts
 
     @property
     def goal(self) -> float:
         """The gap at which the search stops."""
-        return GAP if self.rows.active[0] or len(self.steps) == 1 else COUPLED_GAP
+        return GAP if self.rows.counted[0] or len(self.steps) == 1 else COUPLED_GAP
 
     @cached_property
     def least(self) -> float:
         """Σ of each decision's least loss."""
         return math.fsum(self.true_loss.min(axis=1))
 
-    # -- picks: the column of each decision, [D] ---------------------------------------------------------------
-    def savings(self, pick: Ints, *, exact: bool = True) -> Floats:
+    # -- assignments: the column of each decision, [D] ---------------------------------------------------------
+    def savings(self, assignment: Ints, *, exact: bool = True) -> Floats:
         """Return Σ saving of a step by phase and row, [P, K + 1]. If exact, all sums are correctly rounded."""
-        saved = np.take_along_axis(self.saving, pick[:, None], axis=1)[:, 0]
+        saved = np.take_along_axis(self.saving, assignment[:, None], axis=1)[:, 0]
         if exact:
             return np.array([[math.fsum(saved[cell]) for cell in row] for row in self.cells])
-        by_stage = [np.bincount(self.stage, saved * on, len(self.stages)) for on in self.on]
-        return np.array([[own.sum(), *own] for own in by_stage])
+        by_stage = [np.bincount(self.stage, saved * active, len(self.stages)) for active in self.active]
+        return np.array([[saving.sum(), *saving] for saving in by_stage])
 
-    def worth(self, savings: Floats) -> Floats:
+    def phase_saving(self, savings: Floats) -> Floats:
         """Return w of each phase, [P], from :meth:`savings`."""
         values = savings / self.rows.divisor + self.rows.offset
-        worth: Floats = np.where(self.rows.active, values, np.inf).min(axis=1, initial=self.rows.cap)
-        return worth
+        phase_saving: Floats = np.where(self.rows.counted, values, np.inf).min(axis=1, initial=self.rows.cap)
+        return phase_saving
 
-    def spent(self, worth: Floats) -> float:
-        return math.fsum((self.steps * worth).tolist())
+    def over_steps(self, values: Floats) -> float:
+        """Return Σ steps · value of the phases, [P]."""
+        return math.fsum((self.steps * values).tolist())
 
-    def spends(self, pick: Ints) -> float:
-        return self.spent(self.worth(self.savings(pick)))
+    def total_saving(self, assignment: Ints) -> float:
+        """Return Σ steps · w."""
+        return self.over_steps(self.phase_saving(self.savings(assignment)))
 
-    def total_loss(self, pick: Ints) -> float:
+    def total_loss(self, assignment: Ints) -> float:
         """Return Σ loss as given, correctly rounded."""
-        return math.fsum(np.take_along_axis(self.true_loss, pick[:, None], axis=1)[:, 0])
+        return math.fsum(np.take_along_axis(self.true_loss, assignment[:, None], axis=1)[:, 0])
 
-    def shifted_loss(self, pick: Ints) -> float:
+    def shifted_loss(self, assignment: Ints) -> float:
         """Return Σ loss above each decision's least, correctly rounded."""
-        return math.fsum(np.take_along_axis(self.loss, pick[:, None], axis=1)[:, 0])
+        return math.fsum(np.take_along_axis(self.loss, assignment[:, None], axis=1)[:, 0])
 
-    def saves_enough(self, pick: Ints, *, exact: bool = True) -> bool:
-        """Return whether the picks meet every row, floor and the need."""
-        savings = self.savings(pick, exact=exact)
+    def score(self, assignment: Ints) -> float:
+        """Return what is minimised: Σ shifted loss, or -Σ steps · w where the loss has a limit."""
+        return self.shifted_loss(assignment) if self.limit == math.inf else -self.total_saving(assignment)
+
+    def is_feasible(self, assignment: Ints, *, exact: bool = True) -> bool:
+        """Return whether an assignment meets every row, floor and the need."""
+        savings = self.savings(assignment, exact=exact)
         if bool((savings[:, self.rows.hard] < 0).any()):
             return False
-        worth = self.worth(savings)
-        return bool((worth >= self.floor).all()) and self.spent(worth) >= self.need
+        phase_saving = self.phase_saving(savings)
+        return bool((phase_saving >= self.floor).all()) and self.over_steps(phase_saving) >= self.need
 
-    def most_saving(self) -> Ints:
-        """Return the picks that save most, of equals those that lose least. If they save too little, so do all."""
+    def fastest_assignment(self) -> Ints:
+        """Return the assignment of the largest savings. Ties go to the lower loss. If even this saves too little, the
+        budget is infeasible.
+        """
         saved = np.where(self.allowed, self.saving, -np.inf)
         best = saved >= saved.max(axis=1, keepdims=True)
         return np.where(best, self.loss, np.inf).argmin(axis=1).astype(np.int64)
@@ -294,7 +307,7 @@ def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
 
 
 def _floor(target: float | None, problem: Problem, rows: Rows) -> float:
-    """Return the least worth of a phase with a target of its own."""
+    """Return the least w of a phase; -inf if it has no target of its own."""
     if target is None:
         return -math.inf
     if problem.budget.kind == "fp4":

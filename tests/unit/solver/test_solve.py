@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.quality.solver_instances import MODELS, instance
+from benchmarks.quality.solver_instances import timed as timed_instance
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
@@ -236,6 +238,28 @@ def test_a_limit_ends_with_a_true_bound(kind: str) -> None:
     hurried = solve(problem, time_limit_s=1e-9)
     assert hurried.deterministic_seconds == 0.0
     assert hurried.bound <= solution.objective
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 0.01), (4, 0.05)])
+def test_a_limit_of_the_loss_of_70b_is_met_up_to_the_gap(seed: int, share: float) -> None:
+    """Losses of 70B over three formats. Of the second problem, LP and integers differ by more than the gap."""
+    problem = instance(MODELS[0], 3, seed)
+    highest = math.fsum(max(c.loss for c in item.choices) for item in problem.items)
+    problem = timed_instance(problem, "loss", share * highest)
+    solution = solve(problem, deterministic_time=5)
+    check(problem, solution)
+    assert solution.gap <= GAP
+
+
+@pytest.mark.parametrize("kind", ["strongly correlated", "inverse strongly correlated"])
+def test_a_limit_of_the_loss_that_is_hard_to_meet_uses_all_effort(kind: str) -> None:
+    problem = hard_problem(kind, 8)
+    highest = math.fsum(max(c.loss for c in item.choices) for item in problem.items)
+    problem = replace(problem, budget=Budget("loss", 0.3 * highest), stage_tolerance=None)
+    solution = solve(problem, deterministic_time=0.4)
+    check(problem, solution)
+    assert GAP < solution.gap < 2e-3
+    assert 0.4 <= solution.deterministic_seconds <= 1.3 * 0.4
 
 
 @pytest.mark.parametrize("bad", [{"time_limit_s": 0.0}, {"deterministic_time": -1.0}, {"solver": "magic"}])
