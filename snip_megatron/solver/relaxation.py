@@ -74,7 +74,7 @@ def relax(table: Table, open_: Bools, scale: float) -> Relaxation | None:
 
 
 def saving_range(table: Table) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest w that each phase can have in an assignment which meets the need, [P] each."""
+    """Return the smallest and the largest w of each phase over the assignments that meet the need, [P] each."""
     high = table.phase_saving(table.savings(table.fastest_assignment()))
     others = table.over_steps(high) - table.steps * high
     low = np.maximum(table.floor, (table.need - others) / table.steps)
@@ -204,9 +204,7 @@ def _chosen(values: Floats, assignment: Ints) -> Floats:
 
 
 def _gain(table: Table, more: Floats, short: Floats) -> Floats:
-    """Return how much of the shortage ``short`` [P, K + 1] the additional savings ``more`` [D, F] fill, in shares of the
-    rows' divisors.
-    """
+    """Return how much of the shortage [P, K + 1] additional savings ``more`` [D, F] fill, in units of divisors."""
     gain = np.zeros_like(more)
     divisor = table.rows.divisor
     for active, row in zip(table.active, short, strict=True):

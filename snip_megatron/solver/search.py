@@ -76,9 +76,10 @@ def search(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
 def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
     """Return an assignment of the largest Σ steps · w whose Σ loss is within the limit. Ties go to the lower loss.
 
-    The relaxation bounds Σ steps · w, and rounding gives a first assignment. CP-SAT solves the problem as it is if few
-    choices are open. Otherwise the least Σ loss is searched at needs below the bound, in steps of the gap: a need whose least loss exceeds the limit lowers the bound, and the first one
-    that fits proves the gap: with the limit as a constraint, CP-SAT took ten times as long on 70B models.
+    The relaxation bounds Σ steps · w, and rounding gives a first assignment. If few choices are open, CP-SAT solves the
+    problem as it is. On 70B models this takes ten times as long as what is done otherwise: the least Σ loss is searched
+    at needs below the bound, one gap apart. A need whose least loss exceeds the limit lowers the bound, and the first
+    one that fits proves the gap.
     """
     if table.least > table.limit:
         return None
