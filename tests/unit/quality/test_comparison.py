@@ -1,28 +1,28 @@
-"""The results from which a comparison goes on, and the folder in which it works."""
+"""Comparisons: their pool of processes, the devices of a run, and the results from which they go on."""
 
 import argparse
 import dataclasses
 import functools
 import json
 import operator
-import subprocess
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.quality import compare, validate_proxy
-from benchmarks.quality.compare import _results, alone, main
+from benchmarks.quality.compare import _results, devices, main
 from benchmarks.quality.comparison import Comparison, make_part
 from benchmarks.quality.experiment import load_experiment
 from benchmarks.quality.models import Data
 from benchmarks.quality.results import Results, record
-from benchmarks.quality.runner import Pool
+from benchmarks.quality.runner import Job, Outcome, Pool
 from benchmarks.quality.runs import experiment_runs
-from snip_megatron.precision.errors import SnipError
+from benchmarks.quality.warm import HASHES, warm_checkpoint
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -50,10 +50,7 @@ def test_runs_of_the_file_as_it_is_come_after_those_of_its_earlier_content(tmp_p
     ("place", "value"),
     [
         (("runs", 0, "commit"), None),
-        (("runs", 0, "seed"), []),
-        (("runs", 0, "side_by_side"), []),
         (("data", "tokens"), "many"),
-        (("experiment", "model"), None),
         (("experiment", "phases"), 3),
     ],
     ids=str,
@@ -102,37 +99,6 @@ def test_two_comparisons_do_not_write_one_result(
     )
 
 
-def test_a_work_folder_that_cannot_be_made_is_one_line(prepared: Path, refused: Callable[..., str]) -> None:
-    (prepared / "file").write_text("")
-    out = prepared / "file" / "out"
-    line = refused(NANO, "--data", prepared, "--gpus", "0", "--out", out)
-    assert line.startswith(f"{out / 'work'}: cannot be written (")
-
-
-def test_a_training_that_a_killed_comparison_left_holds_the_work_folder(tmp_path: Path) -> None:
-    """Another comparison would remove the run directory in which it writes, and train there beside it."""
-    work, log = tmp_path / "work", tmp_path / "log"
-    killed = f"""
-import os, signal, sys
-from pathlib import Path
-from benchmarks.quality.compare import alone
-from benchmarks.quality.runner import Job, Pool
-training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
-with alone(Path({str(work)!r})):
-    pool = Pool([None], {{}})
-    pool.add([Job("run", [sys.executable, "-c", training], Path({str(log)!r}))])
-    pool.run(print, lambda: Path({str(log)!r}).read_text() and os.kill(os.getpid(), signal.SIGKILL))
-"""
-    subprocess.run([sys.executable, "-c", killed], timeout=100, check=False)
-    training = psutil.Process(int(log.read_text()))
-    with pytest.raises(SnipError, match="or a training that it left"), alone(work):
-        pass
-    training.kill()
-    psutil.wait_procs([training], timeout=10)
-    with alone(work):
-        pass
-
-
 def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Path) -> None:
     """Those from different warm weights are not compared with each other."""
     data, experiment = Data(tmp_path, "bytes", "0" * 64, 1000, 100), load_experiment(NANO)
@@ -168,3 +134,99 @@ def test_seeds_of_all_experiments_are_made_one_after_the_other(tmp_path: Path) -
     assert [(run.kind, run.seed) for run in queued] == [
         (kind, seed) for kind in ("from_warm", "from_scratch") for seed in (1, 2) for _ in range(6)
     ]
+
+
+def job(tmp: Path, name: str, code: str, **fields: object) -> Job:
+    return Job(
+        name,
+        [sys.executable, "-S", "-c", code],
+        tmp / "logs" / f"{name}.txt",
+        **fields,
+    )  # type: ignore[arg-type]
+
+
+def run(pool: Pool, jobs: list[Job]) -> tuple[dict[str, Outcome], int]:
+    outcomes: dict[str, Outcome] = {}
+    pool.add(jobs)
+    left = pool.run(lambda outcome: outcomes.update({outcome.job.name: outcome}))
+    return outcomes, left
+
+
+def test_processes_run_side_by_side_on_the_devices_of_their_slots(tmp_path: Path) -> None:
+    """Each waits for all the others: they end only if all four run at once."""
+    code = f"""
+import os, time
+open({str(tmp_path)!r} + "/" + str(os.getpid()) + ".here", "w").write(os.environ["CUDA_VISIBLE_DEVICES"])
+while sum(n.endswith(".here") for n in os.listdir({str(tmp_path)!r})) < 4: time.sleep(.02)
+"""
+    outcomes, left = run(Pool(["0", "1", "0", "1"], {}), [job(tmp_path, f"j{i}", code) for i in range(4)])
+    assert left == 0
+    assert [o.error for o in outcomes.values()] == [None] * 4
+    assert sorted(path.read_text() for path in tmp_path.glob("*.here")) == ["0", "0", "1", "1"]
+
+
+def test_a_failed_run_is_tried_twice_and_stops_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = f"import sys; open({str(tmp_path / 'tries')!r}, 'a').write('x'); print('noise'); sys.exit('what went wrong')"
+    unbuffered = {"PYTHONUNBUFFERED": "1"}  # as a comparison sets it: the error is the last line of the log
+    outcomes, left = run(Pool([None], unbuffered), [job(tmp_path, "bad", bad), job(tmp_path, "good", "pass")])
+    assert left == 0
+    assert list(outcomes) == ["good", "bad"]  # the second try is behind the others
+    assert outcomes["good"].error is None
+    assert outcomes["bad"].error == "exit code 1: what went wrong"
+    assert (tmp_path / "tries").read_text() == "xx"
+    assert "what went wrong" in (tmp_path / "logs" / "bad.txt.1").read_text()
+    assert re.fullmatch(
+        r"bad failed after \d+ s and is tried again: exit code 1: what went wrong\n", capsys.readouterr().err
+    )
+
+
+def test_a_run_whose_arguments_are_refused_is_tried_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes, left = run(Pool([None], {}), [job(tmp_path, "bad", "print('no such option'); raise SystemExit(2)")])
+    assert (left, outcomes["bad"].error) == (0, "exit code 2: no such option")
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["bad.txt"]
+
+
+def test_the_deadline_ends_what_still_runs(tmp_path: Path) -> None:
+    pool = Pool([None], {}, deadline=time.monotonic() + 0.5)
+    outcomes, left = run(pool, [job(tmp_path, "endless", "import time; time.sleep(1000)")])
+    assert (outcomes, left, pool.busy) == ({}, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "per_gpu", "expected"),
+    [
+        ([], 1, None, [None]),
+        ([], 2, 3, [None] * 3),
+        (["0", "1"], 1, 2, ["0", "1", "0", "1"]),
+        (["0"], 1, None, ["0"] * 8),
+        (["0", "1", "2", "3", "4"], 2, None, ["0,1", "2,3"]),
+        (["4", "5"], 2, 2, ["4,5", "4,5"]),
+    ],
+)
+def test_a_run_of_several_ranks_has_as_many_gpus(
+    gpus: list[str], ranks: int, per_gpu: int | None, expected: list[str | None]
+) -> None:
+    assert devices(gpus, ranks, per_gpu) == expected
+
+
+@pytest.mark.parametrize("fmt", ["fp9", "bf16", "nvfp4_hadamard"])
+def test_a_format_that_cannot_be_compared_is_refused_before_the_warm_run(
+    fmt: str, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = map(str, (NANO, "--data", prepared, "--out", prepared / "out", "--gpus", "0", "--format", fmt))
+    with pytest.raises(SystemExit, match="2"):
+        validate_proxy.main(list(arguments))
+    assert fmt in capsys.readouterr().err
+    assert not (prepared / "out").exists()
+
+
+def test_a_warm_checkpoint_whose_weights_were_removed_is_trained_again(tmp_path: Path) -> None:
+    warm = warm_checkpoint(load_experiment(NANO), Data(tmp_path, "bytes", "0" * 64, 1000, 100), tmp_path)
+    assert warm.sha256 is None
+    weights = warm.folder / "iter_0000008"
+    weights.mkdir(parents=True)
+    (warm.folder / HASHES).write_text(json.dumps({"8": "abc"}))
+    assert warm.sha256 == "abc"
+    weights.rmdir()
+    assert warm.sha256 is None

@@ -1,8 +1,10 @@
-"""Gap recovered and the paired test, against the formula of Student's t and against data made to order."""
+"""The figures of a run, the recovered gap, and the paired test against the formula of Student's t."""
 
 import itertools
+import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from benchmarks.quality.results import Results
+from benchmarks.quality.results import LAST_STEPS, Results, measure
+from benchmarks.quality.runs import Run
 from benchmarks.quality.statistics import differences, holm, paired, recovered, rows
 from benchmarks.quality.tables import markdown
 
@@ -67,20 +70,6 @@ def test_of_two_runs_of_a_policy_and_seed_only_the_last_one_counts() -> None:
     assert row.share == 0.75
 
 
-def test_a_failure_under_earlier_settings_is_no_failure_of_the_present_ones(tmp_path: Path) -> None:
-    old, new = entry("snip", 2.05, 1, 0.75, status="failed", error="why"), entry("snip", 2.01, 1, 0.75)
-    experiment = {"name": "e", "model": "nano"}
-
-    def page(*runs: dict[str, Any]) -> str:
-        known = {str(i): run | FACTS for i, run in enumerate([*references(), *runs])}
-        return markdown(Results(tmp_path, experiment, {"tokens": 1, "sha256": "0"}, {}, known))
-
-    assert "| 75 % | snip |" in page(old, new)
-    assert "## Failed" not in page(old, new)
-    assert "| 75 % | snip |" not in page(new, old)
-    assert "- snip, seed 1: why" in page(new, old)
-
-
 def test_differences_are_paired_by_seed_and_adjusted_together() -> None:
     """Seeds differ by far more than policies do: only pairing shows the difference."""
     entries = []
@@ -126,11 +115,6 @@ def test_paired_is_students_t(values: list[float]) -> None:
     assert p == pytest.approx(2 * stats.t.sf(abs(centre) / error, freedom), abs=1e-12)
 
 
-def test_equal_differences_need_no_variance() -> None:
-    assert paired([0.5, 0.5]) == (0.5, 0.5, 0.5, 0.0)
-    assert paired([0.0, 0.0]) == (0.0, 0.0, 0.0, 1.0)
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_holm_rejects_what_the_closed_test_rejects(p: list[float]) -> None:
     """Holm is the closure of Bonferroni: a hypothesis's adjusted p is the largest over all sets that hold it."""
@@ -158,9 +142,31 @@ def test_planned_comparisons_are_adjusted_among_themselves_only() -> None:
     assert better.adjusted == pytest.approx(4 * better.p)
 
 
-def test_a_reference_with_a_label_of_its_own_is_a_policy_like_others() -> None:
-    labelled = entry("uniform-fp4", 2.05) | {"label": "uniform-fp4, other sums"}
-    for entries in ([labelled, *references()], [*references(), labelled]):
-        gaps = {row.label: row.recovered["map"] for row in rows(entries)}
-        assert gaps["uniform-fp4"] == pytest.approx({("w", 1): 0.0})
-        assert gaps["uniform-fp4, other sums"] == pytest.approx({("w", 1): 0.5})
+def run_of(policy: str, kind: str = "from_warm") -> Run:
+    return Run(kind, policy, policy, None, None, 1, 60, ())
+
+
+def write(folder: Path, losses: Sequence[float]) -> Path:
+    """A run directory with these training losses from step 1200 on, and validations after the last."""
+    metrics = [{"step": 1200 + i, "loss": loss, "fp4_fraction": 0.0, "time": 0.5 * i} for i, loss in enumerate(losses)]
+    last = 1200 + len(losses)
+    events = [{"event": "validation", "step": last, "formats": formats, "loss": 0.7} for formats in ("map", "bf16")]
+    for name, lines in (("metrics.jsonl", metrics), ("events.jsonl", events)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_training_loss_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+    found = measure(run_of("bf16"), write(tmp_path, [0.7] * 10 + [0.6] * LAST_STEPS))
+    assert found["train_loss"] == pytest.approx(0.6)
+    assert found["last_step"] == 1259
+    assert found["validation"] == {"map": 0.7, "bf16": 0.7}
+
+
+LOST = [0.6846] + [2.6] * 10 + [2.45] * LAST_STEPS
+"""Of a branch whose optimizer's main values were loaded into other parameters."""
+
+
+def test_a_bf16_branch_that_does_not_continue_the_warm_checkpoint_is_no_reference(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rose from 0\.6846 in the first step to 2\.45: the branch does not continue"):
+        measure(run_of("bf16"), write(tmp_path, LOST))
