@@ -33,7 +33,7 @@ STANDING_SHARE = 0.8
 """Share of an fprop's loss that disappears once the fprop is precise.
 
 It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
-(``tests/unit/sensitivity/test_persistence.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
+(``tests/unit/sensitivity/test_request.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
 (.01077 − .00293), divided by the loss of its fprops, .0097.
 """
 

@@ -1,16 +1,34 @@
-"""Policies: what each protects, in which order, and that fixed ones choose nothing."""
+"""Policies: what each protects, the rules of Q, and the maps and plans that are known before training."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from dense_names import dense_names
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from refusal import refusal
 
+from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, misplaced
+from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.linears import pinned_formats
-from snip_megatron.sensitivity.policies import UNSOLVED, divergences, fixed_map, policy_scores
-from snip_megatron.sensitivity.request import SolveRequest
+from snip_megatron.sensitivity.policies import (
+    FIXED,
+    LATE,
+    POLICIES,
+    UNSOLVED,
+    divergences,
+    fixed_map,
+    formats_of,
+    late_plan,
+    late_shares,
+    policy_scores,
+)
+from snip_megatron.sensitivity.request import BACKWARD_SHARE, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
-from .synthetic import linear_rows, make_table, with_columns, with_experts
+from .synthetic import linear_rows, make_table, with_columns
 
 NAMES = [row.name for row in linear_rows(2)]
 
@@ -76,13 +94,6 @@ def test_layer_type_protects_the_named_kinds_in_order() -> None:
     assert fc2 > proj > fc1 == qkv == 0.0
 
 
-def test_experts_are_protected_like_the_mlp_in_whose_place_they_are() -> None:
-    table = with_experts(make_table())
-    assert table.linears[-1].experts > 1
-    scores = scores_of(table, policy="layer-type")
-    assert scores[-1, 0, 1] / scores[3, 0, 1] == pytest.approx(2.0)  # the dense fc2; by FLOPs: two experts a token
-
-
 @pytest.mark.parametrize("policy", UNSOLVED)
 def test_fixed_policies_choose_nothing(policy: str) -> None:
     with pytest.raises(SnipError, match=f"{policy} fixes the map"):
@@ -110,3 +121,174 @@ def test_the_last_matching_pin_wins() -> None:
 def test_a_pin_that_matches_nothing_is_an_error(glob: str, granularity: str, hint: str) -> None:
     message = refusal(pinned_formats, NAMES, ((glob, "bf16"),), granularity)
     assert message == f"--snip-pin {glob}=bf16: matches no option; {hint}"
+
+
+RNG = np.random.default_rng(0)
+
+
+TABLE = make_table(1)
+
+
+LOSS, WEIGHT = (RNG.uniform(0.1, 1.0, (4, 3, 2)) * [1e-2, 1.0] for _ in range(2))
+
+
+LOSS[:, 1:] = 0.0
+
+
+def combine(request: SolveRequest, loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return policy_scores(TABLE, request, loss, weight)
+
+
+def test_split_takes_fprop_from_the_loss_and_scales_the_rest() -> None:
+    q = combine(SolveRequest(q="split"), LOSS, WEIGHT)
+    np.testing.assert_array_equal(q[:, 0], LOSS[:, 0])
+    assert q[:, 1:, 1].sum() == pytest.approx(BACKWARD_SHARE * q[:, 0, 1].sum())
+    np.testing.assert_allclose(q[:, 1:] / q[0, 1, 1], WEIGHT[:, 1:] / WEIGHT[0, 1, 1])
+
+
+def test_paper_sums_normalised_terms() -> None:
+    q = combine(SolveRequest(q="paper"), LOSS, WEIGHT)
+    assert q[:, :, 1].sum() == pytest.approx(2.0)
+    rescaled = combine(SolveRequest(q="paper"), 7 * LOSS, 0.01 * WEIGHT)
+    np.testing.assert_allclose(rescaled, q)
+
+
+@pytest.mark.parametrize("rule", ["split", "paper"])
+def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
+    q = combine(SolveRequest(q=rule), LOSS, np.zeros_like(LOSS))
+    np.testing.assert_array_equal(np.argsort(q[:, 0, 1]), np.argsort(LOSS[:, 0, 1]))
+    assert not q[:, 1:].any()
+    assert np.isfinite(combine(SolveRequest(q=rule), 0 * LOSS, 0 * LOSS)).all()
+
+
+DENSE = dense_names(20)
+
+
+HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]
+
+
+def made(policy: str, *formats: str, names: list[str] = DENSE) -> PrecisionMap:
+    found = fixed_map(policy, names, formats=formats)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("formats", [(), ("fp8", "fp4"), *HARDWARE])
+@pytest.mark.parametrize("policy", FIXED)
+def test_a_map_covers_every_gemm_with_formats_that_may_run_there(policy: str, formats: tuple[str, ...]) -> None:
+    assert policy in POLICIES
+    found = made(policy, *formats)
+    used = {(g, found.format_of(n, g)) for n in DENSE for g in Gemm}
+    assert not [misplaced(fmt, g) for g, fmt in used if misplaced(fmt, g)]
+    assert {fmt for _, fmt in used} == formats_of(policy, formats)
+
+
+@pytest.mark.parametrize(
+    ("formats", "eight", "four"),
+    [
+        ((), "fp8", "fp4"),
+        (("fp8", "fp4"), "fp8", "fp4"),
+        (("mxfp8", "nvfp4", "nvfp4_46"), "mxfp8", "nvfp4"),
+        (("mxfp4_hadamard", "mxfp4", "mxfp8"), "mxfp8", "mxfp4"),
+        (("fp8_tensor", "fp8"), "fp8", "fp4"),
+        (("fp8_tensor", "fp4"), "fp8_tensor", "fp4"),
+    ],
+)
+def test_uniform_maps_take_the_candidate_of_their_size(formats: tuple[str, ...], eight: str, four: str) -> None:
+    assert formats_of("uniform-fp8", formats) == {Format(eight)}
+    assert formats_of("uniform-fp4", formats) == {Format(four)}
+
+
+@pytest.mark.parametrize(("formats", "low"), [((), "nvfp4"), (HARDWARE[0], "nvfp4"), (HARDWARE[1], "mxfp4")])
+def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
+    found = made("nvidia", *formats)
+    for name in DENSE:
+        own = [found.format_of(name, g).value for g in Gemm]
+        assert own == (["bf16"] * 3 if LinearId.parse(name).layer >= 17 else [low, low, f"{low}_hadamard"])
+    small = made("nvidia", names=dense_names(2))
+    assert [small.format_of(n, Gemm.FPROP).value for n in dense_names(2)] == ["nvfp4"] * 4 + ["bf16"] * 4
+
+
+FLOPS = {f"decoder.layers.{layer}.mlp.{kind}": 3.0 for layer in (0, 1) for kind in ("linear_fc1", "linear_fc2")}
+
+
+LATE_NAMES = list(FLOPS)
+
+
+def late_maps(request: SolveRequest, names: list[str]) -> tuple[PrecisionMap, PrecisionMap]:
+    (early, _), (late, _) = late_shares(replace(request, budget=Budget("fp4", 0.0)), dict.fromkeys(names, 3.0))
+    return early, late
+
+
+def formats(precision_map: PrecisionMap, name: str = LATE_NAMES[0]) -> list[str]:
+    return [precision_map.format_of(name, gemm).value for gemm in Gemm]
+
+
+def test_late_forward_switches_the_fprops_and_late_all_everything() -> None:
+    for policy, last in (("late-forward", ["fp8", "fp4", "fp4"]), ("late-all", ["fp8", "fp8", "fp8"])):
+        early, late = late_maps(SolveRequest(policy=policy), LATE_NAMES)
+        assert formats(early) == ["fp4", "fp4", "fp4"]
+        assert formats(late) == last
+
+
+def test_the_better_format_is_the_one_with_most_bits_and_bf16_where_all_have_four() -> None:
+    early, late = late_maps(SolveRequest(policy="late-all", formats=("mxfp8", "nvfp4", "nvfp4_46")), LATE_NAMES)
+    assert formats(early) == ["nvfp4"] * 3  # no variant beside its base
+    assert formats(late) == ["mxfp8"] * 3
+    _, late = late_maps(SolveRequest(policy="late-all", formats=("fp4", "nvfp4")), LATE_NAMES)
+    assert formats(late) == ["bf16"] * 3
+
+
+def test_pins_hold_in_both_maps() -> None:
+    request = SolveRequest(policy="late-all", pins=(("*.0.*:fprop", "bf16"),))
+    for precision_map in late_maps(request, LATE_NAMES):
+        assert formats(precision_map, LATE_NAMES[0])[0] == formats(precision_map, LATE_NAMES[1])[0] == "bf16"
+    assert formats(late_maps(request, LATE_NAMES)[0])[1:] == ["fp4", "fp4"]
+
+
+@given(
+    st.sampled_from(LATE),
+    st.floats(0.0, 1.0),
+    st.integers(0, 5000),
+    st.integers(1, 5000),
+    st.floats(0.0, 20.0),
+)
+def test_the_average_is_reached_and_one_more_precise_step_would_miss_it(
+    policy: str, target: float, origin: int, steps: int, unquantised: float
+) -> None:
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
+    early, late = late_maps(request, LATE_NAMES)
+    high, low = (fp4_fraction(each, FLOPS, unquantised) for each in (early, late))
+    assume(target <= high)
+    plan = late_plan(request, FLOPS, origin, origin + steps, unquantised)
+    assert plan.phases[0].begin == origin
+    assert plan.last == origin + steps
+    shares = [fp4_fraction(phase.precision_map, FLOPS, unquantised) for phase in plan.phases]
+    average = sum(n * share for n, share in zip(plan.steps, shares, strict=True)) / steps
+    assert average >= target - 1e-9
+    assert plan.achieved == pytest.approx(average)
+    if Format.FP4 in early.choices.values() and shares[0] == high:
+        assert average - (high - low) / steps < target + 1e-9
+
+
+def test_a_share_that_no_plan_reaches_is_refused_with_what_is_reachable() -> None:
+    request = SolveRequest(policy="late-all", budget=Budget("fp4", 0.9), pins=(("*.0.mlp.linear_fc1", "fp8"),))
+    with pytest.raises(SnipError, match=r"an average fp4 share of 0\.7500 at most, less than the 0\.9"):
+        late_plan(request, FLOPS, 0, 10)
+    with pytest.raises(SnipError, match="begins in four bits, and none of --snip-formats fp8 has"):
+        late_plan(SolveRequest(policy="late-forward", formats=("fp8",), budget=Budget("fp4", 0.0)), FLOPS, 0, 10)
+
+
+@given(st.sampled_from(LATE), st.floats(0.0, 1.0), st.integers(2, 5000), st.data())
+def test_what_is_left_of_a_plan_is_the_plan_again(policy: str, target: float, steps: int, data: st.DataObject) -> None:
+    """A plan from any step of another plan on, with what that one has spent, ends in the same phases."""
+    request = SolveRequest(policy=policy, budget=Budget("fp4", target))
+    whole = late_plan(request, FLOPS, 0, steps)
+    step = data.draw(st.integers(0, steps - 1))
+    shares = {phase.begin: fp4_fraction(phase.precision_map, FLOPS) for phase in whole.phases}
+    spent = sum(shares[whole.phases[whole.index_at(s)].begin] for s in range(step))
+    rest = late_plan(request, FLOPS, 0, steps, step=step, spent=spent)
+    assert rest.at(step).choices == whole.at(step).choices
+    assert [phase.begin for phase in rest.phases if phase.begin > step] == [
+        phase.begin for phase in whole.phases if phase.begin > step
+    ]

@@ -1,4 +1,4 @@
-"""What a linear records in a probe, against the definitions of the table's columns in float64; whole and sharded."""
+"""What a probe records, against the definitions of the table's columns in float64; whole and sharded."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,20 +7,36 @@ import numpy as np
 import pytest
 import torch
 from handles import handle_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from snip_megatron.layers.context import LinearHandle, StepContext
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.precision import LinearId, LinearRow
 from snip_megatron.sensitivity.quantization_error import squared_errors
-from snip_megatron.sensitivity.recorder import LinearRecorder, OutputErrorDots, Pass
+from snip_megatron.sensitivity.recorder import (
+    Boundary,
+    LinearRecorder,
+    OutputErrorDots,
+    Pass,
+    TokenShard,
+    local_sample_rows,
+)
 from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
 from snip_megatron.sensitivity.sums import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+
 FORMATS = ("fp8", "fp4")
+
+
 T, N, K = 256, 256, 384
+
+
 CONTEXT = StepContext(step=3, seed=21, dp_size=2, dp_rank=1)
+
+
 COLUMN, ROW = LinearId("decoder", 1, "mlp.linear_fc1"), LinearId("decoder", 1, "mlp.linear_fc2")
 
 
@@ -207,17 +223,6 @@ def test_noise_passes_compare_with_the_statistics_pass_microbatch_by_microbatch(
     assert all(torch.equal(recorder.sums[name], value) for name, value in before.items())
 
 
-def test_no_tokens_leave_no_nan() -> None:
-    recorder = LinearRecorder(place(COLUMN), FORMATS, 32)
-    (b,) = microbatches(1, tokens=0)
-    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
-    assert all(torch.isfinite(value).all() for value in recorder.sums.values())
-    assert columns_of(COLUMN, recorder).keys() == {"w2", "dw2"}
-    recorder.start(Pass.FORWARD_NOISE)
-    record(recorder, 0, b.x, b.w, b.g, b.d, b.d)
-    assert float(recorder.sums["fx2"]) == float(recorder.sums["fg2"]) == 0.0
-
-
 # -- experts ---------------------------------------------------------------------------------------------------
 def expert(number: int, weight: torch.Tensor) -> LinearRecorder:
     handle = place(LinearId("decoder", 1, "mlp.experts.linear_fc1"))
@@ -323,3 +328,114 @@ def test_the_sum_over_shards_is_the_whole(
         rtol = 0.15 if name.split(".")[-1] in tiled else 2e-5
         np.testing.assert_allclose(two.arrays[name], expected, rtol=rtol, err_msg=name)
     assert float(one.arrays["linear.x2"][0]) > 0
+
+
+WHOLE = TokenShard(rank=0, size=1, reports=True)
+
+
+SEQUENCE, BATCH, HIDDEN = 32, 2, 8
+
+
+# -- sampling --------------------------------------------------------------------------------------------------
+@given(total=st.integers(0, 5000), count=st.integers(1, 600))
+def test_sampled_rows_are_distinct_in_range_and_spread(total: int, count: int) -> None:
+    rows = sample_rows(total, count)
+    assert len(rows) == min(total, count)
+    assert len(set(rows.tolist())) == len(rows)
+    if len(rows):
+        assert int(rows[0]) == 0
+        assert total - int(rows[-1]) <= -(-total // len(rows))  # the gap after the last is no larger than others
+        assert int(rows.diff().max() - rows.diff().min()) <= 1 if len(rows) > 1 else True
+
+
+@given(local=st.integers(0, 300), size=st.integers(1, 8), count=st.integers(1, 600))
+def test_shards_sample_what_the_whole_samples(local: int, size: int, count: int) -> None:
+    shards = [TokenShard(rank, size, reports=True) for rank in range(size)]
+    found = [
+        row + shard.first_row(local) for shard in shards for row in local_sample_rows(shard, local, count).tolist()
+    ]
+    assert found == sample_rows(local * size, count).tolist()
+
+
+# -- sums ------------------------------------------------------------------------------------------------------
+class Sub:
+    """A sub-block: h → h + tanh(h·A), and its microbatches with a fixed gradient at the output."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.a = torch.randn(HIDDEN, HIDDEN, generator=generator)
+        self.h = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(2)]
+        self.noise = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) * 0.1 for _ in range(2)]
+        self.top = [torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(2)]
+
+    def run(self, low: Boundary, high: Boundary, phase: Pass, tokens: slice) -> None:
+        """A pass over the tokens that a rank holds."""
+        low.start(phase)
+        high.start(phase)
+        for h, noise, top in zip(self.h, self.noise, self.top, strict=True):
+            stream = (h + noise if phase is Pass.FORWARD_NOISE else h)[tokens].clone().requires_grad_()
+            low.on_forward(stream)
+            out = self.out(stream)
+            high.on_forward(out)
+            out.backward(top[tokens])
+
+    def out(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.tanh(h @ self.a)
+
+    def gradient(self, h: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        """By hand: ∂/∂h of ⟨top, h + tanh(h·A)⟩."""
+        return top + (top * (1 - torch.tanh(h @ self.a).square())) @ self.a.t()
+
+
+def probe(shard: TokenShard, sample: int, tokens: slice = slice(None)) -> tuple[Boundary, Boundary]:
+    """All passes over one sub-block between two boundaries."""
+    low, high = Boundary(4, shard, sample), Boundary(5, shard, sample)
+    sub = Sub()
+    for phase in Pass:
+        sub.run(low, high, phase, tokens)
+        if phase is Pass.STATISTICS:
+            low.finish_statistics(high)
+    return low, high
+
+
+@pytest.mark.parametrize("sample", [16, SEQUENCE * BATCH])
+def test_sums_of_a_boundary_are_the_definitions(sample: int) -> None:
+    low, high = probe(WHOLE, sample)
+    sub = Sub()
+    plain, noisy = (
+        [sub.gradient(h + n * on, top) for h, n, top in zip(sub.h, sub.noise, sub.top, strict=True)] for on in (0, 1)
+    )
+    rows, weight = sample_rows(SEQUENCE * BATCH, sample), SEQUENCE * BATCH / sample
+
+    def of(values: list[torch.Tensor]) -> float:
+        return sum(square(v.reshape(-1, HIDDEN)[rows]) for v in values) * weight
+
+    dots = [(r * n).reshape(-1, HIDDEN)[rows].sum(1) for r, n in zip(plain, sub.noise, strict=True)]
+    expected = {
+        "h2": of(sub.h),
+        "r2": of(plain),
+        "branch_h2": of([sub.out(h) - h for h in sub.h]),
+        "branch_r2": of([r - top for r, top in zip(plain, sub.top, strict=True)]),
+        "cn2": sum(square(d) for d in dots) * weight,
+        "fr2": of([n - r for n, r in zip(noisy, plain, strict=True)]),
+    }
+    assert low.sums.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float(low.sums[name]) == pytest.approx(value, rel=1e-5), name
+    assert "branch_h2" not in high.sums
+    assert float(high.sums["r2"]) == pytest.approx(of(sub.top), rel=1e-6)
+
+
+@pytest.mark.parametrize("sample", [1, 16, SEQUENCE * BATCH])
+def test_token_shards_add_up_to_the_whole(sample: int) -> None:
+    whole, quarter = probe(WHOLE, sample), SEQUENCE // 4
+    parts = [probe(TokenShard(r, 4, reports=True), sample, slice(r * quarter, (r + 1) * quarter)) for r in range(4)]
+    for index, boundary in enumerate(whole):
+        for name, value in boundary.sums.items():
+            total = sum(float(part[index].sums[name]) for part in parts)
+            assert total == pytest.approx(float(value), rel=1e-6), name
+
+
+def test_a_replicated_stream_is_reported_once() -> None:
+    low, _ = probe(TokenShard(rank=0, size=1, reports=False), 16)
+    assert low.sums == {}

@@ -11,7 +11,32 @@ from snip_megatron.sensitivity.table import RHO_GRID
 from snip_megatron.sensitivity.update_error import StepScale, error_signs, linear_update_error, sink_update_error
 from snip_megatron.sensitivity.updates import AdamWState, gradient_of_a_step
 
+SIGN_ROWS, SIGN_COLS = torch.arange(1024), torch.arange(768)
+
+
+def test_signs_are_even_and_independent() -> None:
+    z = error_signs(5, SIGN_ROWS, SIGN_COLS)
+    other = error_signs(6, SIGN_ROWS, SIGN_COLS)
+    limit = 5.0 * z.numel() ** 0.5
+    assert set(z.unique().tolist()) == {-1.0, 1.0}
+    pairs = (z, z * other, z[1:] * z[:-1], z[:, 1:] * z[:, :-1], z[::2, ::2] * z[1::2, 1::2])
+    # The last: the four corners of a rectangle, which a product of row and column signs would make equal.
+    corners = z[::2, ::2] * z[1::2, ::2] * z[::2, 1::2] * z[1::2, 1::2]
+    for product in (*pairs, corners):
+        assert abs(float(product.sum())) < limit
+    assert float(z.sum(0).square().mean()) < 1.3 * len(SIGN_ROWS)
+    assert float(z.sum(1).square().mean()) < 1.3 * len(SIGN_COLS)
+
+
+def test_a_shard_draws_what_the_whole_does() -> None:
+    whole = error_signs(2**63 + 5, SIGN_ROWS, SIGN_COLS)
+    rows, cols = torch.tensor([7, 3, 1000]), torch.tensor([5, 700])
+    assert torch.equal(error_signs(2**63 + 5, rows, cols), whole[rows][:, cols])
+
+
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
+
+
 N, K = 24, 40
 
 
@@ -116,15 +141,6 @@ def test_a_linear_that_saw_a_part_of_the_tokens() -> None:
     torch.testing.assert_close(torch.cat(own), whole, rtol=1e-12, atol=0.0)
     none, _ = linear_update_error(whole_recorder(), g, state, more, seed=33, s2=0.0, x2=0.0, g2=0.0, tokens=0.0)
     assert not none.any()
-
-
-def test_a_linear_without_gradient_has_no_drift() -> None:
-    state = trained(6, torch.float32)
-    recorder = whole_recorder()
-    recorder.g_cols, recorder.dg_cols = torch.zeros(N).double(), torch.zeros(2, N).double()
-    drift2, wdrift2 = linear_update_error(recorder, torch.zeros(N, K), state, SCALE, seed=33, s2=0.0, x2=1.0, g2=0.0)
-    assert torch.equal(drift2, torch.zeros(len(RHO_GRID), dtype=torch.float64))
-    assert torch.equal(wdrift2, torch.zeros(2, dtype=torch.float64))
 
 
 # -- sinks -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 from snip_megatron.numerics.quantize import fake_quantize
 from snip_megatron.numerics.quantize.reference import Rotation, rotate
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.quantization_error import output_sums, squared_errors, tensor_sums, weight_sums
 
 FORMATS = ("fp8", "fp4", "fp8_tensor", "nvfp4", "mxfp4", "mxfp8")
@@ -114,8 +113,3 @@ def test_output_sums() -> None:
     error = (quantised - exact).double()
     torch.testing.assert_close(dots, (error * g.bfloat16().double()).sum(1), rtol=1e-6, atol=1e-6)
     assert float(squares) == pytest.approx(float(error.square().sum()), rel=1e-6)
-
-
-def test_unknown_format() -> None:
-    with pytest.raises(SnipError, match="fp3"):
-        tensor_sums(matrix(), ("fp3",))

@@ -1,4 +1,4 @@
-"""Weight divergence: the recipe's steps one by one on tables with known answers."""
+"""Loss divergence and weight divergence: the steps of the recipe one by one, on tables with known answers."""
 
 from dataclasses import replace
 
@@ -12,13 +12,39 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import (
     dgrad_error2,
     dgrad_propagation,
+    first_order,
     fprop_propagation,
+    second_order,
     update_error,
     weight_divergence,
 )
 from snip_megatron.sensitivity.table import RHO_GRID
 
 from .synthetic import make_table, scaled_loss, with_columns, with_experts
+
+
+def test_second_order_is_half_the_tokens_times_the_squared_products() -> None:
+    table = with_columns(make_table(), "by_format", c2=np.array([1e-6, 4e-6]))
+    scores = second_order(table, ("fp4", "fp8"))
+    assert scores.shape == (8, 3, 2)
+    np.testing.assert_allclose(scores[:, 0], [[512 * 4e-6, 512 * 1e-6]] * 8)
+    assert not scores[:, 1:].any()
+
+
+def test_first_order_known_answer() -> None:
+    table = with_columns(make_table(), "linear", d2=3.0, gw2=5.0)
+    table = with_columns(table, "by_format", dx_row2=7.0, dw2=11.0)
+    n, k = 192, 64
+    expected = np.sqrt(3.0 * 7.0 / (1024 * k) + 5.0 * 11.0 / (n * k))
+    assert first_order(table, ("fp4",))[0, 0, 0] == pytest.approx(expected)
+
+
+def test_bf16_has_none_and_an_unrecorded_format_is_named() -> None:
+    table = make_table(formats=("fp8", "fp4"))
+    assert not second_order(table, ("bf16",)).any()
+    with pytest.raises(SnipError, match=r"step 7 hold no nvfp4 \(only fp8, fp4\)"):
+        second_order(table, ("fp8", "nvfp4"))
+
 
 QKV, PROJ, FC1, FC2 = range(4)  # of layer 0; layer 1 follows
 
@@ -59,11 +85,6 @@ def test_without_optimizer_state_there_is_no_weight_divergence() -> None:
     table = make_table()
     with pytest.raises(SnipError, match="hold no drift of the optimizer's update"):
         weight_divergence(with_columns(table, "", drift2=0.0), ("fp4",))
-
-
-def test_dgrad_error_known_answer() -> None:
-    table = quiet_table(dg_row2=2.0, w2=3.0, g2=5.0, dw2=7.0)
-    assert dgrad_error2(table, "fp4")[QKV] == pytest.approx((2 * 3 + 5 * 7) / 192)
 
 
 def test_dgrad_goes_down_unchanged() -> None:

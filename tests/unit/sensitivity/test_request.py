@@ -1,16 +1,18 @@
-"""PhasedRequest: what it holds of a schedule, and what it refuses."""
+"""Requests: the phases of a run that remain, and what an error costs in each."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import Schedule, SchedulePhase
-from snip_megatron.sensitivity.request import PhasedRequest
+from snip_megatron.sensitivity.request import PhasedRequest, carried_weights
 
 REQUEST = PhasedRequest(
     begins=(120, 400),
@@ -64,3 +66,40 @@ def test_what_remains_of_a_schedule() -> None:
 def test_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SnipError, match=re.escape(message)):
         replace(REQUEST, **change)
+
+
+COSINE = [(1 + math.cos(math.pi * i / 200)) / 2 for i in range(201)]
+
+
+def test_a_constant_rate_weighs_by_steps() -> None:
+    for rates in ([3e-4], [1.0] * 7):
+        weights = carried_weights(100, (100, 600, 850, 1000), 1100, rates)
+        assert weights == pytest.approx((0.5, 0.25, 0.15, 0.1), rel=1e-12)
+
+
+def test_a_falling_rate_weighs_by_its_integral() -> None:
+    weights = carried_weights(0, (0, 500, 750, 900), 1000, COSINE)
+    integral = [x + math.sin(math.pi * x) / math.pi for x in (0, 0.5, 0.75, 0.9, 1)]
+    assert weights == pytest.approx(np.diff(integral), abs=1e-5)
+    assert sum(weights) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_only_what_remains_is_weighed_and_the_whole_run_is_the_unit() -> None:
+    whole = carried_weights(0, (0, 500, 750, 900), 1000, COSINE)
+    assert carried_weights(0, (500, 750, 900), 1000, COSINE) == pytest.approx(whole[1:], rel=1e-12)
+    cut = carried_weights(0, (600, 750, 900), 1000, COSINE)
+    assert cut[0] < whole[1]
+    assert cut[1:] == pytest.approx(whole[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([], "must be finite numbers"),
+        ([1.0, float("nan")], "must be finite numbers"),
+        ([0.0, 0.0], "one of the run must be above 0"),
+    ],
+)
+def test_rates_that_are_refused(rates: list[float], message: str) -> None:
+    with pytest.raises(SnipError, match=message):
+        carried_weights(0, (0,), 10, rates)
