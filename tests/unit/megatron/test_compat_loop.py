@@ -1,8 +1,7 @@
-"""Wrapping the training step; conditions under which a pass is not training."""
+"""Conditions under which a pass is not training."""
 
 from types import SimpleNamespace
 
-import megatron.training.training as training
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -10,28 +9,6 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.startup import Startup
-from snip_megatron.precision.errors import SnipError
-
-
-def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SimpleNamespace(
-        snip=True,
-        load=None,
-        save=None,
-        exit_signal_handler=False,
-        sequence_parallel=False,
-        transformer_impl="local",
-        use_distributed_optimizer=False,
-    )
-    off = Startup(on_cpu=False, disabled=frozenset({"step-hook", "dataset-helpers"}))
-    with pytest.raises(SnipError, match="--snip-no-compat step-hook: this Megatron's source has no hook"):
-        compat.apply(plain, off)
-    allowed = Startup(on_cpu=False, disabled=frozenset({"dataset-helpers"}))
-    assert compat.apply(plain, allowed) == ["step-hook: Megatron's train_step and evaluate wrapped at run time"]
-    monkeypatch.setattr(training, "SNIP_HOOKS", {}, raising=False)
-    assert compat.apply(plain, off) == []
-    assert compat.apply(plain, allowed) == ["step-hook: this Megatron's source has it, nothing is patched at run time"]
 
 
 def test_a_broken_loss_outside_of_training_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

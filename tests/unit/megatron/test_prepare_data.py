@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -159,23 +158,6 @@ def test_a_result_inside_an_input_is_no_text(texts: Path, capsys: pytest.Capture
     prepare(texts, "--output", output, "--tokenizer", "bytes")
     assert prepare(texts, "--output", output, "--tokenizer", "bytes", "--reuse") == 0
     assert "is current" in capsys.readouterr().out
-
-
-def test_a_file_name_may_hold_any_bytes(texts: Path, tmp_path: Path) -> None:
-    Path(os.fsdecode(os.fsencode(texts) + b"/latin-\xfc.txt")).write_text("a text\n")
-    prepare(texts, "--output", tmp_path / "out", "--tokenizer", "bytes")
-    assert manifest(tmp_path / "out")["inputs"]["files"] == 41
-
-
-def test_a_full_disk_is_one_line(texts: Path, tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # less than a tokenizer takes
-    try:
-        with pytest.raises(SnipError, match=r"--output .*/out: cannot be written \(File too large\)"):
-            prepare(texts, "--output", tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
-"""What cannot work with SNIP is refused at start in one line that names both sides."""
+"""What cannot work with SNIP is refused at start in one line that names both sides; layouts that cut tiles."""
 
+import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import llama_arguments
 import pytest
 from dense_names import dense_names
-from llama_arguments import EXPERTS, arguments, check, linears, refused
+from llama_arguments import DEFAULTS, EXPERTS, arguments, check, linears, megatron_parser, refused
 from megatron.core.transformer.enums import CudaGraphModule
 
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.validate import CONFLICTS, cut_tiles
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
@@ -328,3 +332,80 @@ def test_an_average_that_a_late_policy_cannot_reach_is_refused_before_training()
     check(config(policy="late-forward", budget="fp4=0.9"), arguments())
     message = refused(config(policy="late-forward", budget="fp4=0.9", pin=("*:wgrad=fp8",)), arguments())
     assert message.startswith("--snip-policy late-forward reaches an average fp4 share of 0.6666 at most")
+
+
+# A value that conflicts, where it is not True.
+VALUES: dict[str, Any] = {
+    "gtp_weight_remat_size": 2,
+    "mlp_chunks_for_training": 2,
+    "non_persistent_ckpt_type": "local",
+}
+# Arguments that exist only with an optional library.
+OPTIONAL = {"--kitchen-config-file", "--use-kitchen"}
+DERIVED = {"--tensor-parallel-num-weight-shards", "--non-persistent-ckpt-type local"}
+"""Arguments whose message has no value: Megatron computes it, or the entry names it."""
+
+
+@pytest.mark.parametrize("argument", CONFLICTS)
+def test_each_conflict_names_both_sides_and_is_an_argument_of_this_megatron(argument: str) -> None:
+    """A renamed argument or attribute would make the check pass in silence."""
+    attribute, present, _ = CONFLICTS[argument]
+    value = VALUES.get(attribute, True)
+    message = refused(SnipConfig(enabled=True), arguments(**{attribute: value}))
+    shown = "" if value is True or argument in DERIVED else f" {value}"
+    assert message.startswith(f"{argument}{shown} cannot be combined with --snip: ")
+    dests = {flag: action.dest for action in megatron_parser()._actions for flag in action.option_strings}
+    flag = argument.partition(" ")[0]
+    assert (flag in dests) == (argument not in OPTIONAL)
+    assert dests.get(flag, attribute) == attribute or attribute == "gtp_weight_remat_size"  # which Megatron computes
+    assert not present(DEFAULTS.get(attribute))
+
+
+def test_the_page_lists_each_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+    listed = [
+        flag for row in page.splitlines() if row.startswith("| `--snip`: ") for flag in re.findall("`(--.*?)`", row)
+    ]
+    assert sorted(set(listed) - {"--snip"}) == sorted(CONFLICTS)
+
+
+CUT_SIZES: dict[str, Any] = {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 1536,
+    "seq_length": 256, "micro_batch_size": 1,
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 384}
+
+
+def layout_arguments(tp: int, **given: Any) -> argparse.Namespace:
+    return llama_arguments.arguments(**CUT_SIZES | {"tensor_model_parallel_size": tp} | given)
+
+
+@pytest.mark.parametrize(
+    ("tp", "given", "cut"),
+    [
+        (1, {"ffn_hidden_size": 100}, []),  # one shard is what every other layout is held against
+        (2, {}, []),
+        (4, {"sequence_parallel": True}, ["tokens of a microbatch 256 / 4 ranks = 64"]),
+        (1, {"context_parallel_size": 2}, ["tokens of a microbatch's pieces 128 / 2 ranks = 64"]),
+        (
+            4,
+            {"seq_length": 512, "context_parallel_size": 2, "sequence_parallel": True},
+            ["tokens of a microbatch 512 / 8 ranks = 64"],
+        ),
+        (2, {"ffn_hidden_size": 1408}, ["columns of mlp.linear_fc2 1408 / 2 ranks = 704"]),
+        (4, {"kv_channels": 32}, ["rows of self_attention.linear_qkv 768 / 4 ranks = 192"]),
+        (
+            2,
+            {"num_query_groups": 3, "num_attention_heads": 9},
+            [
+                "rows of self_attention.linear_qkv 960 / 2 ranks = 480",
+                "columns of self_attention.linear_proj 576 / 2 ranks = 288",
+            ],
+        ),
+        (2, MIXTURE | {"ffn_hidden_size": 1408}, []),  # no layer is dense
+        (2, MIXTURE | {"expert_tensor_parallel_size": 2}, ["columns of mlp.experts.linear_fc2 384 / 2 ranks = 192"]),
+    ],
+)
+def test_what_is_cut(tp: int, given: dict[str, Any], cut: list[str]) -> None:
+    args = layout_arguments(tp, **given)
+    assert cut_tiles(args, linears(args)) == cut

@@ -1,8 +1,10 @@
-"""Defaults that follow from the machine: the user's value wins, and is refused where it cannot work."""
+"""Defaults that follow from the machine: the user's value wins, and is refused where it cannot work. The step hook."""
 
 import argparse
 import importlib.util
+from types import SimpleNamespace
 
+import megatron.training.training as training
 import pytest
 from llama_arguments import megatron_parser
 from megatron.training.arguments import add_megatron_arguments
@@ -86,3 +88,23 @@ def test_the_tokenizer_is_that_of_megatron_s_own_script() -> None:
     parser = entry.provide_arguments(ON_CPU, [], megatron_parser())
     assert parser.parse_args([]).tokenizer_type == "GPT2BPETokenizer"
     assert parser.parse_args(["--tokenizer-type", "NullTokenizer"]).tokenizer_type == "NullTokenizer"
+
+
+def test_without_a_hook_the_set_cannot_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(
+        snip=True,
+        load=None,
+        save=None,
+        exit_signal_handler=False,
+        sequence_parallel=False,
+        transformer_impl="local",
+        use_distributed_optimizer=False,
+    )
+    off = Startup(on_cpu=False, disabled=frozenset({"step-hook", "dataset-helpers"}))
+    with pytest.raises(SnipError, match="--snip-no-compat step-hook: this Megatron's source has no hook"):
+        compat.apply(plain, off)
+    allowed = Startup(on_cpu=False, disabled=frozenset({"dataset-helpers"}))
+    assert compat.apply(plain, allowed) == ["step-hook: Megatron's train_step and evaluate wrapped at run time"]
+    monkeypatch.setattr(training, "SNIP_HOOKS", {}, raising=False)
+    assert compat.apply(plain, off) == []
+    assert compat.apply(plain, allowed) == ["step-hook: this Megatron's source has it, nothing is patched at run time"]

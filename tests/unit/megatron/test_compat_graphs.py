@@ -1,7 +1,6 @@
 """Beside Megatron's CUDA graphs, and back: what can be seen without a GPU; the graphs themselves: ``tests/gpu``."""
 
 import argparse
-import gc
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.compat.graphs import layers_of
-from snip_megatron.megatron.graphs import GraphedRun
 
 
 class Layer(GraphableMegatronModule):  # type: ignore[misc]
@@ -97,15 +95,3 @@ def test_layers_of_changed_linears() -> None:
     assert layers_of(layers, [nested, layers[1][0], layers[1][1][0]]) == [layers[1], layers[3]]
     assert layers_of(layers, []) is None
     assert layers_of(layers, [layers[0][0], torch.nn.Linear(1, 1)]) is None, "a linear in no captured layer"
-
-
-# -- without, and what cannot be ---------------------------------------------------------------------------------
-def test_a_run_without_graphs_is_left_alone() -> None:
-    frozen = gc.get_freeze_count()
-    run = GraphedRun(argparse.Namespace(cuda_graph_impl="none"))
-
-    def schedule(**named: Any) -> None: ...
-
-    assert run.training(schedule, schedule) == (schedule, schedule)
-    assert run.captures() is None
-    assert gc.get_freeze_count() == frozen

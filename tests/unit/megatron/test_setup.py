@@ -1,7 +1,6 @@
 """What surrounds a training step. The controller is made up here; tests/distributed have the real one."""
 
 import argparse
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,20 +20,6 @@ def a_call() -> StepCall:
         step=3, forward_step_func=None, data_iterator=None, model=[], optimizer=None, config=None,
         forward_backward_func=None, num_microbatches=1,
     )  # fmt: skip
-
-
-def test_a_run_shares_triton_s_cache_before_megatron_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron compiles its fused functions while it starts."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("snip_megatron.megatron.validate.check", lambda *_: None)
-    hooks = SimpleNamespace(pre_wrap_hooks=[])
-    run = SnipRun(SnipConfig(enabled=True), argparse.Namespace())
-    with run.undo:
-        run.begin(hooks)
-        assert os.environ["TRITON_CACHE_DIR"]
-    assert hooks.pre_wrap_hooks == [run.pre_wrap_hook]
 
 
 def test_a_step_that_megatron_gives_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""A run without a table of times: rank 0 times its own GEMMs once, and every later start has the same times."""
+"""Times of a run's GEMMs: predicted from Megatron's arguments, or measured once by rank 0 and stored."""
 
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,174 @@ from typing import Any
 import pytest
 import torch
 from llama_arguments import WANTED, linears, run_arguments
+from refusal import refusal
 
 from snip_megatron.layers.context import LinearState
 from snip_megatron.layers.spans import Spans
-from snip_megatron.megatron.times import OwnTimes, check_measurable
+from snip_megatron.megatron.times import OwnTimes, check_measurable, layout_of, option_times
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.planner.step_time import StepModel
+from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, PrecisionMap, Side, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.timing.calibration.clock import Call
+from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.shapes import LinearShape
 from snip_megatron.timing.table import STOCK, TimingTable
+
+QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"
+
+
+def shapes(**given: Any) -> dict[str, LinearShape]:
+    args = run_arguments(**given)
+    layout = layout_of(args, linears(args).covered, SnipConfig())
+    return {kind: layout.shapes[row.name] for kind, row in layout.kinds.items()}
+
+
+def shapes_of(rows: list[LinearRow]) -> list[LinearShape]:
+    return list(layout_of(run_arguments(), rows, SnipConfig()).shapes.values())
+
+
+def test_shapes_are_those_of_one_rank() -> None:
+    assert shapes() == {
+        QKV: LinearShape(4096, (16 + 2 * 4) * 64 // 2, 1024, microbatches=4, gathered=True),
+        "self_attention.linear_proj": LinearShape(4096, 1024, 512, microbatches=4),
+        FC1: LinearShape(4096, 4096, 1024, microbatches=4, gathered=True),
+        FC2: LinearShape(4096, 1024, 2048, microbatches=4),
+    }
+    assert not any(shape.gathered for shape in shapes(sequence_parallel=False).values())
+    assert not any(shape.fused_accumulation for shape in shapes(gradient_accumulation_fusion=False).values())
+
+
+def test_a_row_says_what_ranks_share_of_it() -> None:
+    """Latent attention and mixers, on 2 ranks: a projection that each has whole runs on its own share of the tokens."""
+    rows = [
+        LinearRow(
+            "decoder.layers.0.self_attention.linear_q_down_proj", 0, 384, 1024, sub_block=0, sharded=Side.NEITHER
+        ),
+        LinearRow("decoder.layers.0.self_attention.linear_q_up_proj", 0, 2048, 384, sub_block=0, sharded=Side.OUTPUT),
+        LinearRow("decoder.layers.1.mixer.in_proj", 0, 4160, 1024, sub_block=1, sharded=Side.OUTPUT),
+        LinearRow("decoder.layers.1.mixer.out_proj", 0, 1024, 2048, sub_block=1, sharded=Side.INPUT),
+    ]
+    assert shapes_of(rows) == [
+        LinearShape(2048, 384, 1024, microbatches=4),
+        LinearShape(4096, 1024, 384, microbatches=4, gathered=True),
+        LinearShape(4096, 2080, 1024, microbatches=4, gathered=True),
+        LinearShape(4096, 1024, 1024, microbatches=4),
+    ]
+    with pytest.raises(SnipError, match=r"mixer.in_proj \[4161, 1024\]: 4161 features cannot be split over 2 ranks"):
+        shapes_of([replace(rows[2], n=4161)])
+
+
+def test_context_parallel_ranks_share_the_tokens() -> None:
+    assert {shape.tokens for shape in shapes(context_parallel_size=2).values()} == {2048}
+
+
+def test_experts_share_a_rank_s_tokens() -> None:
+    """8 experts on 2 expert parallel ranks, 2 of them a token: 4 GEMMs of a quarter of the two ranks' tokens each."""
+    experts = {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": 512,
+               "moe_shared_expert_intermediate_size": None, "moe_grouped_gemm": False,
+               "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}  # fmt: skip
+    tokens = 2048 * 2 // 2 * 2 * 2 // 8  # of a sequence parallel rank, twice, from two ranks, over 8 experts
+    assert shapes(**experts)["mlp.experts.linear_fc1"] == LinearShape(
+        tokens, 1024, 1024, microbatches=4 * 4, matrices=4
+    )
+    args = run_arguments(**experts)
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, linears(args).covered)
+    one, model = shapes(**experts)["mlp.experts.linear_fc1"], load_cost_model("h200")
+    for fmt in ("bf16", "fp8"):
+        predicted = times.of("decoder.layers.3.mlp.experts.linear_fc1", Gemm.FPROP, fmt)
+        assert predicted == pytest.approx(model.seconds(one, Gemm.FPROP, Format(fmt)))
+    assert set(times.rest) == {0, 1}
+    both = shapes(**experts | {"expert_tensor_parallel_size": 2})["mlp.experts.linear_fc1"]
+    assert both == LinearShape(2 * tokens, 512, 1024, microbatches=4 * 4, matrices=4)
+    grouped = shapes(**experts | {"moe_grouped_gemm": True})["mlp.experts.linear_fc1"]
+    assert grouped == replace(one, grouped=True, fused="gradient")
+    assert grouped.group == (4, 4 * tokens, 1024, 1024)
+    assert not shapes(**experts | {"moe_grouped_gemm": True, "transformer_impl": "local"})[QKV].grouped
+
+
+def test_recomputation_runs_forwards_twice() -> None:
+    full = shapes(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert {shape.forwards for shape in full.values()} == {2}
+    mlp = shapes(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
+    assert [mlp[kind].forwards for kind in (QKV, FC1, FC2)] == [1, 2, 2]
+    assert {
+        s.forwards for s in shapes(recompute_granularity="selective", recompute_modules=["core_attn"]).values()
+    } == {1}
+    # The first layer of each stage's four.
+    block = shapes(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    assert [block[f"decoder.layers.{i}.{FC1}"].forwards for i in range(8)] == [2, 1, 1, 1, 2, 1, 1, 1]
+
+
+def test_times_of_a_table_and_of_flops() -> None:
+    args = run_arguments()
+    rows = linears(args).covered
+    by_table = option_times(SnipConfig(**WANTED, timings="h200", pin=("*.0.*=fp4",)), args, rows)
+    assert by_table.model == "NVIDIA H200"
+    for fmt in ("bf16", "fp8", "fp8_tensor", "fp4"):
+        expected = load_cost_model("h200").seconds(shapes()[FC1], Gemm.DGRAD, Format(fmt))
+        assert by_table.of(f"decoder.layers.5.{FC1}", Gemm.DGRAD, fmt) == expected
+    by_flops = option_times(SnipConfig(**WANTED, timings="flops"), args, rows)
+    one = by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "bf16")
+    assert by_flops.of(f"decoder.layers.0.{FC2}", Gemm.WGRAD, "fp8") == one / 2
+    assert by_flops.of(f"decoder.layers.0.{FC2}", None, "bf16") == pytest.approx(3 * one)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("timings", ["h200", "flops"])
+def test_planned_steps_are_the_options_seconds_and_the_rest(timings: str, recompute: str | None) -> None:
+    """TP 2 with sequence parallelism, two stages, any map."""
+    given = {} if recompute is None else {"recompute_granularity": "full", "recompute_method": "uniform"}
+    args, formats = run_arguments(**given), ("bf16", "fp8", "fp8_tensor", "fp4")
+    config, rows = SnipConfig(**WANTED | {"formats": formats}, timings=timings), linears(args).covered
+    times = option_times(config, args, rows)
+    layout = replace(layout_of(args, rows, config), fused_swiglu=False)  # a run takes it for fixed
+    step = StepModel(layout, load_cost_model(timings))
+    assert times.rest == step.fixed_seconds()
+    stages, bf16 = {row.name: row.stage for row in rows}, step.step(lambda row: ALL_BF16).total
+    draws = random.Random(17)
+    for _ in range(10):
+        options = [option_id(name, gemm) for name in stages for gemm in Gemm]
+        chosen = PrecisionMap(choices={option: Format(draws.choice(formats)) for option in options})
+        predicted = step.step(lambda row, own=chosen: own.formats_of(row.name)).total
+        seconds = times.by_stage(chosen, stages)
+        summed = step.layout.bubble * max(times.rest[stage] + found for stage, (_, found) in seconds.items())
+        assert summed == pytest.approx(predicted, rel=1e-9)
+        assert times.step_speedup(chosen, stages) == pytest.approx(bf16 / predicted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "rows", [[LinearRow("decoder.layers.0.mixer.in_proj", 0, 64, 64)], None], ids=["scan", "vocabulary"]
+)
+def test_where_the_planner_cannot_say_the_rest_is_not_known(rows: list[LinearRow] | None) -> None:
+    args = run_arguments(padded_vocab_size=32000 if rows else None, pipeline_model_parallel_size=1)
+    times = option_times(SnipConfig(**WANTED, timings="h200"), args, rows or linears(args).covered)
+    assert times.rest == {}
+    assert times.step_speedup(PrecisionMap(choices={}), {"decoder.layers.0.mlp.linear_fc1": 0}) is None
+
+
+def test_a_run_that_names_no_table_measures_its_times() -> None:
+    args = run_arguments()
+    assert option_times(SnipConfig(**WANTED), args, linears(args).covered) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"timings": "absent.json"}, "--snip-timings absent.json with --snip-budget speedup=1.2: absent.json"),
+        ({"timings": "h200", "pin": ("*=nvfp4",)}, "--snip-timings h200 with --snip-budget speedup=1.2: the timings"),
+    ],
+)
+def test_times_that_are_not_known_are_named(fields: dict[str, Any], words: str) -> None:
+    args = run_arguments()
+    assert words in refusal(option_times, SnipConfig(**WANTED, **fields), args, linears(args).covered)
+
 
 SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 4, "kv_channels": 32,
          "seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4}  # fmt: skip
