@@ -37,13 +37,13 @@ def snip_arguments(provider: Provider | None = None) -> Provider:
         if provider is not None:
             parser = provider(parser)
         parser.error = _end  # type: ignore[method-assign]
-        with _one_line():
-            decided = startup.current(())
-            if _is_active(parse_snip_arguments(sys.argv[1:]).snip, decided):
+        with _errors_end_script():
+            current = startup.current(())
+            if _is_active(parse_snip_arguments(sys.argv[1:]).snip, current):
                 from snip_megatron.megatron import compat
 
-                if decided.on_cpu:
-                    compat.set_defaults(parser, decided)
+                if current.on_cpu:
+                    compat.set_defaults(parser, current)
                 compat.let_snip_choose(parser)
             return add_arguments(parser)
 
@@ -62,42 +62,42 @@ def attach[Pretrain: Callable[..., Any]](pretrain: Pretrain) -> Pretrain:
 
     @functools.wraps(pretrain)
     def pretrain_under_snip(*args: Any, **kwargs: Any) -> Any:
-        with _one_line():
+        with _errors_end_script():
             arguments = parse_snip_arguments(sys.argv[1:])
-            decided = startup.current(arguments.snip_no_compat)
-            if not _is_active(arguments.snip, decided):
+            current = startup.current(arguments.snip_no_compat)
+            if not _is_active(arguments.snip, current):
                 return pretrain(*args, **kwargs)
             import torch
 
-            if not decided.on_cpu and not torch.cuda.is_available():
+            if not current.on_cpu and not torch.cuda.is_available():
                 raise SnipError(
                     "no CUDA device is visible: to run on the CPU, start python -m snip_megatron.attach SCRIPT ..."
                 )
             from snip_megatron.megatron.attachment import run_attached
 
-            return run_attached(pretrain, args, kwargs, decided)
+            return run_attached(pretrain, args, kwargs, current)
 
     return cast(Pretrain, pretrain_under_snip)
 
 
-def _is_active(enabled: bool, decided: startup.Startup) -> bool:
-    """Whether SNIP does anything here: under ``--snip``, and on the CPU, where Megatron needs the compatibility sets.
+def _is_active(enabled: bool, current: startup.Startup) -> bool:
+    """Return whether SNIP has an effect: under ``--snip``, and on the CPU, where Megatron needs compatibility sets.
 
     Without ``--snip`` no release of Megatron is refused. Raises SnipError if SNIP cannot work with this one.
     """
     try:
-        if enabled or decided.on_cpu:
+        if enabled or current.on_cpu:
             startup.check_installed()
     except SnipError:
         if enabled:
             raise
         return False
-    return enabled or decided.on_cpu
+    return enabled or current.on_cpu
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
-    """End the script with one line and an exit code where SNIP refuses something inside this context."""
+def _errors_end_script() -> Iterator[None]:
+    """Print a SnipError from inside this context in one line, and end the script with its exit code."""
     try:
         yield
     except SnipError as error:
@@ -106,7 +106,7 @@ def _one_line() -> Iterator[None]:
 
 
 def _end(message: str) -> NoReturn:
-    with _one_line():
+    with _errors_end_script():
         raise SnipError(message)
     raise AssertionError
 
@@ -118,7 +118,7 @@ def main() -> int:
         return 2
     sys.argv = sys.argv[1:]
     script = Path(sys.argv[0])
-    with _one_line():
+    with _errors_end_script():
         if not script.is_file():
             raise SnipError(f"{script}: no such file; give the path of the training script")
         startup.prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)

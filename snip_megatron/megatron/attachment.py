@@ -27,7 +27,7 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
 
 
 def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
-    """Return SNIP's configuration on this machine, and lines about what the arguments left open.
+    """Return SNIP's configuration on this machine, and lines about defaults that were chosen.
 
     Raises SnipError if an argument is invalid, or two of them cannot be combined.
     """
@@ -38,13 +38,13 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     config = resolve_arguments(args, native or _named_backend(args.snip_timings))
     if not config.updates and not config.late:
         return config, []
-    said = [dominated(config.budget, config.formats, native)]
+    lines = [dominated(config.budget, config.formats, native)]
     if args.snip_budget is None:
         free = "" if native else ": formats are emulated on this machine, which saves no time"
-        said.insert(
+        lines.insert(
             0, f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
         )
-    return config, [line for line in said if line]
+    return config, [line for line in lines if line]
 
 
 def _named_backend(timings: str | None) -> str | None:
@@ -59,13 +59,13 @@ def _named_backend(timings: str | None) -> str | None:
 def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
     """Run a training with SNIP inside this context if ``--snip`` was given.
 
-    Raises SnipError if the configuration cannot work. It is checked before any collective is called. ``model_config``
-    holds ``pre_wrap_hooks``, to which the one that converts the model is added.
+    The hook that converts the model is added to ``model_config.pre_wrap_hooks``. Raises SnipError if the configuration
+    cannot work. It is checked before any collective is called.
     """
-    config, said = configuration(args)
+    config, lines = configuration(args)
     with ExitStack() as stack:
         if config.enabled:
-            for line in said:
+            for line in lines:
                 say(line)
             from snip_megatron.megatron.conversion import with_resolved_gemm
             from snip_megatron.megatron.setup import SnipRun

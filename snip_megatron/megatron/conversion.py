@@ -42,15 +42,16 @@ _SNIP_CLASS: dict[type, tuple[type, str]] = {
     ColumnParallelLinearGathered: (SnipColumnParallelLinearGathered, "column"),
     RowParallelLinear: (SnipRowParallelLinear, "row"),
 }
-"""Class of a built linear → the class that it gets, and how its weight is sharded. Only exact classes are converted: a
-subclass may do more than its base.
+"""Class of a built linear → the class after conversion, and how its weight is sharded.
+
+Classes must match exactly, because a subclass may do more than its base.
 """
 if HAVE_TE:
     from snip_megatron.megatron import te_linears
 
     _SNIP_CLASS |= te_linears.CLASSES
 for _stock_class, (_converted, _) in _SNIP_CLASS.items():
-    _converted.__name__ = _stock_class.__name__  # by which Megatron-FSDP finds how tensor parallel ranks share a weight
+    _converted.__name__ = _stock_class.__name__  # Megatron-FSDP derives the sharding of a weight from the class name
 _SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
 
 
@@ -75,7 +76,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
             _convert_linear(linear, registry)
     skip_sorting(model_chunks)
     if HAVE_TE:
-        te_linears.pad_rows(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
+        te_linears.convert_expert_mlps(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
     say(f"GEMMs by {context.gemm_backend} ({selection.reason})")
     for stays in what_stays(registry.stock):
         say(f"{stays}; it counts in the fp4 share")
@@ -89,7 +90,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
 
 
 def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears:
-    """Return the linears of the model that arguments ask for, without starting ranks.
+    """Return the linears of the model that ``args`` describes, without starting ranks.
 
     Raises CannotBuildError if the model cannot be built on this machine.
     """
@@ -98,7 +99,7 @@ def linears_on_meta(args: argparse.Namespace, model_config: Any) -> ModelLinears
 
 
 def with_resolved_gemm(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
-    """Return the configuration with what ``--snip-gemm auto`` stands for on this machine and for this model."""
+    """Return the configuration with the backend that ``--snip-gemm auto`` selects for this machine and this model."""
     if not config.enabled:
         return config
     te_linears = args.transformer_impl == "transformer_engine"
@@ -115,12 +116,12 @@ def formats_in_use(config: SnipConfig) -> frozenset[Format]:
 
 
 def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:
-    """Return name → why it is not converted, of each linear that is not."""
+    """Return the name of each linear that is not converted → the reason."""
     return {str(linear.id): why for linear in built if (why := _why_stock(linear)) is not None}
 
 
 def _why_stock(linear: BuiltLinear) -> str | None:
-    """Return why a linear stays as it is, in bf16; None if it can be converted."""
+    """Return why a linear is not converted and stays in bf16. None if it can be converted."""
     kind = type(linear.module)
     if isinstance(linear.parent, AbsorbedMLASelfAttention) and linear.id.path.endswith(".linear_kv_up_proj"):
         return "attention multiplies by parts of its weight"
@@ -131,7 +132,7 @@ def _why_stock(linear: BuiltLinear) -> str | None:
 
 
 def what_stays(stock: Mapping[str, str]) -> list[str]:
-    """Return what stays in bf16 and why, a line for the linears of all layers of one kind."""
+    """Return one line for each kind of linear that stays in bf16, with the reason."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name, why in stock.items():
         linear = LinearId.parse(name)
@@ -153,14 +154,14 @@ def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
 
 def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearHandle:
     module, row, weight = linear.module, linear.row, getattr(linear.module, linear.parameter)
-    # Transformer Engine's linears keep the group under a name of their own where they exchange nothing themselves.
+    # Transformer Engine's linears have the group under another name where they exchange nothing themselves.
     group = getattr(module, "_tp_group", None) or module.tp_group
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     shared = size > 1 and (parallel != "whole" or module.config.sequence_parallel)
     n, k = weight.shape
     out_features, in_features = torch.arange(n), torch.arange(k)
     if parallel == "column":
-        # Grouped linears do not mark that gate and up projection are sharded apart.
+        # Grouped linears do not mark that gate and up projection are sharded separately.
         halves = linear.parameter != "weight" and module.config.gated_linear_unit
         out_features = _global_features([n // 2] * 2 if halves else _parts(weight), rank, size)
     elif parallel == "row":
@@ -185,7 +186,7 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
 
 
 def _parts(weight: torch.Tensor) -> list[int]:
-    """Return the sizes of the parts of a shard [N local, K], each of which is sharded apart from the others.
+    """Return the sizes of the parts of a shard [N local, K] that are sharded separately.
 
     Megatron marks a linear of several parts: a mixer's ``in_proj`` by sizes, and gate and up projection by a stride.
     """
@@ -197,9 +198,9 @@ def _parts(weight: torch.Tensor) -> list[int]:
 
 
 def _global_features(parts: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """Return the global indices of a rank's features, int64, of which ``parts`` are the local numbers."""
-    found, start = [], 0
+    """Return the global indices of a rank's features, int64, given the local sizes of the ``parts``."""
+    indices, start = [], 0
     for count in parts:
-        found.append(torch.arange(count) + start + rank * count)
+        indices.append(torch.arange(count) + start + rank * count)
         start += count * size
-    return torch.cat(found)
+    return torch.cat(indices)

@@ -28,13 +28,13 @@ from snip_megatron.megatron.compat import graph_implementation
 from snip_megatron.precision.errors import SnipError, is_number
 
 _NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
-_ENDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")  # of the documents that a sequence consists of
-#: Implementations of layers whose attention knows where packed documents end.
+_ENDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")  # of the documents in a sequence
+#: Implementations of layers with attention over packed documents.
 ENGINES_OF_PACKED = ["transformer_engine"]
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _PATH_FILES = ("data_args_path", "per_split_data_args_path")
 _FIM_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
-#: Arguments for data, models and losses that need another forward step.
+#: Arguments that need another forward step.
 _OTHER_KINDS = ("hybrid_context_parallel", "logits_load_dir")
 
 
@@ -50,7 +50,7 @@ def check_kind_of_data(args: argparse.Namespace) -> None:
     stages, engine, graphs = args.pipeline_model_parallel_size, args.transformer_impl, graph_implementation(args)
     several = stages > 1 and args.micro_batch_size > 1
     predicts = args.mtp_num_layers and args.overlap_moe_expert_parallel_comm
-    for refused, found, way in (
+    for refused, option, way in (
         (engine not in ENGINES_OF_PACKED, f"--transformer-impl {engine}", "use transformer_engine"),
         (several, f"--micro-batch-size {args.micro_batch_size} on several pipeline stages", "use 1"),
         (graphs is not None, f"--cuda-graph-impl {graphs}", "leave it out"),
@@ -60,7 +60,7 @@ def check_kind_of_data(args: argparse.Namespace) -> None:
         (args.sft and args.reset_attention_mask, "--reset-attention-mask", "leave it out"),
     ):
         if refused:
-            raise SnipError(f"{argument} cannot be combined with {found}: it packs documents; {way}")
+            raise SnipError(f"{argument} cannot be combined with {option}: it packs documents; {way}")
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def check_data(args: argparse.Namespace) -> None:
 
 
 def _packs(args: argparse.Namespace) -> bool:
-    """Whether sequences consist of documents that do not attend to each other, so that all stages read their ends."""
+    """Return whether documents in a sequence do not attend to each other, so that all stages need their ends."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
@@ -104,8 +104,9 @@ def _reads_data(vp_stage: int | None) -> bool:
 
 
 def _needs_batches(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    """Whether a pipeline stage needs batches: the first, the last, the one that predicts further tokens, and all stages
-    where documents are packed.
+    """Return whether a pipeline stage needs batches.
+
+    The first and the last stage need them, and the one that predicts further tokens. If documents are packed, all do.
     """
     layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
     predicts = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
@@ -137,7 +138,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "inter_document_masking": args.dataloader_inter_document_masking,
     }
     kind = GPTDatasetConfig
-    if args.fim_data:  # spans of a document are moved to its end, as for models that fill in the middle
+    if args.fim_data:  # for models that fill in the middle, spans of a document are moved to its end
         kind = GPTFIMDatasetConfig
         values["fim_extra_tokens"] = {name: getattr(args, f"fim_{name}_token") for name in _FIM_TOKENS}
     # The fields differ between versions of Megatron.
@@ -146,7 +147,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def _makes_attention_mask(args: argparse.Namespace) -> bool:
-    """Whether data sets make attention masks. They do if documents reset the mask; otherwise it is causal."""
+    """Return whether data sets make attention masks, as they do if documents reset the mask. Otherwise it is causal."""
     return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
 
 
@@ -162,9 +163,9 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, v
     Returns:
         ``tokens``, ``labels`` and ``position_ids`` (int64) and ``loss_mask`` (fp32), each [microbatch, sequence], and
         ``attention_mask``, which is None unless the data set makes one. Under context parallelism the sequence
-        dimension holds this rank's part. All values are None on pipeline stages that need none. Where documents are
-        packed, the sequences of a microbatch are one, [1, microbatch · sequence], and :func:`packed_documents` says
-        where documents end.
+        dimension has this rank's part. All values are None on pipeline stages that need none. If documents are packed,
+        the sequences of a microbatch are concatenated to [1, microbatch · sequence], and :func:`packed_documents`
+        returns the ends of the documents.
     """
     packs = _packs(args)
     names = (*_NAMES, *_ENDS) if packs else _NAMES
@@ -198,7 +199,7 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, v
 
 
 def packed_documents(args: argparse.Namespace, batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Return where the documents of a microbatch of :func:`get_batch` end; None if they are not packed."""
+    """Return the ends of the documents in a microbatch of :func:`get_batch`. None if documents are not packed."""
     if batch.get("cu_seqlens") is None:
         return None
     ends, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])

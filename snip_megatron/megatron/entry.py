@@ -45,14 +45,14 @@ def run(startup: Startup) -> None:
             forward_step=forward_step,
         )
     # NCCL destroys a communicator only after all CUDA graphs that contain its collectives, and these graphs live until
-    # the process ends. With them, the process ends as Megatron's own trainings do, with its process groups.
+    # the process ends. With graphs, the process therefore ends with its process groups, as Megatron's own trainings do.
     if torch.distributed.is_initialized() and compat.graph_implementation(args) is None:
         torch.distributed.destroy_process_group()
 
 
 # -- arguments -------------------------------------------------------------------------------------------------
 def provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add SNIP's arguments and set defaults for this machine. ``shown`` is filled with one line per set of defaults."""
+    """Add SNIP's arguments and set defaults for this machine. ``shown`` gets the lines about these defaults."""
     parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's pretrain_gpt.py has it
     shown[:] = compat.set_defaults(parser, startup)
@@ -68,10 +68,10 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, LossFunction]:
-    """Run one microbatch through one model chunk. Returns its output and the function that computes the loss of it.
+    """Run one microbatch through one model chunk. Returns the output and a function that computes its loss.
 
-    With ``return_schedule_plan``, nothing runs yet, and Megatron's plan of the layers' parts takes the place of the
-    output (``--overlap-moe-expert-parallel-comm``).
+    If ``return_schedule_plan``, nothing runs yet, and the output is Megatron's plan of the parts of layers
+    (``--overlap-moe-expert-parallel-comm``).
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

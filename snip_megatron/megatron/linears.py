@@ -21,8 +21,8 @@ from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, quoted
 
-_DEFAULTS = {"gtp_remat_size": 1}  # of arguments that the quantised path does not implement; None of others
-_HANDLED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
+_DEFAULTS = {"gtp_remat_size": 1}  # of arguments that quantised linears do not implement; None for all others
+_IMPLEMENTED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
 
 
 def product(
@@ -53,8 +53,8 @@ def product(
 def scatters(handle: LinearHandle) -> bool:
     """Return whether a row-parallel linear under sequence parallelism reduce-scatters its output itself.
 
-    It does in a pass of training under the map, with or without gradients, because recomputation must repeat the
-    forward. One node of autograd then takes less host time than two.
+    It does so in training passes under the map, with or without gradients, because recomputation must repeat the
+    forward. One autograd node then takes less host time than two.
     """
     context = handle.context
     return handle.tp_group is not None and not handle.is_stock and context.override is None and not context.probing
@@ -69,7 +69,7 @@ class _QuantizedForward:
         if self.snip.is_stock:
             return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
         for name, value in kwargs.items():
-            if name not in _HANDLED and value is not None and value != _DEFAULTS.get(name):
+            if name not in _IMPLEMENTED and value is not None and value != _DEFAULTS.get(name):
                 raise SnipError(
                     f"{self.snip.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not have"
                 )
@@ -107,7 +107,7 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
 
 
 STOCK = SwiGLU(swiglu, swiglu_back)
-"""Megatron's functions, which it compiles unless ``--disable-jit-fuser`` is given."""
+"""Megatron's functions. Megatron compiles them unless ``--disable-jit-fuser`` is given."""
 
 
 class SnipMLP(MLP):  # type: ignore[misc]
@@ -120,8 +120,8 @@ class SnipMLP(MLP):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run Megatron's own code if a probe or a measuring pass runs, or if the map keeps both linears in bf16."""
         fc1, fc2 = self.linear_fc1.snip, self.linear_fc2.snip
-        asked = (per_token_scale, *kwargs.values())  # a layer passes padding_mask=None
-        if any(each is not None for each in asked) or not may_fuse(fc1, fc2):
+        options = (per_token_scale, *kwargs.values())  # a layer passes padding_mask=None
+        if any(option is not None for option in options) or not may_fuse(fc1, fc2):
             return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
         y, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(fused_swiglu(y, fc1, fc2, self.snip_swiglu))  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class SnipMLP(MLP):  # type: ignore[misc]
 def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: SwiGLU = STOCK) -> str:
     """Fuse SwiGLU in the dense MLPs of ``layers``, and return a phrase for the log.
 
-    ``stock`` are the functions that the MLPs use where nothing is fused.
+    ``stock`` are the functions for passes in which nothing is fused.
     """
     mlps: list[Any] = [layer.mlp for layer in layers if _is_converted(layer.mlp)]
     reason = _why_not(mlps, backend)
@@ -162,8 +162,8 @@ def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
 
 
 def why_no_swiglu(config: Any) -> str | None:
-    """Return why something else than Megatron's fused SwiGLU runs between two linears, or None."""
-    for hindered, why in (
+    """Return why not exactly Megatron's fused SwiGLU runs between two linears. None if it does."""
+    for other, why in (
         (config.activation_func is not functional.silu or not config.gated_linear_unit, "the activation is not SwiGLU"),
         (config.add_bias_linear, "linears have a bias: --disable-bias-linear"),
         (not config.bias_activation_fusion, "--no-bias-swiglu-fusion"),
@@ -171,6 +171,6 @@ def why_no_swiglu(config: Any) -> str | None:
         (getattr(config, "activation_func_fp8_input_store", False), "--activation-func-fp8-input-store"),
         (config.cpu_offloading, "--cpu-offloading-num-layers"),
     ):
-        if hindered:
+        if other:
             return why
     return None

@@ -36,10 +36,10 @@ from snip_megatron.megatron.linears import product, scatters, why_no_swiglu
 from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
 
 
-def ran_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
-    """Run what the earliest backward of a linear has left to do, and tell DDP that its wgrad is there.
+def run_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
+    """Run the delayed wgrad of the earliest backward of a linear, and report it to DDP.
 
-    Returns False, and does nothing, if that backward was Transformer Engine's own.
+    Returns False and does nothing if that backward was Transformer Engine's own.
     """
     if not handle.state.delayed:
         return False
@@ -51,11 +51,12 @@ def ran_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
 class _QuantizedForward(StockState):
     """Runs the GEMMs in the formats of the precision map. With three bf16 GEMMs, Transformer Engine's own code runs.
 
-    Attributes that are read here:
-        parallel_mode: "column", "row", or None for a linear that exchanges nothing.
-        tp_size, tp_group: what it exchanges over; 1 if it exchanges nothing.
-        sequence_parallel: whether tokens are sharded and ``tp_size`` is not 1.
-        apply_bias: whether the linear adds its bias itself.
+    Attributes of Transformer Engine that are read here:
+        parallel_mode: "column" or "row". None if the linear exchanges nothing.
+        tp_size: Number of ranks of ``tp_group``, over which the linear exchanges. It is 1 if the linear exchanges
+            nothing.
+        sequence_parallel: Whether tokens are sharded and ``tp_size`` is not 1.
+        apply_bias: Whether the linear adds its bias itself.
     """
 
     snip: LinearHandle
@@ -87,8 +88,8 @@ class _QuantizedForward(StockState):
         return x
 
     def backward_dw(self: Any) -> None:
-        """Run the wgrad of the earliest backward that left it to this call (``--delay-wgrad-compute``)."""
-        if not ran_delayed_wgrad(self, self.snip):
+        """Run the wgrad of the earliest backward that delayed it (``--delay-wgrad-compute``)."""
+        if not run_delayed_wgrad(self, self.snip):
             super().backward_dw()  # type: ignore[misc]
 
     def _reduced_product(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ class _QuantizedForward(StockState):
 
 
 class SnipTELinear(_QuantizedForward, TELinear):  # type: ignore[misc]
-    """A linear that every tensor parallel rank holds whole, or whose input and output others exchange."""
+    """A linear that is replicated on tensor parallel ranks, or whose input and output other modules exchange."""
 
 
 class SnipTEColumnParallelLinear(_QuantizedForward, TEColumnParallelLinear):  # type: ignore[misc]
@@ -142,7 +143,10 @@ class _GroupedForward(StockState):
     on_wgrad_complete: Callable[[], None] | None = None
 
     def forward(self: Any, x: Tensor | None, m_splits: Any) -> tuple[Tensor | GroupedCall, list[Tensor] | None]:
-        """Return Y and its biases; without x a call for an MLP, which starts with the last expert if ``m_splits``."""
+        """Return Y and its biases.
+
+        If ``x`` is None, a call for an MLP is returned in place of Y. It starts with the last expert if ``m_splits``.
+        """
         if self.snip_experts[0].is_stock:
             spans, forward = self.snip_experts[0].state.spans, super().forward  # type: ignore[misc]
             return forward(x, m_splits) if spans is None else spans.run(forward, x, m_splits)  # type: ignore[no-any-return]
@@ -164,7 +168,7 @@ class _GroupedForward(StockState):
 
     def backward_dw(self: Any) -> None:
         """Tell DDP that the wgrads of the earliest backward have run (``--delay-wgrad-compute``)."""
-        if not ran_delayed_wgrad(self, self.snip_experts[0]):
+        if not run_delayed_wgrad(self, self.snip_experts[0]):
             super().backward_dw()  # type: ignore[misc]
 
 
@@ -177,27 +181,27 @@ class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear
 
 
 class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
-    """Experts that pad the rows of their linears once, where the grouped products need padding.
+    """Experts that pad the rows of both linears once if the grouped products need padding.
 
-    With ``snip_fuses``, SwiGLU times the probabilities may be computed with the quantisation of its result.
+    If ``snip_fuses``, SwiGLU times the probabilities may be fused with the quantisation of the product.
     """
 
     snip_fuses: bool
 
     def snip_prepare(self) -> None:
-        """Make what the next forward needs beside its rows, for whose numbers the host waits."""
-        if not self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # weights that are not there yet
+        """Prepare the next forward as far as possible before the host waits for the numbers of rows."""
+        if not self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # otherwise the weights are not there yet
             self.__dict__["snip_prepared"] = self._snip_prepared()
 
     def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:
-        """Return whether rows are padded, whether the last expert comes first, and the calls of linears to fuse."""
+        """Return whether rows are padded, whether the last expert comes first, and the calls of fused linears."""
         fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
         if not (_pads(fc1) or _pads(fc2)):
             return False, False, []
         last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
         backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
-        # The modules are called, because DDP's hooks on them wait for their weights.
+        # The modules are called, because hooks of DDP wait for their weights.
         linears = (self.linear_fc1, self.linear_fc2) if self.snip_fuses and may_fuse_experts(fc1, fc2) else ()
         return True, backwards, [linear(None, backwards)[0] for linear in linears]
 
@@ -215,8 +219,8 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         return unpad(output, rows), bias
 
 
-def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
-    """Let the MLPs of experts whose linears are converted pad their rows, and with ``fuses`` fuse SwiGLU."""
+def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
+    """Convert the MLPs of experts whose linears are converted: they pad rows, and fuse SwiGLU if ``fuses``."""
     for layer in (module for chunk in model_chunks for module in chunk.modules()):
         mlp: Any = getattr(layer, "experts", None)
         if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
@@ -227,15 +231,15 @@ def pad_rows(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
 
 
 def _is_weighted_swiglu(mlp: Any) -> bool:
-    """Return whether nothing but SwiGLU times the probabilities runs between the linears."""
+    """Return whether only SwiGLU times the probabilities runs between the linears."""
     config = mlp.config
-    hindered = why_no_swiglu(config) is not None or config.moe_apply_probs_on_input
+    other = why_no_swiglu(config) is not None or config.moe_apply_probs_on_input
     offloads = mlp.activation_recompute or mlp.offload_expert_fc1 or mlp.offload_moe_act
-    return not (hindered or offloads or config.moe_mlp_glu_interleave_size is not None)
+    return not (other or offloads or config.moe_mlp_glu_interleave_size is not None)
 
 
 def _pads(handle: LinearHandle) -> bool:
-    """Return whether the products of the next forward need padding. Every quantiser of Transformer Engine does."""
+    """Return whether the products of the next forward need padding, as all quantisers of Transformer Engine do."""
     return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).pads)
 
 
@@ -248,4 +252,4 @@ CLASSES: dict[type, tuple[type, str]] = {
     TEColumnParallelGroupedLinear: (SnipTEColumnParallelGroupedLinear, "column"),
     TERowParallelGroupedLinear: (SnipTERowParallelGroupedLinear, "row"),
 }
-"""Class of a built linear → the class that it gets, and how its weights are sharded."""
+"""Class of a built linear → the class after conversion, and how its weights are sharded."""

@@ -45,7 +45,7 @@ def option_times(
 ) -> OptionTimes | None:
     """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
 
-    Returns None if there is neither: a run then measures its own GEMMs (``own_times.py``). Raises SnipError if the
+    Returns None if there is neither, and the run then measures its GEMMs (:class:`OwnTimes`). Raises SnipError if the
     named table cannot be read, or if the table lacks a candidate or pinned format.
     """
     model: CostModel
@@ -62,16 +62,16 @@ def option_times(
     except SnipError as error:
         source = "measured times" if table is not None else f"--snip-timings {config.timings}"
         raise type(error)(f"{source} with --snip-budget {config.budget}: {error}") from None
-    scans = any(row.id.path.endswith("in_proj") for row in linears)  # Mamba's and gated DeltaNet's: times are not known
+    scans = any(row.id.path.endswith("in_proj") for row in linears)  # of Mamba or gated DeltaNet
     if not step.layout.model.vocabulary or scans:
         return times
     return replace(times, rest=step.fixed_seconds(), bubble=step.layout.bubble)
 
 
 def check_measurable(config: SnipConfig, backend: str | None) -> None:
-    """Raise SnipError if the budget weighs times that are neither named nor worth measuring.
+    """Raise SnipError if the budget needs times and GEMMs are emulated, so that measuring them is meaningless.
 
-    ``backend`` is None on a CPU before there is one.
+    ``backend`` is None on a CPU before a backend is selected.
     """
     if not (config.budget.timed and config.updates) or config.timings is not None:
         return
@@ -84,9 +84,9 @@ def check_measurable(config: SnipConfig, backend: str | None) -> None:
 
 
 def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: SnipConfig) -> Layout:
-    """Return what the planner knows of a run.
+    """Return the planner's description of a run.
 
-    Raises SnipError if ranks cannot share the features of a linear.
+    Raises SnipError if the features of a linear cannot be split over tensor parallel ranks.
     """
     latent = getattr(args, "multi_latent_attention", False)
     groups = args.num_query_groups if args.group_query_attention and not latent else args.num_attention_heads
@@ -129,17 +129,17 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
     )
 
 
-_LONGEST_ATTENTION = 8192  # tokens: longer sequences have the rate of this length
-_MOST_KEPT = 64  # microbatches of a linear: each keeps four CUDA events
+_LONGEST_ATTENTION = 8192  # tokens. Longer sequences have the rate of this length.
+_MOST_SPANS = 64  # microbatches of a linear, each of which has four CUDA events
 
 
 @dataclass(eq=False)
 class OwnTimes:
-    """Finds or measures the times of a run's GEMMs. Only rank 0 makes one; the solver has no other rank's times.
+    """Finds or measures the times of a run's GEMMs, on rank 0 alone.
 
     Attributes:
-        run: the run directory; None if the run keeps no record.
-        clock: times calls; None for the clock of ``device``, which takes memory once it is needed.
+        run: The run directory. None if the run has no record.
+        clock: Times calls. None stands for the clock of ``device``, which takes memory once it is used.
     """
 
     config: SnipConfig
@@ -157,7 +157,7 @@ class OwnTimes:
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         layout = layout_of(args, self.linears, config)
-        self._shapes, self._kept = layout.shapes, min(LATEST * layout.microbatches, _MOST_KEPT)
+        self._shapes, self._kept = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)
         self._table = OwnTable(
             device_name(self.device),
             self.backend.name,
@@ -171,7 +171,7 @@ class OwnTimes:
         )
 
     def known(self) -> OptionTimes | None:
-        """Return the times that an earlier start stored with the run or in the cache; None if there are none."""
+        """Return the times that an earlier start stored with the run or in the cache. None if there are none."""
         found = self._table.find()
         if found is None:
             return None
@@ -180,20 +180,20 @@ class OwnTimes:
         return self._predicted(table)
 
     def watch(self, registry: LinearRegistry) -> None:
-        """Time Megatron's own code of the grouped linears of experts, until the first update has the times."""
+        """Time Megatron's own code of the grouped linears of experts until the first update."""
         for handle in registry:
             if handle.expert is not None and handle.parameter != "weight":
                 handle.state.spans = self.spans.setdefault(handle.name, Spans(self._kept))
                 self._watched.append(handle.state)
 
     def rehearse(self) -> None:
-        """Run what :meth:`measure` times, once, so that its kernels can be listed."""
+        """Run once the calls that :meth:`measure` times, so that their kernels can be listed."""
         run_once(self.backend, self._table.formats, self._table.workload, self.device)
 
     def measure(self) -> OptionTimes:
         """Measure the times, and store them with the run and in the cache.
 
-        Raises SnipError if a size could not be measured, as where memory is too small.
+        Raises SnipError if a size cannot be measured, for example because memory is too small.
         """
         started = time.perf_counter()
         clock = clock_for(self.device) if self.clock is None else self.clock
@@ -212,7 +212,7 @@ class OwnTimes:
         return self._final(table)
 
     def renew(self) -> OptionTimes:
-        """Return the stored times, with those that Megatron's own experts took in this start's latest steps."""
+        """Return the stored times, with the times of Megatron's own experts in the latest steps of this start."""
         found = self._table.find()
         return self.measure() if found is None else self._final(self._with_stock(found[0]))
 
@@ -222,8 +222,10 @@ class OwnTimes:
         return self._predicted(table)
 
     def _with_stock(self, table: TimingTable) -> TimingTable:
-        """Add the seconds of Megatron's own code of experts. They hold what the GPU waits for its host, which launches
-        each expert's GEMMs."""
+        """Add the seconds of Megatron's own code of experts.
+
+        They include waits of the GPU for its host, which launches the GEMMs of each expert.
+        """
         found: dict[tuple[int, ...], list[float]] = {}
         for name, spans in self.spans.items():
             seconds = spans.seconds()

@@ -62,7 +62,7 @@ CONFLICTS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         "SNIP cannot tell whether such a checkpoint holds its state; use global",
     ),
 }
-"""Argument → the attribute that has its value, whether a value conflicts, and why, with what to do."""
+"""Argument → the attribute with its value, whether a value conflicts, and the reason with a remedy."""
 
 
 def check(config: SnipConfig, args: argparse.Namespace) -> None:
@@ -97,10 +97,7 @@ def check(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Check that maps, globs and budgets fit the linears of a model. No collective is called.
-
-    Raises SnipError if they do not.
-    """
+    """Raise SnipError unless maps, globs and budgets fit the linears of a model. No collective is called."""
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")
     if config.budget.kind == "speedup" and config.updates and linears.left:
@@ -115,14 +112,14 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
 
 
 def _check_engine(args: argparse.Namespace) -> None:
-    """Raise SnipError if what Megatron implements for Transformer Engine alone is asked of its local layers."""
+    """Raise SnipError if Megatron's local layers get an argument that needs Transformer Engine's layers."""
     if args.transformer_impl == "transformer_engine":
         return
-    for argument, given in (
+    for argument, is_given in (
         (f"--context-parallel-size {args.context_parallel_size}", args.context_parallel_size > 1),
         ("--defer-embedding-wgrad-compute", getattr(args, "defer_embedding_wgrad_compute", False)),
     ):
-        if given:
+        if is_given:
             raise SnipError(
                 f"{argument} cannot be combined with --transformer-impl {args.transformer_impl}: it needs Transformer"
                 " Engine's layers; use --transformer-impl transformer_engine, which needs a GPU"
@@ -130,7 +127,7 @@ def _check_engine(args: argparse.Namespace) -> None:
 
 
 def check_layers_of_experts(args: argparse.Namespace) -> None:
-    """Raise SnipError if ``--moe-layer-freq`` is no pattern of the layers. Megatron finds out after its start.
+    """Raise SnipError if ``--moe-layer-freq`` is no pattern of the layers. Megatron itself reports it late.
 
     The value is a number n, for every n-th layer, or a list with a flag for each layer.
     """
@@ -144,7 +141,7 @@ def check_layers_of_experts(args: argparse.Namespace) -> None:
 
 
 def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if CUDA graphs lack what they need, or are combined with what does not work."""
+    """Raise SnipError if CUDA graphs cannot work here, or not with another argument."""
     implementation = compat.graph_implementation(args)
     if implementation is None:
         return
@@ -214,7 +211,7 @@ def _check_sharding(args: argparse.Namespace) -> None:
 
 
 def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if something needs weight gradients in FP32 and they are summed and reduced in bf16."""
+    """Raise SnipError if an option needs weight gradients in FP32 and they are summed and reduced in 16 bits."""
     if not (args.bf16 or args.fp16) or args.accumulate_allreduce_grads_in_fp32:
         return
     argument = "--grad-reduce-in-bf16" if args.grad_reduce_in_bf16 else "gradients in 16 bits"
@@ -226,13 +223,13 @@ def _check_gradients(config: SnipConfig, args: argparse.Namespace) -> None:
 
 
 def sharding(args: argparse.Namespace) -> str | None:
-    """Return the argument by which data parallel ranks shard all parameters; None without."""
-    given = ("use_megatron_fsdp", "use_torch_fsdp2")
-    return next((f"--{name.replace('_', '-')}" for name in given if getattr(args, name, False)), None)
+    """Return the argument by which data parallel ranks shard all parameters. None if there is none."""
+    names = ("use_megatron_fsdp", "use_torch_fsdp2")
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, False)), None)
 
 
 def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
-    """Raise SnipError if full sharding is combined with what is not supported beside it."""
+    """Raise SnipError if full sharding is combined with an argument that is not supported beside it."""
     argument = sharding(args)
     if argument is None:
         return
@@ -240,7 +237,7 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
     stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
     overlaps = getattr(args, "overlap_moe_expert_parallel_comm", False)
     unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
-    for refused, found, way in (
+    for refused, option, way in (
         (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
         # Megatron cannot load an optimizer from it
         (getattr(args, "ckpt_format", None) == "torch_dcp", "--ckpt-format torch_dcp", "use torch_dist"),
@@ -258,16 +255,16 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
     ):
         if refused:
             raise SnipError(
-                f"{argument} cannot be combined with {found} under --snip; {way}, or use --use-distributed-optimizer"
+                f"{argument} cannot be combined with {option} under --snip; {way}, or use --use-distributed-optimizer"
                 " alone"
             )
 
 
 def scales_experts_again(args: argparse.Namespace) -> bool:
-    """Whether Megatron-FSDP (0.19) scales down the gradients of experts that earlier microbatches of a step left.
+    """Return whether Megatron-FSDP (0.19) scales down gradients of experts of a step's earlier microbatches again.
 
-    It scales a buffer of gradients before it reduces it, which it does in every microbatch. A buffer that only one rank
-    holds is the one in which they are summed.
+    It scales and reduces a buffer of gradients in every microbatch. Where only one rank has an expert, the gradients of
+    all microbatches are summed in that buffer.
     """
     if not getattr(args, "use_megatron_fsdp", False) or not args.num_experts or args.calculate_per_token_loss:
         return False
@@ -278,7 +275,7 @@ def scales_experts_again(args: argparse.Namespace) -> bool:
 
 
 def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Check maps that are known before training: of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
+    """Check the maps of ``--snip-map``, ``--snip-replay`` or a policy with a fixed map."""
     names = linears.names
     if config.map is not None:
         load_map(config.map, names)
@@ -292,7 +289,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: Mode
 
 
 def _check_globs(schedule: Schedule, names: list[str]) -> None:
-    """Raise SnipError if a phase's glob of what may change matches no option."""
+    """Raise SnipError if the glob of a phase matches no option."""
     for i, phase in enumerate(schedule.phases):
         for glob in phase.change or ():
             if not matching_options(glob, names, "gemm"):
@@ -302,16 +299,16 @@ def _check_globs(schedule: Schedule, names: list[str]) -> None:
 
 def pins(config: SnipConfig, args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """Return the pins of Megatron's ``--first-last-layers-bf16``, followed by those of ``--snip-pin``."""
-    own: list[tuple[str, str]] = []
+    layer_pins: list[tuple[str, str]] = []
     if getattr(args, "first_last_layers_bf16", False):
         start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
         layers = [*range(start), *range(args.num_layers - end, args.num_layers)]
-        own = [(f"decoder.layers.{layer}.*", "bf16") for layer in layers]
-    return (*own, *config.pins)
+        layer_pins = [(f"decoder.layers.{layer}.*", "bf16") for layer in layers]
+    return (*layer_pins, *config.pins)
 
 
 def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> SolveRequest:
-    """Return the request that every update of this run solves. Times that the run must measure are left out.
+    """Return the request that every update of this run solves, without times that the run must measure.
 
     Raises SnipError if the table of times that the configuration names cannot be used.
     """
@@ -323,12 +320,12 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLi
 
 
 def _tokens_per_step(args: argparse.Namespace) -> int:
-    """Tokens of the full global batch. :meth:`SolveRequest.of_step` corrects for a batch size that ramps up."""
+    """Return the tokens of the full global batch. :meth:`SolveRequest.of_step` corrects for a ramp."""
     return int(args.global_batch_size * args.seq_length)
 
 
 def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: ModelLinears) -> None:
-    """Raise SnipError if the budget is unreachable. The message gives the largest share that is reachable."""
+    """Raise SnipError if the budget is unreachable. The message has the largest reachable share."""
     if not config.updates:
         return
     request = solve_request(config, args, linears)
@@ -342,35 +339,35 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
     for i, phase in enumerate(() if config.phases is None else config.phases.phases):
         if phase.budget is not None:
             budgets.append((f"--snip-schedule: phases[{i}].budget: {phase.budget}", phase.budget.value))
-    for asked, target in budgets:
+    for argument, target in budgets:
         if share < target - 1e-9:
             limits, way = _limits(config, linears, request, target)
             most = math.floor(share * 1e4) / 1e4  # a budget of the printed value is reachable
             raise SnipError(
-                f"{asked} is out of reach with {limits}: at most fp4={most:.4f} of the FLOPs can be four-bit; {way}"
+                f"{argument} is out of reach with {limits}: at most fp4={most:.4f} of the FLOPs can be four-bit; {way}"
             )
 
 
 def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, target: float) -> tuple[str, str]:
-    """Return the argument that keeps the share of FP4 below ``target``, and what to do about it."""
+    """Return the argument that keeps the share of FP4 below ``target``, and a remedy."""
     if linears.left:
         return f"{linears.left[0].name} and {len(linears.left) - 1} others, which stay bf16", "lower the budget"
     if reachable_share(linears.covered, replace(request, pins=())) < target - 1e-9:
         formats = f"--snip-formats {','.join(config.formats)}"
         return formats, "lower the budget or add four-bit formats of more GEMMs"
-    own = bool(config.pins)
-    less = "pin less" if own else "leave fewer layers in bf16"
+    has_pins = bool(config.pins)
+    less = "pin less" if has_pins else "leave fewer layers in bf16"
     loose = replace(request, stage_tolerance=None)
     if reachable_share(linears.covered, loose) >= target - 1e-9:  # some stage alone holds too many pins
         less += ", or use --snip-stage-tolerance none"
-    return "--snip-pin" if own else "--first-last-layers-bf16", f"lower the budget or {less}"
+    return "--snip-pin" if has_pins else "--first-last-layers-bf16", f"lower the budget or {less}"
 
 
 def cut_tiles(args: argparse.Namespace, linears: ModelLinears) -> list[str]:
     """Describe each dimension that is sharded into parts that are not multiples of 128.
 
-    A tile ends at the end of a shard, so such a layout has other tiles, and therefore other statistics, than a layout
-    that does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
+    A tile ends at the end of a shard. Such a layout therefore has other tiles and other statistics than a layout that
+    does not shard the dimension. Returns an empty list if all tiles are the same as on one rank.
     """
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     sizes = {}

@@ -89,16 +89,16 @@ def check_gradient_reduction(args: argparse.Namespace) -> None:
 
 
 def _check_replicas(args: argparse.Namespace, here: str) -> None:
-    """Check that tensor parallel ranks get one gradient of each parameter that all of them hold.
+    """Check that tensor parallel ranks get equal gradients of each parameter that is replicated on them.
 
-    A tile of such a parameter may hold neighbours that are sharded, so that its scale differs between these ranks. That
-    does not matter where Megatron sums the reduced gradients over these ranks, as it does for norms and routers under
-    sequence parallelism. Otherwise the copies would drift apart.
+    A tile of such a parameter may contain neighbours that are sharded, so that its scale differs between these ranks.
+    That does not matter where Megatron sums the reduced gradients over these ranks, as it does for norms and routers
+    under sequence parallelism. Otherwise the replicas would drift apart.
     """
     if args.tensor_model_parallel_size == 1:
         return
     here += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
-    drift = "parameters that all tensor parallel ranks hold would differ between them"
+    drift = "parameters that are replicated on tensor parallel ranks would differ between them"
     if not args.sequence_parallel:
         raise SnipError(f"{here}: add --sequence-parallel; without it {drift}")
     if getattr(args, "position_embedding_type", None) == "learned_absolute":
@@ -110,7 +110,7 @@ def _check_replicas(args: argparse.Namespace, here: str) -> None:
 
 @contextlib.contextmanager
 def gradients_reduced_in_fp8(args: argparse.Namespace) -> Iterator[None]:
-    """Let models that are built from ``args`` inside this context reduce gradients in FP8."""
+    """Make models that are built from ``args`` inside this context reduce gradients in FP8."""
     check_signature(getattr(buffers, _FUNCTION), "output_tensor", "input_tensor", "op", "group", "async_op")
     replaced = {_FUNCTION: _reduce_scatter, _CHOSEN: getattr(buffers, _CHOSEN)}  # the second is set by Megatron later
     with changed(args, **{_ARGUMENT: True}), changed(buffers, **replaced):
@@ -118,7 +118,7 @@ def gradients_reduced_in_fp8(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_reduced_models(models: Sequence[Any]) -> None:
-    """Raise SnipError if a model that :class:`DistributedDataParallel` wraps does not reduce as was asked.
+    """Raise SnipError if :class:`DistributedDataParallel` wraps a model with another reduction.
 
     A script may wrap its model with a configuration of its own.
     """
@@ -141,7 +141,7 @@ def _reduce_scatter(
     assert op == dist.ReduceOp.SUM
     finish = start_gradient_reduction(output_tensor, input_tensor, group)
     if async_op:
-        return SimpleNamespace(wait=finish)  # what Megatron waits for
+        return SimpleNamespace(wait=finish)  # Megatron calls wait()
     finish()
     return None
 
