@@ -32,11 +32,11 @@ from torch import Tensor
 
 from benchmarks.common import geomean, header, host_milliseconds, interleaved, refuse_without_cuda, write
 from benchmarks.layers.linear import TOKENS, WEIGHTS
-from snip_megatron.numerics.products.cublaslt import CublasLt, cublaslt
-from snip_megatron.numerics.products.proposals import measured_choices
-from snip_megatron.numerics.products.reference import unrounded
-from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.products.backend import unrounded
+from snip_megatron.numerics.products.cublaslt import CublasLt, cublaslt, measured_choices
+from snip_megatron.numerics.products.hopper import HopperBackend
 from snip_megatron.numerics.products.transformer_engine import TransformerEngineGemms, transformer_engine_gemms
+from snip_megatron.numerics.quantize import operands as quantizers
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -51,6 +51,7 @@ CASES = (
 SAMPLE = 96  # rows and columns
 _COLD_BYTES = 256 << 20  # of rotating operands, several times larger than the L2 cache
 _MOST_SETS = 4
+scaled_mm: Callable[..., Tensor] = torch.nn.functional.scaled_mm
 _FAILURES = (RuntimeError, AssertionError, TypeError, ValueError, ImportError, AttributeError)
 
 Call = Callable[[], Tensor]
@@ -83,13 +84,13 @@ def operands(gemm: Gemm, fmt: Format, left: Tensor, right: Tensor, quantize: Cal
 
 
 def our_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, library: CublasLt, choices: Any) -> Call:
-    """Return our call of cuBLASLt, as ``ScaledProducts`` makes it."""
+    """Return our call of cuBLASLt, as ``HopperBackend`` makes it."""
     fmt = case[1]
 
     def call() -> Tensor:
         if fmt is Format.BF16:
             assert out is not None
-            found = library.multiply_plain(a, b, out.dtype, transposed=(True, False), out=out, add=True)
+            found = library.multiply(a, b, out.dtype, transposed=(True, False), out=out, add=True)
         elif out is not None:
             found = library.multiply(a, b, out.dtype, out=out, add=True)
         else:
@@ -105,17 +106,16 @@ def our_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, library:
 
 def torch_calls(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None) -> dict[str, Call]:
     """Return torch's ways: a scaled GEMM and a separate addition; unquantised, one GEMM that adds, too."""
-    if case[1] is Format.BF16:
+    gemm, fmt, _ = case
+    if fmt is Format.BF16:
         assert out is not None
         into: Any = {"out_dtype": torch.float32} if out.dtype is torch.float32 else {}
         return {
             "torch": lambda: out.add_(unrounded(a.t(), b)),
             "torch addmm": lambda: torch.addmm(out, a.t(), b, out=out, **into),
         }
-    products = ScaledProducts()
-    if out is not None:
-        return {"torch": lambda: products.accumulate(a, b, out)}
-    return {"torch": lambda: products.multiply(a, b, torch.bfloat16)}
+    backend = HopperBackend(quantizers, scaled_mm=scaled_mm)
+    return {"torch": lambda: backend.multiply(gemm, a, b, torch.bfloat16 if out is None else torch.float32, out)}
 
 
 def te_call(case: tuple[Any, ...], a: Any, b: Any, out: Tensor | None, gemms: TransformerEngineGemms) -> Call:

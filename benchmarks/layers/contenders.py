@@ -163,7 +163,7 @@ class TransformerEngine(_Linear):
 # -- who takes part ------------------------------------------------------------------------------------------------
 def _fused(g: Tensor, x: Tensor, out: Tensor) -> None:
     library = cublaslt()
-    if library is None or library.multiply_plain(g, x, out.dtype, transposed=(True, False), out=out, add=True) is None:
+    if library is None or library.multiply(g, x, out.dtype, transposed=(True, False), out=out, add=True) is None:
         raise RuntimeError("cuBLASLt has no kernel that accumulates")
 
 

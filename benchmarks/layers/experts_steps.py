@@ -13,7 +13,7 @@ from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_prod
 from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.numerics.products.deepgemm import grouped_library, why_not
-from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.products.grouped import group_rows
 from snip_megatron.numerics.products.grouped_hopper import grouped_mm
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId

@@ -11,7 +11,8 @@ from benchmarks.common import interleaved
 from benchmarks.layers.contenders import MICROBATCHES, Problem
 from snip_megatron.numerics.products.backend import GemmBackend
 from snip_megatron.numerics.products.cublaslt import CublasLtError, cublaslt
-from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.operands import GradientKeys, Operand, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -41,7 +42,7 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
     w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
     g_row, g_col = backend.quantize(g, OperandSpec(fmt, fmt, keys=keys))
     moved = {"x": _bytes(x, x_row, x_col), "g": _bytes(g, g_row, g_col), "w": _bytes(w, w_row, w_col)}
-    apart = ScaledProducts()
+    apart = HopperBackend(operands)  # without a library that adds
     calls: dict[str, Callable[[], object]] = {
         "quantize x": lambda: backend.quantize(x, OperandSpec(fmt, fmt)),
         "quantize g": lambda: backend.quantize(g, OperandSpec(fmt, fmt, keys=keys)),
@@ -49,8 +50,8 @@ def measure_parts(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[s
         "fprop": lambda: backend.multiply(Gemm.FPROP, x_row, w_row, torch.bfloat16),
         "dgrad": lambda: backend.multiply(Gemm.DGRAD, g_row, w_col, torch.bfloat16),
         "wgrad": lambda: backend.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
-        "product": lambda: apart.accumulate(g_col, x_col, None),
-        "product + add": lambda: apart.accumulate(g_col, x_col, main_grad),
+        "product": lambda: apart.multiply(Gemm.WGRAD, g_col, x_col, torch.float32),
+        "product + add": lambda: apart.multiply(Gemm.WGRAD, g_col, x_col, torch.float32, main_grad),
     }
     calls |= {f"copy {name}": _copy(size) for name, size in moved.items()}
     calls |= _proposals("fprop", x_row, w_row, None, fast=fmt is Format.FP8_TENSOR)

@@ -16,8 +16,7 @@ from torch import Tensor
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.prequantized import PrequantizedTensor
-from snip_megatron.numerics.products.backend import matrix, unflattened
-from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, assemble, flatten
+from snip_megatron.numerics.products.backend import FlatOperand, GemmOperand, assemble, flatten, matrix, unflattened
 from snip_megatron.numerics.quantize import derive_seeds
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec

@@ -25,9 +25,8 @@ from snip_megatron.layers.autograd import (
 from snip_megatron.layers.context import LinearHandle, signs_of
 from snip_megatron.layers.override import output_error, perturbed, report_error
 from snip_megatron.layers.padding import pad, unpad
-from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
-from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.products.backend import assemble, flatten
+from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, group_rows
 from snip_megatron.numerics.quantize.formats import SPECS, TILE
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.numerics.quantize.reference import ROTATED, Rotation

@@ -6,8 +6,7 @@ It can perturb the result of a GEMM, and it can report the first-order effect th
 import torch
 
 from snip_megatron.layers.context import LinearHandle, Override
-from snip_megatron.numerics.products.backend import GemmBackend
-from snip_megatron.numerics.products.reference import unrounded
+from snip_megatron.numerics.products.backend import GemmBackend, unrounded
 from snip_megatron.precision import Gemm
 
 NUDGE = 2.0**-6

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.group_rows import GroupRows
+from snip_megatron.numerics.products.grouped import GroupRows
 from snip_megatron.precision.errors import SnipError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.operands import flatten
+from snip_megatron.numerics.products.backend import flatten
 from snip_megatron.numerics.quantize.operands import OperandPair
 from snip_megatron.precision.errors import SnipError
 

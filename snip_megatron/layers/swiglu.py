@@ -18,9 +18,8 @@ from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
 from snip_megatron.layers.padding import refuse_second_derivatives
 from snip_megatron.layers.prequantized import PrequantizedTensor
-from snip_megatron.numerics.products.backend import Formats, matrix
-from snip_megatron.numerics.products.group_rows import GroupRows
-from snip_megatron.numerics.products.operands import assemble, flatten
+from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix
+from snip_megatron.numerics.products.grouped import GroupRows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 

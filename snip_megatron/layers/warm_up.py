@@ -11,7 +11,7 @@ from snip_megatron.layers.context import LinearHandle, LinearState
 from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
-from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.products.grouped import group_rows
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import ALL_BF16, Format, Formats
 

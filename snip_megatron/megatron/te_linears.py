@@ -33,7 +33,7 @@ from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.megatron.compat.routing import call_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized
 from snip_megatron.megatron.linears import product, scatters, why_no_swiglu
-from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 
 
 def run_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:

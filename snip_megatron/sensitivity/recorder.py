@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from snip_megatron.layers.amax import WHOLE_TENSOR
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.numerics.products.reference import unrounded
+from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.numerics.quantize.reference import Rotation

@@ -61,8 +61,7 @@ def install() -> None:
     from snip_megatron.megatron import conversion, linears
     from snip_megatron.megatron.warmup import WarmUp
     from snip_megatron.numerics.products import hopper, selection
-    from snip_megatron.numerics.products.scaled import ScaledProducts
-    from snip_megatron.numerics.quantize import operands, swiglu, wire
+    from snip_megatron.numerics.quantize import operands, swiglu
     from snip_megatron.numerics.quantize.kernels import quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as kernel_swiglu
     from snip_megatron.numerics.quantize.kernels.compiler import compile_for
@@ -71,14 +70,13 @@ def install() -> None:
 
     compile_for(GPUTarget("cuda", 90, 32))
     quantisers = {"quantize_operands": both(quantize.quantize_operands, operands.quantize_operands)}
-    quantisers |= {name: both(getattr(quantize, name), getattr(wire, name)) for name in ("pack_fp4", "unpack_fp4")}
     names = ("quantize_swiglu", "quantize_swiglu_gradient", "swiglu_with_amax")
     activations = {name: both(getattr(kernel_swiglu, name), getattr(swiglu, name)) for name in names}
     activations["fits"] = kernel_swiglu.fits
     stock = SwiGLU(swiglu.swiglu, swiglu.swiglu_gradient)
     conversion.fuse_swiglu = functools.partial(linears.fuse_swiglu, stock=stock)
-    products = ScaledProducts(scaled_mm)
-    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), products, activations=SimpleNamespace(**activations))
+    activations_of = SimpleNamespace(**activations)
+    backend = hopper.HopperBackend(SimpleNamespace(**quantisers), scaled_mm=scaled_mm, activations=activations_of)
     selection.why_not_hopper = lambda: None
     selection._hopper = lambda library, **_: (backend, "emulated products")
     sums.has_kernels = update_error.has_kernels = lambda x: kernels

@@ -1,14 +1,17 @@
 """DeepGEMM on a Hopper GPU: cuBLASLt's bits in fprop and dgrad, and products inside a CUDA graph."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from snip_megatron.numerics.products.cublaslt import cublaslt
 from snip_megatron.numerics.products.deepgemm import deepgemm, why_not
-from snip_megatron.numerics.products.scaled import ScaledProducts
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.quantize.kernels import quantize
 from snip_megatron.numerics.quantize.kernels.quantize import quantize_operands
 from snip_megatron.numerics.quantize.operands import OperandSpec
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 
 pytestmark = [
     pytest.mark.usefixtures("hopper"),
@@ -25,7 +28,8 @@ def test_a_product_is_captured_and_replayed() -> None:
     a, other = (quantize_operands(matrix(1024, 2048, seed), OperandSpec(Format.FP8, None))[0] for seed in (0, 3))
     b = quantize_operands(matrix(512, 2048, 1), OperandSpec(Format.FP8, None, weight=True))[0]
     library = cublaslt()
-    multiply = ScaledProducts(library=library, faster=deepgemm(library)[0]).multiply
+    backend = HopperBackend(quantize, library=library, faster=deepgemm(library)[0])
+    multiply = partial(backend.multiply, Gemm.FPROP)
     expected = multiply(other, b, torch.bfloat16)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

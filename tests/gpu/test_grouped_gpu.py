@@ -16,12 +16,10 @@ from torch import Tensor
 
 from benchmarks.layers.experts_steps import Problem, snip_step
 from snip_megatron.layers.padding import pad, unpad
-from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
 from snip_megatron.numerics.products.deepgemm import find_nvcc, why_not
-from snip_megatron.numerics.products.group_rows import group_rows
-from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped import GroupLoop, group_rows
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups
-from snip_megatron.numerics.products.operands import assemble, flatten
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.numerics.quantize import swiglu
 from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu

@@ -23,5 +23,5 @@ def wgrad_gemm_accum_fp32(x: Tensor, grad_output: Tensor, main_grad: Tensor) -> 
     """
     library = cublaslt()
     given = grad_output.contiguous(), x.contiguous(), main_grad.dtype
-    if library is None or library.multiply_plain(*given, transposed=(True, False), out=main_grad, add=True) is None:
+    if library is None or library.multiply(*given, transposed=(True, False), out=main_grad, add=True) is None:
         raise RuntimeError("cuBLASLt has no kernel that accumulates")

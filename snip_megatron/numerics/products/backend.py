@@ -3,26 +3,124 @@
 A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
 dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
 GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in how-it-works.md, "Formats".
+
+The reference dequantises operands to FP32 and multiplies in FP32, so that the only error beside quantisation is that of
+FP32 summation. All other backends are compared with it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products import reference
 from snip_megatron.numerics.products.grouped import GroupLoop
-from snip_megatron.numerics.products.operands import FlatOperand, GemmOperand, UnquantizedOperand, assemble, flatten
-from snip_megatron.numerics.products.scaled import ScaledProducts
-from snip_megatron.numerics.quantize.operands import CachedPair, OperandPair, OperandSpec
+from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
 Formats = tuple[Format | None, Format | None]
 """The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
 
 
+# -- operands, and how autograd saves them ---------------------------------------------------------------------------
+class UnquantizedOperand(NamedTuple):
+    """A matrix that the GEMM quantises. In bf16 it is not quantised.
+
+    Attributes:
+        tensor: [rows, cols] in the training dtype.
+        axis: the dimension that the GEMM reduces over: 1 for the rowwise operand, 0 for the columnwise one.
+    """
+
+    tensor: Tensor
+    axis: int
+    spec: OperandSpec
+
+    @property
+    def format(self) -> Format | None:
+        return self.spec.formats[1 - self.axis]
+
+
+GemmOperand = UnquantizedOperand | Operand | ExactOperand
+"""An operand of a GEMM. Both operands of a GEMM are of the same class."""
+
+
+FlatOperand = tuple[tuple[Tensor, ...], Any]
+"""A flattened operand: its tensors, which autograd can save, and the operand with ``...`` in their places."""
+
+
+def flatten(operand: Any) -> FlatOperand:
+    """Take an operand apart, so that autograd can save its tensors."""
+    tensors: list[Tensor] = []
+    rest = _without_tensors(operand, tensors)
+    return tuple(tensors), rest
+
+
+def assemble(flat: FlatOperand) -> Any:
+    """Return the operand that :func:`flatten` took apart."""
+    tensors, rest = flat
+    return _with_tensors(rest, iter(tensors))
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ...
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [_without_tensors(each, tensors) for each in value])
+    return value
+
+
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if value is ...:
+        return next(tensors)
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), [_with_tensors(each, tensors) for each in value])
+    return value
+
+
+# -- the reference's products ------------------------------------------------------------------------------------
+def numbers(operand: UnquantizedOperand) -> Tensor:
+    """Return the numbers that a GEMM multiplies: the matrix itself in bf16, otherwise Q of it in FP32."""
+    if operand.format is Format.BF16:
+        return operand.tensor
+    x, options = operand.spec.quantizer_arguments(operand.tensor, operand.axis)
+    return fake_quantize(x, **options)
+
+
+def unrounded(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in FP32."""
+    if left.is_cuda and left.dtype is not torch.float32 and left.numel():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def reference_product(
+    gemm: Gemm, a: UnquantizedOperand, b: UnquantizedOperand, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """Compute what :meth:`GemmBackend.multiply` does, in plain torch."""
+    left, right = numbers(a), numbers(b)
+    if gemm is Gemm.FPROP:
+        return (left @ right.t()).to(dtype)
+    if gemm is Gemm.DGRAD:
+        return (left @ right).to(dtype)
+    return add_product(left, right, out)
+
+
+def add_product(g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    """Compute gᵀ·x in FP32. It is added to ``out`` if given.
+
+    Products of bf16 numbers are exact in FP32. Accumulating in bf16 would lose most of a small gradient.
+    """
+    g, x = g.to(torch.float32), x.to(torch.float32)
+    if out is not None and out.dtype is torch.float32:
+        return out.addmm_(g.t(), x)
+    product = g.t() @ x
+    return product if out is None else out.add_(product)
+
+
+# -- the interface ---------------------------------------------------------------------------------------------
 class GemmBackend:
     """Quantisation and the three GEMMs of a linear.
 
@@ -40,8 +138,6 @@ class GemmBackend:
     """The library that multiplies in fp8, if it depends on what this machine can load."""
     replayed: Mapping[str, Any] = MappingProxyType({})
     """The methods whose calls C++ repeats."""
-    plain_products: ScaledProducts | None = None
-    """The library that adds a bf16 wgrad of a mixed linear to its gradient inside the GEMM; None: torch does."""
     fuses_swiglu = False
     """Whether :meth:`swiglu` has kernels."""
 
@@ -106,9 +202,16 @@ class GemmBackend:
         """
         assert isinstance(a, UnquantizedOperand)
         assert isinstance(b, UnquantizedOperand)
-        if gemm is Gemm.WGRAD and a.format is Format.BF16 and self.plain_products is not None:
-            return self.plain_products.accumulate_plain(a.tensor, b.tensor, out)
-        return reference.multiply(gemm, a, b, dtype, out)
+        if gemm is Gemm.WGRAD and a.format is Format.BF16:
+            return self.accumulate_plain(a.tensor, b.tensor, out)
+        return reference_product(gemm, a, b, dtype, out)
+
+    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+        """Compute wgrad of unquantised G [T, N] and X [T, K], as :meth:`multiply` does.
+
+        A backend with a library adds inside the GEMM.
+        """
+        return add_product(g, x, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
         """Return the products of one linear of all experts of a layer, whose weights on this rank are [n, k]."""

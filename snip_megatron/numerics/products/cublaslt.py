@@ -7,13 +7,17 @@ needs. The values of enumerators are those of cublasLt.h of CUDA 12.9 and later.
 
 import ctypes
 import functools
+import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.kernels.launch import recording
 from snip_megatron.numerics.quantize.kernels.replay import Argument, Recording
 from snip_megatron.numerics.quantize.operands import Operand
@@ -122,86 +126,65 @@ class CublasLt:
     # -- products ------------------------------------------------------------------------------------------------
     def multiply(
         self,
-        a: Operand,
-        b: Operand,
+        a: Operand | Tensor,
+        b: Operand | Tensor,
         dtype: torch.dtype,
         *,
+        transposed: tuple[bool, bool] = (False, True),
         fast: bool = False,
         choice: int = 0,
-        out: Tensor | None = None,
-        add: bool = False,
-    ) -> Tensor | None:
-        """Return a·bᵀ [a.rows, b.rows], or None, without doing anything, if the library has no kernel for the operands.
-
-        Args:
-            a, b: quantised operands [a.rows, D] and [b.rows, D].
-            dtype: dtype of the result, FP32 or bf16.
-            fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
-            choice: index of the heuristic's proposal to use. The library recommends the first.
-            out: memory for the result, row-major, in ``dtype``; None: new memory.
-            add: whether the product is added to what is in ``out``, in FP32.
-        """
-        # Row-major out is column-major outᵀ = b·aᵀ; a row-major operand [rows, D] is column-major [D, rows].
-        left, right = _matrix(b.values, True, b.scaling), _matrix(a.values, False, a.scaling)
-        problem = _Problem(left, right, _result(out, dtype, a.rows, b.rows), fast, choice)
-        return self._run(problem, (b.values, a.values), (b.scale, a.scale), out, None, add)
-
-    def multiply_plain(
-        self,
-        a: Tensor,
-        b: Tensor,
-        dtype: torch.dtype,
-        *,
-        transposed: tuple[bool, bool] = (False, False),
         factor: Tensor | None = None,
         out: Tensor | None = None,
         add: bool = False,
     ) -> Tensor | None:
-        """Return factor · op(a)·op(b), or None, without doing anything, if the library has no kernel for it.
+        """Return op(a)·op(b), or None, without doing anything, if the library has no kernel for the operands.
 
         Args:
-            a, b: bf16 or fp16 matrices, row-major.
-            dtype: dtype of the result: FP32, bf16 or fp16. Parts of a product are added in FP32.
-            transposed: whether op transposes a, and b.
-            factor: FP32 [1] on the device; None: 1.
-            out, add: see :meth:`multiply`.
+            a, b: two quantised operands [a.rows, D] and [b.rows, D], whose product is a·bᵀ, or two row-major matrices
+                in bf16 or fp16.
+            dtype: dtype of the result, FP32, bf16 or, of matrices, fp16. Parts of a product are added in FP32.
+            transposed: of matrices, whether op transposes a, and b.
+            fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
+            choice: index of the heuristic's proposal to use. The library recommends the first.
+            factor: of matrices, FP32 [1] on the device, by which the product is multiplied; None: 1.
+            out: memory for the result, row-major, in ``dtype``; None: new memory.
+            add: whether the product is added to what is in ``out``, in FP32.
         """
-        result = _result(out, dtype, a.shape[1 if transposed[0] else 0], b.shape[0 if transposed[1] else 1])
-        # The row-major result is the column-major op(b)ᵀ·op(a)ᵀ, and the operands are column-major transposes likewise.
-        left, right = _matrix(b, transposed[1]), _matrix(a, transposed[0])
-        problem = _Problem(left, right, result, fast=False, choice=0, scaled=factor is not None)
-        return self._run(problem, (b, a), None, out, factor, add)
-
-    def _run(
-        self,
-        problem: _Problem,
-        values: tuple[Tensor, Tensor],
-        scales: tuple[Tensor, Tensor] | None,
-        out: Tensor | None,
-        factor: Tensor | None,
-        add: bool,
-    ) -> Tensor | None:
-        """Add the product to ``out``, or write it there, or to new memory if that is None. None without a kernel."""
+        scales: tuple[Tensor, Tensor] | None = None
+        # Row-major out is column-major outᵀ, of which B comes first. Row-major operands are column-major transposes.
+        if isinstance(a, Operand) and isinstance(b, Operand):
+            values, scales = (b.values, a.values), (b.scale, a.scale)
+            left, right = _matrix(b.values, True, b.scaling), _matrix(a.values, False, a.scaling)
+            result = _result(out, dtype, a.rows, b.rows)
+        else:
+            assert isinstance(a, Tensor)
+            assert isinstance(b, Tensor)
+            values = b, a
+            left, right = _matrix(b, transposed[1]), _matrix(a, transposed[0])
+            result = _result(out, dtype, a.shape[1 if transposed[0] else 0], b.shape[0 if transposed[1] else 1])
+        problem = _Problem(left, right, result, fast, choice, factor is not None)
         device, first = torch.cuda.current_device(), values[0]
         if first.is_cuda and first.get_device() != device:
             with torch.cuda.device(first.device):
-                return self._run(problem, values, scales, out, factor, add)
+                return self.multiply(
+                    a, b, dtype, transposed=transposed, fast=fast, choice=choice, factor=factor, out=out, add=add
+                )
         with self._lock:
             plan = self._plan(device, problem, scales)
             if plan is None:
                 return None
             if out is None:
-                out = torch.empty(problem.c.cols, problem.c.rows, dtype=problem.c.dtype, device=first.device)
+                out = torch.empty(result.cols, result.rows, dtype=dtype, device=first.device)
             if scales is not None:
                 self._set_scales(plan.operation, plan.scales, scales)
             # After the method returns, the allocator gives this memory only to later work of the same stream.
             size = plan.workspace
             workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
-            result = _pointer(out)
+            memory = _pointer(out)
             alpha, beta = self._factors(add, factor)
             status = self._library.cublasLtMatmul(
                 self._handle(device), plan.operation, alpha, _pointer(values[0]), plan.a,
-                _pointer(values[1]), plan.b, beta, result, plan.c, result, plan.c,
+                _pointer(values[1]), plan.b, beta, memory, plan.c, memory, plan.c,
                 plan.algorithm, None if workspace is None else _pointer(workspace), ctypes.c_size_t(size),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device)),
             )  # fmt: skip
@@ -350,6 +333,48 @@ def cublaslt() -> CublasLt | None:
         return CublasLt()
     except (OSError, CublasLtError):
         return None
+
+
+MEASURED = Path(__file__).with_name("proposals.json")
+Choices = Mapping[tuple[int, int, int], int]
+"""(rows of A, rows of B, reduction) → index of the proposal for A·Bᵀ with one scale per tensor, fast accumulation and a
+bf16 result. The first proposal is used for other shapes."""
+
+
+def measured_choices(version: int, device: str, path: Path = MEASURED) -> Choices:
+    """Return the choices for a cuBLASLt version and a CUDA device name. Empty if the file was measured with others.
+
+    The heuristic orders its proposals by a model of the device. For operands with one scale per tensor, the first is up
+    to 13 % slower than the fastest at some shapes. ``benchmarks.kernels.proposals`` writes the file. A measurement at
+    run time would make the bits of a run depend on it.
+    """
+    if not path.exists():
+        return {}
+    table = json.loads(path.read_text())
+    if (table["cublaslt"], table["device"]) != (version, device):
+        return {}
+    return {(row["a_rows"], row["b_rows"], row["depth"]): row["choice"] for row in table["rows"]}
+
+
+def accumulate_plain(library: CublasLt | None, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
+    if out is None:
+        return unrounded(g.t(), x)
+    fits = _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0
+    turned = True, False
+    if library is None or not fits or library.multiply(g, x, out.dtype, transposed=turned, out=out, add=True) is None:
+        out.add_(unrounded(g.t(), x))
+    return out
+
+
+def is_gradient(out: Tensor) -> bool:
+    """Return whether cuBLASLt can accumulate into ``out``: FP32 or bf16, row-major, rows aligned to 16 bytes."""
+    aligned = out.data_ptr() % 16 == 0 and out.shape[1] * out.itemsize % 16 == 0
+    return out.dtype in (torch.bfloat16, torch.float32) and out.is_contiguous() and aligned
+
+
+def _row_major(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.dtype is not torch.float32
 
 
 def _matrix(x: Tensor, transposed: bool = False, scaling: str | None = None) -> _Matrix:

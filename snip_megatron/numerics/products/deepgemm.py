@@ -63,7 +63,7 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
 
 @dataclass(frozen=True)
 class DeepGemm:
-    """DeepGEMM's products of operands, for :class:`snip_megatron.numerics.products.scaled.ScaledProducts`.
+    """DeepGEMM's products of operands, for :class:`snip_megatron.numerics.products.hopper.HopperBackend`.
 
     ``gemm`` is ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
     """

@@ -6,33 +6,45 @@ is that of the format's own GEMM, up to the order of the FP32 additions, at near
 """
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import GemmBackend
+from snip_megatron.numerics.products.backend import GemmBackend, GemmOperand, unrounded
 from snip_megatron.numerics.products.check import wrong_numbers
-from snip_megatron.numerics.products.exact_products import ExactProducts
-from snip_megatron.numerics.products.operands import GemmOperand
+from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
+_ALIGNED = 16  # bytes, of rows of a result that cuBLASLt writes
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 class EmulatedBackend(GemmBackend):
     """GEMMs of quantised formats by bf16 tensor cores.
 
-    :func:`numerics.quantize.operands.quantize_exact`, or the same function in Triton, quantises, and ``products``
-    multiply.
+    Args:
+        quantize: :func:`numerics.quantize.operands.quantize_exact`, or the same function in Triton.
+        library: cuBLASLt, which scales and accumulates inside the GEMM. If it is None or has no kernel for operands,
+            torch multiplies, and scaling and accumulation are separate operations.
+        tiled: :func:`numerics.products.tiled_kernel.multiply`, which multiplies operands with a scale for each tile.
+            If it is None, such operands are dequantised and multiplied in FP32.
     """
 
     name = "emulated"
 
-    def __init__(self, quantize: Callable[..., OperandPair], products: ExactProducts) -> None:
+    def __init__(
+        self,
+        quantize: Callable[..., OperandPair],
+        library: CublasLt | None = None,
+        tiled: Callable[..., None] | None = None,
+    ) -> None:
         self._quantize_exact = quantize
-        self._products = products
-        self.plain_products = products.plain
+        self._library = library
+        self._tiled = tiled
         self._in_torch = False
 
     def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
@@ -43,17 +55,86 @@ class EmulatedBackend(GemmBackend):
         return f"{fault}: torch emulates, slower than bf16"
 
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
-        plain, own = super().quantize(x, spec, cached), spec.only(SPECS)
-        if own.formats == (None, None) or self._in_torch:
+        plain, exact = super().quantize(x, spec, cached), spec.only(SPECS)
+        if exact.formats == (None, None) or self._in_torch:
             return plain
-        made = self._quantize_exact(x, own, cached)
-        return (made[0] or plain[0], made[1] or plain[1]) if cached is None else cached.operands
+        pair = self._quantize_exact(x, exact, cached)
+        return (pair[0] or plain[0], pair[1] or plain[1]) if cached is None else cached.operands
 
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
         if isinstance(a, ExactOperand) and isinstance(b, ExactOperand):
             if gemm is Gemm.WGRAD:
-                return self._products.accumulate(a, b, out)
-            return self._products.multiply(a, b, (False, gemm is Gemm.FPROP), dtype)
+                return self._accumulate(a, b, out)
+            return self._product(a, b, (False, gemm is Gemm.FPROP), dtype)
         return super().multiply(gemm, a, b, dtype, out)
+
+    def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+        return accumulate_plain(self._library, g, x, out)
+
+    def _product(self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
+        """Compute op(a)·op(b) in ``dtype``. ``transposed`` says of each operand whether op transposes it."""
+        shape = (a.values.shape[1 if transposed[0] else 0], b.values.shape[0 if transposed[1] else 1])
+        device = a.values.device
+        if a.values.numel() == 0 or b.values.numel() == 0:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        output = dtype if dtype in _OUTPUTS else torch.float32
+        result = None
+        if a.tile is not None and self._tiled is not None:
+            result = torch.empty(shape, dtype=output, device=device)
+            self._run_tiled(a, b, transposed, result, add=False)
+        elif a.tile is None and self._library is not None and shape[1] * output.itemsize % _ALIGNED == 0:
+            factor = _factor(a, b)
+            result = self._library.multiply(a.values, b.values, output, transposed=transposed, factor=factor)
+        return _product(a, b, transposed).to(dtype) if result is None else result.to(dtype)
+
+    def _accumulate(self, g: ExactOperand, x: ExactOperand, out: Tensor | None) -> Tensor:
+        """Compute gᵀ·x [N, K] in FP32. It is added to ``out`` if given."""
+        if out is None:
+            return self._product(g, x, (True, False), torch.float32)
+        if g.values.numel() == 0 or x.values.numel() == 0:
+            return out
+        if not (out.dtype in _OUTPUTS and out.is_contiguous() and self._added(g, x, out)):
+            out.add_(self._product(g, x, (True, False), torch.float32))
+        return out
+
+    def _added(self, g: ExactOperand, x: ExactOperand, out: Tensor) -> bool:
+        """Add gᵀ·x to ``out``. Returns False, and does nothing, where no kernel can."""
+        if g.tile is not None:
+            if self._tiled is not None:
+                self._run_tiled(g, x, (True, False), out, add=True)
+            return self._tiled is not None
+        aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
+        if self._library is None or not aligned:
+            return False
+        how: dict[str, Any] = {"transposed": (True, False), "factor": _factor(g, x), "out": out, "add": True}
+        return self._library.multiply(g.values, x.values, out.dtype, **how) is not None
+
+    def _run_tiled(
+        self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool
+    ) -> None:
+        assert self._tiled is not None
+        left, right = _along_reduction(a, transposed[0]), _along_reduction(b, not transposed[1])
+        self._tiled(*left, *right, out, add=add)
+
+
+def _along_reduction(side: ExactOperand, transposed: bool) -> tuple[Tensor, Tensor, int]:
+    """Return values and scales with the reduction along the columns, and the number of rows that share a scale."""
+    assert side.scale is not None
+    assert side.tile is not None
+    if transposed:
+        return side.values.t(), side.scale.t(), side.tile[1]
+    return side.values, side.scale, side.tile[0]
+
+
+def _factor(a: ExactOperand, b: ExactOperand) -> Tensor | None:
+    return None if a.scale is None or b.scale is None else a.scale * b.scale
+
+
+def _product(a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool]) -> Tensor:
+    """Return op(a)·op(b) in FP32 by torch."""
+    pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
+    product = unrounded(*(each.t() if turned else each for each, turned in zip(pair, transposed, strict=True)))
+    factor = None if a.tile is not None else _factor(a, b)
+    return product if factor is None else product.mul_(factor)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.deepgemm import run
-from snip_megatron.numerics.products.group_rows import GroupRows, rows_of
-from snip_megatron.numerics.products.grouped import GroupLoop
+from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, rows_of
 from snip_megatron.numerics.quantize.operands import TILED, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 

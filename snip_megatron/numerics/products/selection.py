@@ -178,11 +178,10 @@ def _why_not_emulated() -> str | None:
 def _emulated() -> GemmBackend:
     from snip_megatron.numerics.products.cublaslt import cublaslt
     from snip_megatron.numerics.products.emulated import EmulatedBackend
-    from snip_megatron.numerics.products.exact_products import ExactProducts
     from snip_megatron.numerics.products.tiled_kernel import multiply
     from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
 
-    return EmulatedBackend(quantize_exact, ExactProducts(cublaslt(), multiply))
+    return EmulatedBackend(quantize_exact, cublaslt(), multiply)
 
 
 def why_not_hopper() -> str | None:
@@ -204,12 +203,10 @@ def why_not_hopper() -> str | None:
 def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
     """Return the backend, and the name of the library that multiplies."""
     # Triton is installed only on machines with a GPU.
-    from snip_megatron.numerics.products.cublaslt import cublaslt
+    from snip_megatron.numerics.products.cublaslt import cublaslt, measured_choices
     from snip_megatron.numerics.products.deepgemm import deepgemm, grouped_library
     from snip_megatron.numerics.products.grouped_wgrad import add_wgrad
     from snip_megatron.numerics.products.hopper import HopperBackend
-    from snip_megatron.numerics.products.proposals import measured_choices
-    from snip_megatron.numerics.products.scaled import ScaledProducts
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
 
@@ -218,11 +215,17 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     faster, products = None, "cuBLASLt"
     if library_name != "cublas":
         faster, products = deepgemm(library)
-    scaled = ScaledProducts(library=library, choices=choices, faster=faster)
-    others = _emulated() if emulates else REFERENCE
-
-    groups = None if faster is None else grouped_library()
-    return HopperBackend(triton_quantize, scaled, others, triton_swiglu, groups, add_wgrad), products
+    backend = HopperBackend(
+        triton_quantize,
+        library=library,
+        choices=choices,
+        faster=faster,
+        others=_emulated() if emulates else REFERENCE,
+        activations=triton_swiglu,
+        groups=None if faster is None else grouped_library(),
+        add_wgrad=add_wgrad,
+    )
+    return backend, products
 
 
 def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.FP4, Format.FP8_TENSOR)) -> str:

@@ -90,7 +90,8 @@ class TransformerEngineGemms(GemmBackend):
             if fmt is None or fmt is Format.BF16:
                 return None if fmt is None else x
             quantizer = self._quantizer(fmt.value, tensor)
-            quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+            # Per-tensor quantisation writes the columnwise representation beside the rowwise one only.
+            quantizer.set_usage(rowwise=rowwise or fmt is Format.FP8_TENSOR, columnwise=columnwise)
             # As in the linears: no tensor subclass for autograd, and scales in the layout of the GEMM.
             quantizer.internal = quantizer.optimize_for_gemm = True
             with torch.no_grad():

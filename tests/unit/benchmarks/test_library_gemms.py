@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import library_gemms
-from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize.operands import quantize_operands
 from snip_megatron.precision import Format, Gemm
 from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
@@ -20,15 +19,15 @@ class Library:
     """cuBLASLt, as far as the comparison calls it."""
 
     def multiply(
-        self, a: Any, b: Any, dtype: Any, *, fast: Any = False, choice: int = 0, out: Any = None, add: Any = 0
-    ) -> Tensor:
-        product = a.dequantize() @ b.dequantize().t()
+        self, a: Any, b: Any, dtype: Any, *, transposed: Any = None, fast: Any = 0, choice: int = 0, out: Any = None,
+        add: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(a, Tensor):
+            assert transposed == (True, False)
+            product = a.float().t() @ b.float()
+        else:
+            product = a.dequantize() @ b.dequantize().t()
         return out.add_(product) if add else product.to(dtype)
-
-    def multiply_plain(self, a: Tensor, b: Tensor, dtype: Any, *, transposed: Any, out: Tensor, add: bool) -> Tensor:
-        assert transposed == (True, False)
-        assert add
-        return out.add_(a.float().t() @ b.float())
 
 
 def clock(calls: Any, rounds: int, **_: Any) -> dict[str, float]:
@@ -41,7 +40,7 @@ def clock(calls: Any, rounds: int, **_: Any) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_gemms, "ScaledProducts", lambda: ScaledProducts(scaled_mm))
+    monkeypatch.setattr(library_gemms, "scaled_mm", scaled_mm)
 
 
 @pytest.mark.parametrize("case", library_gemms.CASES, ids=library_gemms.name_of)

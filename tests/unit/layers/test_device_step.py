@@ -12,14 +12,14 @@ from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import Format, Formats, LinearRow
-from tests.unit.numerics.products.products import BACKENDS, Dequantised, hopper
+from tests.unit.numerics.products.products import BACKENDS, hopper
 
 BF16, FP8, FP4, TENSOR = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR
 FORMATS: list[Formats] = [(FP8, FP4, FP8), (TENSOR, TENSOR, FP4), (BF16, FP4, BF16),
                           (Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)]  # fmt: skip
 
 
-DEQUANTISED = hopper(products=Dequantised())
+HOPPER = hopper()
 
 
 def registered(group: dist.ProcessGroup, backend: Any, formats: Formats, *, device: bool) -> tuple[Any, LinearRegistry]:
@@ -59,14 +59,14 @@ def train(linear: Any, registry: LinearRegistry, steps: int = 3, microbatches: i
 def test_results_are_those_without_it(group: dist.ProcessGroup, formats: Formats, kind: str) -> None:
     results = []
     for device in (False, True):
-        backend = DEQUANTISED if kind == "hopper" else BACKENDS[kind]()
+        backend = BACKENDS[kind]()
         results.append(train(*registered(group, backend, formats, device=device)))
     assert all(decibel(plain, read) > 60 for plain, read in zip(*results, strict=True))
     assert not torch.equal(results[0][-1], results[0][-1 - len(results[0]) // 3])  # the weight moves
 
 
 def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.ProcessGroup) -> None:
-    linear, registry = registered(group, DEQUANTISED, (FP4, FP4, FP4), device=True)
+    linear, registry = registered(group, HOPPER, (FP4, FP4, FP4), device=True)
     train(linear, registry, steps=1)
     sides, values = (
         linear.snip.state.graphed.weight.operands,
@@ -86,12 +86,12 @@ def test_passes_that_are_not_training_leave_keys_and_weights_alone(group: dist.P
 
 
 def test_a_validation_sees_the_weights_that_a_step_left(group: dist.ProcessGroup) -> None:
-    linear, registry = registered(group, DEQUANTISED, (FP8, FP8, FP8), device=True)
+    linear, registry = registered(group, HOPPER, (FP8, FP8, FP8), device=True)
     train(linear, registry, steps=1)
     x, _ = operands(32, 2, 128, 256, torch.bfloat16)
     with torch.no_grad():
         found = linear(x)[0]
-    fresh, other = registered(group, DEQUANTISED, (FP8, FP8, FP8), device=False)
+    fresh, other = registered(group, HOPPER, (FP8, FP8, FP8), device=False)
     fresh.weight.data.copy_(linear.weight.data)
     other.start_step(1)
     with torch.no_grad():

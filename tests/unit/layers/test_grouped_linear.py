@@ -17,7 +17,7 @@ from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.check import decibel
-from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
@@ -297,7 +297,7 @@ def test_all_kernels_between_the_ends_of_its_padding_are_listed_before_training(
 
     monkeypatch.setattr(driver, "_active", None)
     compile_for(GPUTarget("cuda", 90, 32))
-    monkeypatch.setattr("snip_megatron.numerics.products.group_rows.has_kernels", lambda x: True)
+    monkeypatch.setattr("snip_megatron.numerics.products.grouped.has_kernels", lambda x: True)
     added = {"activations": activations, "groups": emulated_grouped, "add_wgrad": grouped_wgrad.add_wgrad}
     backend = hopper(quantize, **added)
     chosen = [(FP8, FP4, BF16), (FP4, FP8, BF16)]

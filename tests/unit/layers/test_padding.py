@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snip_megatron.layers.padding import pad, unpad
-from snip_megatron.numerics.products.group_rows import group_rows
+from snip_megatron.numerics.products.grouped import group_rows
 
 
 @pytest.mark.parametrize("splits", [(3, 0, 128, 130), (0, 0), (256,), (128, 256)])

@@ -17,7 +17,6 @@ from snip_megatron.layers.spans import Spans
 from snip_megatron.megatron.times import OwnTimes, check_measurable, layout_of, option_times
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, PrecisionMap, Side, option_id
@@ -245,9 +244,7 @@ def test_the_first_start_measures_and_later_ones_find_the_same(
 def test_times_of_another_library_are_not_taken() -> None:
     """DeepGEMM that is installed may be loaded by one start and not by the next, which finds no CUDA toolkit."""
     without, having = GemmBackend(), GemmBackend()
-    without.products, having.products = (
-        HopperBackend(operands, ScaledProducts(None), groups=groups).products for groups in (None, object())
-    )
+    without.products, having.products = (HopperBackend(operands, groups=groups).products for groups in (None, object()))
     measured = own(None, FakeClock(), backend=without).measure()
     assert own(None, backend=without).known() == measured
     assert own(None, backend=having).known() is None

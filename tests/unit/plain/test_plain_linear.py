@@ -11,7 +11,6 @@ from torch.func import functional_call
 
 from snip_megatron.layers.context import StepContext
 from snip_megatron.numerics.products.emulated import EmulatedBackend
-from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.quantize.operands import quantize_exact
 from snip_megatron.plain.linear import convert_linears
 from snip_megatron.precision import Format, LinearRow
@@ -22,7 +21,7 @@ def linear() -> Any:
     """A linear in fp8 by a backend that keeps the quantised weight and not the weight itself."""
     torch.manual_seed(0)
     module = nn.Linear(128, 128, bias=False)
-    context = StepContext(backend=EmulatedBackend(quantize_exact, ExactProducts()))
+    context = StepContext(backend=EmulatedBackend(quantize_exact))
     row = LinearRow("decoder.layers.0.mlp.up", 0, 128, 128)
     for handle in convert_linears({row.name: module}, (row,), context):
         handle.state.formats = (Format.FP8,) * 3

@@ -29,6 +29,8 @@ class Quantizer:
             return quantize_dequantize(x, self.fmt, granularity, rounding=rounding, seed=seed)
 
         row, col = self.usages
+        if self.fmt == "fp8_tensor" and not row:
+            raise NotImplementedError("Columnwise-only per-tensor FP8 quantization is not implemented")
         return SimpleNamespace(row=made(x) if row else None, col=made(x.t()).t() if col else None)
 
 

@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
+from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend, assemble, flatten
 from snip_megatron.numerics.products.emulated import EmulatedBackend
-from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.products.operands import assemble, flatten
-from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands as quantizers_in_torch
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec, quantize_exact
 from snip_megatron.precision import Format, Gemm
@@ -22,25 +19,16 @@ QUANTISED = [fmt for fmt in Format if fmt is not Format.BF16]
 EVEN = (256, 384, 512)  # T, N, K
 
 
-def hopper(
-    quantizers: Any = quantizers_in_torch, products: ScaledProducts | None = None, **options: Any
-) -> HopperBackend:
+def hopper(quantizers: Any = quantizers_in_torch, **options: Any) -> HopperBackend:
     """The Hopper backend over emulated cuBLAS."""
-    return HopperBackend(quantizers, products or ScaledProducts(scaled_mm), **options)
+    return HopperBackend(quantizers, **{"scaled_mm": scaled_mm, **options})
 
 
 BACKENDS: dict[str, Callable[[], GemmBackend]] = {
     "reference": lambda: REFERENCE,
     "hopper": hopper,
-    "emulated": lambda: EmulatedBackend(quantize_exact, ExactProducts()),
+    "emulated": lambda: EmulatedBackend(quantize_exact),
 }
-
-
-class Dequantised(ScaledProducts):
-    """Products of dequantised operands in FP32: any device, any shape."""
-
-    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, fast: bool = True, out: Any = None) -> Tensor:
-        return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
 def operands(tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from snip_megatron.numerics.products.backend import assemble, flatten
 from snip_megatron.numerics.products.check import decibel
-from snip_megatron.numerics.products.operands import assemble, flatten
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 

@@ -1,6 +1,7 @@
 """The binding of cuBLASLt as far as a CPU can test it: the real library checks every attribute and its size."""
 
 import ctypes
+import json
 import re
 import sysconfig
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.products import cublaslt
-from snip_megatron.numerics.products.cublaslt import CublasLt, CublasLtError
+from snip_megatron.numerics.products.cublaslt import CublasLt, CublasLtError, measured_choices
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,13 @@ def test_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(cublaslt, "_FIRST_VERSION", 10**9)
     assert cublaslt.cublaslt.__wrapped__() is None
+
+
+def test_a_table_holds_for_its_library_and_device_only(tmp_path: Path) -> None:
+    path = tmp_path / "proposals.json"
+    assert measured_choices(130100, "NVIDIA H200", path) == {}
+    rows = [{"a_rows": 8192, "b_rows": 4096, "depth": 14336, "choice": 5, "gain": 1.1}]
+    path.write_text(json.dumps({"cublaslt": 130100, "device": "NVIDIA H200", "rows": rows}))
+    assert measured_choices(130100, "NVIDIA H200", path) == {(8192, 4096, 14336): 5}
+    assert measured_choices(130200, "NVIDIA H200", path) == {}
+    assert measured_choices(130100, "NVIDIA H100 80GB HBM3", path) == {}

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from snip_megatron.numerics.products import deepgemm
 from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
-from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec
-from snip_megatron.precision import Format
+from snip_megatron.precision import Format, Gemm
 
-from .emulated_scaled_mm import TILE, scaled_mm
+from .emulated_scaled_mm import TILE
 from .products import hopper
 
 Pair = tuple[Tensor, Tensor]
@@ -44,7 +43,7 @@ class Library:
         self.wrong = wrong
 
     def multiply(self, a: Any, b: Any, dtype: torch.dtype, **_: Any) -> Tensor:
-        return ScaledProducts(scaled_mm).multiply(a, b, dtype) + self.wrong
+        return hopper().multiply(Gemm.FPROP, a, b, dtype) + self.wrong
 
 
 def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
@@ -61,30 +60,29 @@ def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_equal_the_other_librarys(rows: int, depth: int, fmt: Format, dtype: torch.dtype) -> None:
     a, b = operand(matrix(64, depth), fmt), operand(matrix(rows, depth, 1), fmt, weight=True)
-    found = ScaledProducts(scaled_mm, faster=DeepGemm(fp8_gemm_nt)).multiply(a, b, dtype)
-    assert torch.equal(found, ScaledProducts(scaled_mm).multiply(a, b, dtype))
+    found = hopper(faster=DeepGemm(fp8_gemm_nt)).multiply(Gemm.FPROP, a, b, dtype)
+    assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, dtype))
 
 
 def test_what_it_has_no_layout_for_or_is_slow_in_runs_elsewhere() -> None:
     def gemm(*args: Any, **options: Any) -> None:
         raise AssertionError("must not be asked")
 
-    products = ScaledProducts(scaled_mm, faster=DeepGemm(gemm))
+    backend = hopper(faster=DeepGemm(gemm))
     x = matrix(66, 256)  # rows: no multiple of 4
     blocks = operand(matrix(48, 256, 1), Format.FP8, weight=True)
-    assert products.multiply(operand(x, Format.FP8), blocks, torch.bfloat16).shape == (66, 48)
+    assert backend.multiply(Gemm.FPROP, operand(x, Format.FP8), blocks, torch.bfloat16).shape == (66, 48)
     whole, other = (operand(matrix(rows, 256), Format.FP8_TENSOR) for rows in (64, 48))
-    assert products.multiply(whole, other, torch.bfloat16).shape == (64, 48)
+    assert backend.multiply(Gemm.FPROP, whole, other, torch.bfloat16).shape == (64, 48)
     square = matrix(2048, 128)
     many, weights = operand(square, Format.FP8), operand(square, Format.FP8, weight=True)
-    assert products.multiply(many, weights, torch.bfloat16).shape == (2048, 2048)
+    assert backend.multiply(Gemm.FPROP, many, weights, torch.bfloat16).shape == (2048, 2048)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = Library(wrong)
-    products = ScaledProducts(scaled_mm, library=library, faster=DeepGemm(fp8_gemm_nt))
-    backend = hopper(products=products, groups=SimpleNamespace())
+    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt), groups=SimpleNamespace())
     with list_launches():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())
@@ -93,7 +91,7 @@ def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     assert (Format.FP8 in backend.grouped(256, 256, torch.bfloat16).in_one_launch) == (wrong == 0)
     a, b = operand(matrix(64, 256), Format.FP8), operand(matrix(48, 256, 1), Format.FP8, weight=True)
     assert torch.equal(
-        products.multiply(a, b, torch.bfloat16), ScaledProducts(scaled_mm).multiply(a, b, torch.bfloat16) + wrong
+        backend.multiply(Gemm.FPROP, a, b, torch.bfloat16), hopper().multiply(Gemm.FPROP, a, b, torch.bfloat16) + wrong
     )
 
 

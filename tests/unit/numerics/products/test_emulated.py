@@ -9,7 +9,6 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.check import wrong_numbers
 from snip_megatron.numerics.products.emulated import EmulatedBackend
-from snip_megatron.numerics.products.exact_products import ExactProducts
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import ExactOperand, quantize_exact
 from snip_megatron.precision import Format, Gemm
@@ -59,7 +58,7 @@ class _Faulty(EmulatedBackend):
     """Products of ``gemm`` are 1.5 times too large, or raise an ``error``."""
 
     def __init__(self, gemm: Gemm = Gemm.DGRAD, error: Exception | None = None) -> None:
-        super().__init__(quantize_exact, ExactProducts())
+        super().__init__(quantize_exact)
         self._gemm, self._error = gemm, error
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_megatron.numerics.products.backend import REFERENCE
+from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, stacked
-from snip_megatron.numerics.products.operands import assemble, flatten
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.precision import Format
+from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.precision import Format, Gemm
 
 from .interpreted import differences
-from .products import BACKENDS, EVEN, assert_reference
+from .products import BACKENDS, EVEN, assert_reference, hopper, operands
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
 UNIFORM = [(fmt, fmt, fmt) for fmt in (FP8, FP4, TENSOR)]
@@ -40,6 +41,35 @@ def test_shapes_that_cublas_refuses(shape: tuple[int, int, int], formats: Any) -
 @pytest.mark.parametrize("formats", [MIXED[0], MIXED[2]])
 def test_other_dtypes(name: str, dtype: torch.dtype, formats: Any) -> None:
     assert_reference(BACKENDS[name](), TAILS, formats, dtype)
+
+
+class Library:
+    """cuBLASLt, which adds inside the GEMM; or has no such kernel, if not ``adds``."""
+
+    def __init__(self, adds: bool) -> None:
+        self.adds, self.calls = adds, list[bool]()
+
+    def multiply(self, a: Any, b: Any, dtype: torch.dtype, *, out: Any = None, add: bool = False, **_: Any) -> Any:
+        self.calls.append(add)
+        product = a.dequantize() @ b.dequantize().t()
+        if add:
+            return out.add_(product) if self.adds else None
+        return product.to(dtype)
+
+
+@pytest.mark.parametrize(("adds", "calls"), [(True, [True]), (False, [True, False])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wgrad_is_added_inside_the_gemm_where_the_library_can(
+    adds: bool, calls: list[bool], dtype: torch.dtype
+) -> None:
+    library = Library(adds)
+    x, _, g = operands(*EVEN)
+    g_col, x_col = (hopper().quantize(each, OperandSpec(None, FP8))[1] for each in (g, x))
+    out = torch.ones(EVEN[1], EVEN[2], dtype=dtype)
+    expected = out + (g_col.dequantize() @ x_col.dequantize().t())
+    assert hopper(library=library).multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out) is out
+    torch.testing.assert_close(out, expected.to(dtype))
+    assert library.calls == calls
 
 
 # -- the kernels ---------------------------------------------------------------------------------------------------

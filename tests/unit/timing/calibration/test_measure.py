@@ -9,7 +9,6 @@ import torch
 
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.hopper import HopperBackend
-from snip_megatron.numerics.products.scaled import ScaledProducts
 from snip_megatron.numerics.quantize import operands, swiglu
 from snip_megatron.numerics.quantize.operands import Operand
 from snip_megatron.precision import Format, Gemm
@@ -31,7 +30,7 @@ WORKLOAD = Workload(
     attention=((32, 2, 16),),
     grouped=((3, 128, 128, 256),),
 )
-BACKENDS = [REFERENCE, HopperBackend(operands, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped)]
+BACKENDS = [REFERENCE, HopperBackend(operands, scaled_mm=scaled_mm, activations=swiglu, groups=emulated_grouped)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -57,7 +56,7 @@ def test_what_is_run_once_is_what_is_timed() -> None:
             seen.add((gemm, type(a), a.values.shape if isinstance(a, Operand) else None))
             return super().multiply(gemm, a, b, *more)
 
-    backend = Noting(operands, ScaledProducts(scaled_mm), activations=swiglu, groups=emulated_grouped)
+    backend = Noting(operands, scaled_mm=scaled_mm, activations=swiglu, groups=emulated_grouped)
     run_once(backend, FORMATS, WORKLOAD, torch.device("cpu"))
     listed = set(seen)
     seen.clear()
@@ -144,7 +143,7 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
                 raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
             return result
 
-    backend = Refusing(operands, ScaledProducts(scaled_mm))
+    backend = Refusing(operands, scaled_mm=scaled_mm)
     table = calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {})
     assert set(table.gemms) == {(128, 128, 128)}
     assert table.about["complete"] is False

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from snip_megatron.numerics.products.group_rows import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
 from snip_megatron.numerics.quantize import derive_seeds, operands
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
