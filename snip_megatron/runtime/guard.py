@@ -1,8 +1,8 @@
 """The guard, which takes a map back if the loss spikes after its adoption (docs/how-it-works.md, rules of a run).
 
-For some steps after an adoption, losses are compared with those before it. Several above a limit in a row, or a figure
-that is not finite, raise an alarm, and the last good map is adopted again. The next one must then predict a smaller
-loss than the one that was taken back. Figures arrive one step late, equal on all ranks: no communication is needed.
+For some steps after an adoption, losses are compared with those before it. Several losses in a row above a limit, or a
+figure that is not finite, raise an alarm, and the last good map is adopted again. The next map must then predict a
+smaller loss than the one that was taken back. No communication is needed, because figures are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from snip_megatron.runtime.config import SnipConfig
 if TYPE_CHECKING:
     from snip_megatron.runtime.exchange import StepFigures
 
-_LEAST_LOSSES, _WINDOW = 10, 50
-"""Least and largest number of losses before an adoption that mean and standard deviation are computed from. With fewer,
-the guard reacts only to NaN and Inf.
+_MIN_LOSSES, _WINDOW = 10, 50
+"""Minimum and maximum number of losses for a mean and a standard deviation. With fewer, only NaN and Inf raise an alarm.
 """
 
 _PATIENCE = 3
 """Number of spikes in a row after which the last good map is restored."""
 
 _BAR = 0.9
-"""Limit of the predicted loss of the map after one that was taken back, as a multiple of that one's."""
+"""Limit of a map's predicted loss after another was taken back, as a multiple of that one's."""
 
-_LEAST_RISE = 0.01
-"""A loss is a spike only if it is at least this share above the mean, even if the standard deviation is smaller."""
+_MIN_RISE = 0.01
+"""A loss is a spike only if it exceeds the mean by this share, however small the standard deviation is."""
 
 _REFUSALS = 3
 """Number of refused maps in a row after which the bar is lifted. Otherwise one bad batch could end all updates."""
@@ -38,9 +37,9 @@ _REFUSALS = 3
 
 @dataclass(frozen=True)
 class Alarm(JsonFields):
-    """An alarm of the guard about the figures of a step: the map in force must be taken back.
+    """An alarm about the figures of a step: the map in force must be taken back.
 
-    ``limit`` is that of losses; None if the alarm is about a figure that is not finite.
+    ``limit`` is the limit that the loss exceeded. None if a figure was not finite.
     """
 
     step: int
@@ -51,16 +50,16 @@ class Alarm(JsonFields):
 
 @dataclass
 class GuardState(JsonFields):
-    """What the guard of a run remembers, a part of the state in a checkpoint.
+    """The state of the guard in a checkpoint.
 
     Attributes:
-        losses: the last losses that are no spikes, outside probations.
-        probation: the step of the adoption that is watched; None outside a probation.
-        strikes, spikes: spikes in a row on probation, which count against the map, and outside of one, of which a
-            window of them is a higher loss.
-        bar: limit of the next map's predicted loss.
-        refusals: maps in a row that were refused.
-        good: the last map that passed its probation; None for bf16 everywhere, with which training began.
+        losses: The last losses outside probations that are no spikes.
+        probation: The step of the adoption that is watched. None outside a probation.
+        strikes: Spikes in a row on probation, which count against the map.
+        spikes: Spikes in a row outside a probation. A window of them is a new level of the loss.
+        bar: Limit of the next map's predicted loss. None if there is none.
+        refusals: Number of maps in a row that were refused.
+        good: The last map that passed its probation. None if that is bf16 everywhere, with which training began.
     """
 
     losses: tuple[float, ...] = ()
@@ -73,17 +72,17 @@ class GuardState(JsonFields):
 
 
 class Guard:
-    """The guard of one rank. All ranks have the same state, because they observe the same figures."""
+    """The guard of one rank. All ranks observe the same figures and have the same state."""
 
     def __init__(self, config: SnipConfig, state: GuardState | None = None) -> None:
         self._config = config
         self.state = state = GuardState() if state is None else state
-        if not config.guard_steps:  # the resumed run has switched the guard off
+        if not config.guard_steps:  # a resumed run may have switched the guard off
             state.probation, state.strikes, state.bar = None, 0, None
 
     # -- maps --------------------------------------------------------------------------------------------------
     def refuses(self, candidate: PrecisionMap) -> str | None:
-        """Return the reason for which a solved map must not be adopted, or None if it may. Counts the refusals."""
+        """Return why a solved map must not be adopted. None if it may be adopted. Refusals are counted."""
         predicted = predicted_loss(candidate)
         if self.state.bar is None or predicted is None or predicted <= self.state.bar:
             return None
@@ -100,7 +99,7 @@ class Guard:
             self.state.probation, self.state.strikes, self.state.spikes = step, 0, 0
 
     def taken_back(self, failed: PrecisionMap) -> None:
-        """Note that ``failed`` was taken back, and set the bar for the next map's predicted loss."""
+        """End the probation of a map that was taken back, and set the bar for the next map's predicted loss."""
         self.state.probation, self.state.strikes, self.state.refusals = None, 0, 0
         predicted = predicted_loss(failed)
         # The absolute value makes the bar stricter also for negative predictions, which measured scores may give.
@@ -109,7 +108,7 @@ class Guard:
 
     # -- figures -----------------------------------------------------------------------------------------------
     def observe(self, figures: StepFigures, in_force: PrecisionMap | None) -> Alarm | None:
-        """Observe the figures of one step. Returns an alarm if the map in force must be taken back, else None.
+        """Observe the figures of one step. Returns an alarm if the map in force must be taken back.
 
         Figures of steps before the adoption do not count against the map.
         """
@@ -137,19 +136,19 @@ class Guard:
         state = self.state
         if state.probation is not None and not state.strikes and step >= state.probation + self._config.guard_steps - 1:
             state.good, state.probation, state.bar, state.refusals = in_force, None, None, 0
-            state.losses = ()  # the next map is compared with losses under this one
+            state.losses = ()  # the next map is compared with losses under this map
 
     def _limit(self) -> float | None:
         losses = self.state.losses
-        if len(losses) < _LEAST_LOSSES:
+        if len(losses) < _MIN_LOSSES:
             return None
         mean = statistics.fmean(losses)
-        return mean + max(self._config.guard_sigma * statistics.pstdev(losses, mean), _LEAST_RISE * abs(mean))
+        return mean + max(self._config.guard_sigma * statistics.pstdev(losses, mean), _MIN_RISE * abs(mean))
 
 
 def predicted_loss(precision_map: PrecisionMap) -> float | None:
-    """Return the sum of predicted losses of a map's choices, or None if the solver did not make the map.
+    """Return the sum of predicted losses of a map's choices. None if the solver did not make the map.
 
-    The objective of a plan's map depends on the phase. Its loss can be compared with those of other maps.
+    The objective of a plan's map depends on the phase, while its ``loss`` can be compared with that of other maps.
     """
     return precision_map.objective if precision_map.loss is None else precision_map.loss

@@ -1,4 +1,4 @@
-"""The controller's state in a checkpoint. It is JSON, equal on all ranks, and keyed by global names."""
+"""The state of the controller in a checkpoint. It is JSON, equal on all ranks, and keyed by global names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STATE_SCHEMA = "snip.state/2"
 
 @dataclass(frozen=True)
 class Goal(JsonFields):
-    """What a run asks of its maps, however the arguments are spelled. A resumed run may have another one.
+    """The goal of a run's maps. A resumed run may have another one.
 
-    ``budget`` is kind and value of ``--snip-budget``, ``schedule`` the text of the phases, ``static`` without any.
+    ``budget`` is the text of ``--snip-budget``. ``schedule`` is the text of the phases, ``static`` if there are none.
     """
 
     budget: str
@@ -33,7 +33,7 @@ class Goal(JsonFields):
         return cls(str(config.budget), "static" if config.phases is None else config.phases.to_json())
 
     def difference(self, before: Goal) -> str:
-        """Return the arguments of ``before`` that are others here; an empty text without any."""
+        """Return the arguments of ``before`` that differ here. Empty if none does."""
         budget = f"--snip-budget {cut(before.budget)}" if before.budget != self.budget else ""
         schedule = "another --snip-schedule" if before.schedule != self.schedule else ""
         return " and ".join(filter(None, (budget, schedule)))
@@ -41,13 +41,14 @@ class Goal(JsonFields):
 
 @dataclass
 class BudgetSpent(JsonFields):
-    """What the past steps of a run count towards its average over the run, equal on all ranks.
+    """What the past steps of a run contribute to its average over the run, equal on all ranks.
 
     Attributes:
-        origin: the first step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
-        shares: sum over these steps of the fp4 share of the map in force.
-        times: sum over these steps of the predicted time of the decoder's linears, relative to bf16: 1 / speedup.
-        last: the step before which the run ends; None if it was not known.
+        origin: First step of the run under SNIP. Earlier steps, of a checkpoint without SNIP, do not count.
+        steps: Number of steps that count.
+        shares: Sum over these steps of the fp4 share of the map in force.
+        times: Sum over these steps of the predicted time of the decoder's linears relative to bf16 (1 / speedup).
+        last: The step before which the run ends. None if it was not known.
     """
 
     origin: int
@@ -62,18 +63,18 @@ class BudgetSpent(JsonFields):
                 raise ValueError(f"{name}: must be 0 or more")
 
     def add(self, share: float, precision_map: PrecisionMap, steps: int = 1) -> None:
-        """Add steps that ran under one map, whose fp4 share is ``share``. Without a prediction its time is bf16's."""
+        """Add steps that ran under one map with the fp4 share ``share``. Without a prediction its time is bf16's."""
         self.steps += steps
         self.shares += steps * share
         self.times += steps / (precision_map.speedup or 1.0)
 
     @property
     def next_step(self) -> int:
-        """The step that follows the last one that counts, or an earlier one if training has left out steps."""
+        """The step after the last one that counts, or an earlier one if training has left out steps."""
         return self.origin + self.steps
 
     def average(self, *, timed: bool) -> float:
-        """Return the mean fp4 share; with ``timed`` the harmonic mean of the speedups. 0 without steps."""
+        """Return the mean fp4 share, or with ``timed`` the harmonic mean of the speedups. 0 without steps."""
         if not self.steps:
             return 0.0
         if not timed:
@@ -83,9 +84,14 @@ class BudgetSpent(JsonFields):
 
 @dataclass
 class Pending(JsonFields):
-    """An update that was submitted and is not decided yet: measured before ``step``, to be decided before the step
-    ``due``, for the map of this ``version``, with its statistics, and the ``phases`` that it plans; None if it solves a
-    single map.
+    """An update that was submitted and is not decided yet.
+
+    Attributes:
+        step: The step before which it was measured.
+        due: The step before which it is decided.
+        version: Version of its map.
+        table: Its statistics.
+        phases: The phases that it plans. None if it solves a single map.
     """
 
     step: int
@@ -124,9 +130,9 @@ class ControllerState(JsonFields):
 
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""
-        # Without times, which would make the checkpoints of two equal runs differ.
-        own = replace(self, in_flight=self.in_flight and replace(self.in_flight, account={}))
-        return json.dumps({"schema": STATE_SCHEMA, **own.as_dict()}, allow_nan=False).encode()
+        # Without times, by which the checkpoints of two equal runs would differ.
+        state = replace(self, in_flight=self.in_flight and replace(self.in_flight, account={}))
+        return json.dumps({"schema": STATE_SCHEMA, **state.as_dict()}, allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ControllerState:

@@ -51,13 +51,19 @@ class Job:
         self.run = folder / "run"
 
     def train(
-        self, name: str, steps: int, faults: Mapping[int, str], *extra: str, run: Path | None = None
+        self,
+        name: str,
+        steps: int,
+        faults: Mapping[int, str],
+        *extra: str,
+        run: Path | None = None,
+        stop_at_map: bool = False,
     ) -> tuple[Path, int]:
         """Train with faults by step. Returns the folder of the ranks' records and the exit code."""
         folder = self.folder / name
         folder.mkdir(parents=True)
         settle = [step + INTERVAL - 1 for step in faults]
-        plan = {"faults": faults, "delay": self.delay, "settle": settle}
+        plan = {"faults": faults, "delay": self.delay, "settle": settle, "stop_at_map": stop_at_map}
         (folder / "plan.json").write_text(json.dumps(plan))
         where = ("--snip-dir", str(run or self.run))
         args = tiny_llama_args(*_TINY, *_SNIP, *self.layout, *where, *extra, iters=steps)

@@ -24,12 +24,11 @@ def test_jobs_go_on_from_their_checkpoint(warm: WarmRanks, tmp_path: Path) -> No
     assert [(result["outcome"], result["lost"]) for result in results] == [("stopped", None), ("killed", None)]
 
 
-def test_training_goes_on_while_the_solver_is_slow(
-    warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_the_solver_is_slow(warm: WarmRanks, tmp_path: Path) -> None:
     """Without ``--snip-wait`` the decision is postponed, and the map adopted when it is there."""
     job = Job(warm, tmp_path, LAYOUTS[0], 0.0)
-    _, code = job.train("training", 200, {2: "slow solver"}, "--snip-update-interval", "1000")
+    arguments = ("--snip-update-interval", "100000", "--exit-signal-handler")
+    _, code = job.train("training", 20000, {2: "slow solver"}, *arguments, stop_at_map=True)
     assert code == 0, job.error
     kinds = [event["event"] for event in read_events(job.run) if event["step"] >= 2]
     assert "postpone" in kinds

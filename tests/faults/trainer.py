@@ -1,12 +1,14 @@
 """The training entry with faults: ``python -m faults.trainer`` with ``FAULTS=<folder>`` that holds ``plan.json``.
 
-The plan has ``faults`` (step → name in the table) and ``delay``. Each rank leaves ``trace<rank>.jsonl`` there: loss and
+The plan has ``faults`` (step → name in the table), ``delay``, ``settle`` (steps before which effects of faults end) and
+``stop_at_map``: whether training ends with the first map. Each rank leaves ``trace<rank>.jsonl`` there: loss and
 gradient norm of each step as float.hex(), and the map's codes; and ``injected<rank>.jsonl``.
 """
 
 import functools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -101,6 +103,8 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
         values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
         codes = registry.current.to_codes(registry.names).tobytes().hex()
         trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        if plan["stop_at_map"] and controller.state.precision_map is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]

@@ -17,13 +17,6 @@ def test_a_late_answer_is_postponed_by_whole_lags_on_every_rank() -> None:
     assert run.controller.state.pending is None
 
 
-def test_a_validation_after_a_step_finds_no_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, ended = Run(Script()), list[bool]()
-    monkeypatch.setattr(run.registry, "end_step", lambda: ended.append(True))
-    run.steps(0, 2)
-    assert len(ended) == 2
-
-
 def test_an_update_that_is_due_while_one_is_pending_is_left_out() -> None:
     run = Run(Script({1: [LATE, LATE, LATE, LATE, ready(1)]}))
     run.steps(0, 13)
@@ -117,14 +110,6 @@ def test_a_checkpoint_leaves_no_step_unrecorded() -> None:
     assert [m[0] for m in run.script.metrics] == [0, 1, 2]
     run.steps(3, 5)
     assert [m[0] for m in run.script.metrics] == [0, 1, 2, 3]
-
-
-def test_after_an_error_nobody_waits_for_the_others() -> None:
-    run = Run(Script())
-    run.steps(0, 2)
-    run.controller.close(together=False)
-    assert [m[0] for m in run.script.metrics] == [0]
-    assert run.script.closed
 
 
 @pytest.mark.parametrize(

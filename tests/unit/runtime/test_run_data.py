@@ -57,13 +57,6 @@ def test_a_guard_goes_back_to_an_earlier_map(tmp_path):
     assert [a.precision_map.choices[f"{FC1}:fprop"] for a in adoptions] == [Format.FP4, Format.FP8, Format.FP4]
 
 
-def test_an_adoption_without_its_map_stays_in_the_list(tmp_path):
-    with open_run(tmp_path) as run:
-        run.event(7, "adopt", version=3, status="feasible", achieved=0.5)
-    (adoption,) = load_run(tmp_path).adoptions
-    assert (adoption.precision_map, adoption.scores, adoption.achieved) == (None, None, 0.5)
-
-
 def test_scores_are_found_by_version(tmp_path):
     first, second = {"a": {}}, {"b": {}}
     with open_run(tmp_path) as run:

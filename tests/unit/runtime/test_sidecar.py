@@ -51,20 +51,6 @@ def test_a_job_gives_a_map(start: Start) -> None:
     assert client.poll() is None
 
 
-def test_the_real_solver() -> None:
-    client = SidecarClient()
-    try:
-        client.start()
-        client.submit(make_job(version=1, target=0.5))
-        result = next_result(client)
-    finally:
-        client.close()
-    assert result.failure is None
-    assert result.precision_map.status == "optimal"
-    assert result.precision_map.achieved >= 0.5
-    assert set(result.scores) == set(result.precision_map.choices)
-
-
 def test_the_worker_is_no_rank(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment_of_a_rank().items():
         monkeypatch.setenv(name, value)
