@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from snip_megatron.runtime.exchange import StepFigures
 
 _MIN_LOSSES, _WINDOW = 10, 50
-"""Minimum and maximum number of losses for a mean and a standard deviation. With fewer, only NaN and Inf raise an alarm.
+"""Minimum and maximum number of losses for a mean and a deviation. With fewer, only NaN and Inf raise an alarm.
 """
 
 _PATIENCE = 3
