@@ -26,8 +26,7 @@ from snip_megatron.planner.models import Llama
 from snip_megatron.planner.step_time import StepModel
 from snip_megatron.precision import Format, Formats
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import CostModel, load_cost_model
 
 JOBS = Path(__file__).resolve().parents[1] / "results" / "jobs"
 

@@ -53,12 +53,9 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.solver import Choice, Item, solve
 from snip_megatron.solver.problem import Problem as SolverProblem
-from snip_megatron.timing.calibration.calibrate import calibrate
-from snip_megatron.timing.calibration.clock import clock_for
-from snip_megatron.timing.calibration.measure import Measurer
-from snip_megatron.timing.calibration.workload import Workload
-from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.calibration import Workload, calibrate
+from snip_megatron.timing.cost_model import CostModel, LinearShape
+from snip_megatron.timing.measure import Measurer, clock_for
 
 SHAPES = {  # hidden, ffn, experts on this GPU, rows
     "deepseek-v3 E4": (7168, 2048, 4, 32768),

@@ -17,7 +17,7 @@ from snip_megatron.numerics.products.grouped import group_rows
 from snip_megatron.numerics.products.grouped_hopper import grouped_mm
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, LinearId
-from snip_megatron.timing.calibration.grouped import uneven_splits
+from snip_megatron.timing.measure import uneven_splits
 
 MICROBATCHES = 4
 Formats = tuple[Format, Format, Format]

@@ -12,7 +12,7 @@ from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.precision.errors import SnipError, located
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import backend_of, dominated
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import load_cost_model
 
 
 def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:

@@ -23,7 +23,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
-from snip_megatron.timing.loading import NoTableError, load_table, packaged_table
+from snip_megatron.timing.table import NoTableError, load_table, packaged_table
 
 
 def open_run_directory(

@@ -31,12 +31,9 @@ from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_timings import OwnTable
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.timing.calibration.calibrate import calibrate, device_name, run_once
-from snip_megatron.timing.calibration.clock import Clock, clock_for
-from snip_megatron.timing.calibration.measure import Measurer
-from snip_megatron.timing.calibration.workload import shapes_workload
-from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.calibration import calibrate, device_name, run_once, shapes_workload
+from snip_megatron.timing.cost_model import CostModel, load_cost_model
+from snip_megatron.timing.measure import Clock, Measurer, clock_for
 from snip_megatron.timing.table import STOCK, TimingTable
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from snip_megatron.planner.models import Model
 from snip_megatron.precision import LinearRow, Side
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
 GRAPHS_WITHOUT_PIPELINE = {

@@ -8,7 +8,7 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import ALL_BF16, Format, Formats, LinearRow, Role
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape
 
 FormatsOf = Callable[[LinearRow], Formats]
 

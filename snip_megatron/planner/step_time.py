@@ -15,10 +15,10 @@ from snip_megatron.timing.cost_model import (
     FLOPS_RATE,
     STATED_COPY,
     CostModel,
+    LinearShape,
     accumulation_seconds,
 )
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.shapes import LinearShape
 
 ASSUMPTIONS = (
     "step: the slowest stage's work times 1 + (pp − 1) / (vpp · microbatches), plus exposed gradient and parameter"

@@ -10,8 +10,7 @@ from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.storage import write_atomically
-from snip_megatron.timing.calibration.calibrate import versions
-from snip_megatron.timing.calibration.workload import Workload
+from snip_megatron.timing.calibration import Workload, versions
 from snip_megatron.timing.table import TimingTable
 
 _DIGITS = 16  # of the hash in a cached file's name

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError, quoted
 from snip_megatron.precision.strict_json import JsonFields, is_finite
-from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import CostModel, LinearShape
 
 Seconds = Mapping[str, Mapping[str, Mapping[str, float]]]
 SHARING = (Gemm.FPROP, Gemm.DGRAD)

@@ -16,7 +16,7 @@ from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.storage import check_folder, deliver
 
 if TYPE_CHECKING:
-    from snip_megatron.timing.calibration.measure import Measurer
+    from snip_megatron.timing.measure import Measurer
 
 _FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)
 
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--out", args.out)
     import torch
 
-    from snip_megatron.timing.calibration.calibrate import calibrate, compile_kernels
-    from snip_megatron.timing.calibration.workload import grid_workload
+    from snip_megatron.timing.calibration import calibrate, compile_kernels, grid_workload
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -62,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
     from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
-    from snip_megatron.timing.calibration.clock import clock_for
-    from snip_megatron.timing.calibration.measure import Measurer
+    from snip_megatron.timing.measure import Measurer, clock_for
 
     # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
     with plain_arguments():

@@ -207,8 +207,7 @@ def check_hardware() -> Iterator[Check]:
 def check_times(card: str) -> Check:
     """Say which measured times of GEMMs there are for a card. ``card`` is its name in torch."""
     from snip_megatron.runtime.run_timings import cache_folder, cached_tables
-    from snip_megatron.timing.loading import NoTableError, packaged_table
-    from snip_megatron.timing.table import TimingTable
+    from snip_megatron.timing.table import NoTableError, TimingTable, packaged_table
 
     cached = len(cached_tables(card))
     models = f"trainings timed {cached} model{'s' * (cached != 1)} ({cache_folder()})"

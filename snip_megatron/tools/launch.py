@@ -412,7 +412,7 @@ def _forecast(job: Job, training: Training) -> list[str]:
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import StepModel
     from snip_megatron.runtime.config import given_arguments
-    from snip_megatron.timing.loading import load_cost_model
+    from snip_megatron.timing.cost_model import load_cost_model
 
     layout = training.layout
     if isinstance(layout, str):

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import Links, StepModel
     from snip_megatron.runtime.config import given_arguments
-    from snip_megatron.timing.loading import load_cost_model
+    from snip_megatron.timing.cost_model import load_cost_model
 
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)

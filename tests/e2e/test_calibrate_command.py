@@ -7,8 +7,7 @@ import pytest
 from snip_command import refused, snip_alone
 
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 
 
 def test_a_table_of_this_cpu(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from snip_command import ROOT, SNIP, refused, snip, snip_alone
 from snip_megatron.planner.plan import make_plan, parse_request
 from snip_megatron.planner.render import render
 from snip_megatron.planner.step_time import StepModel
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import load_cost_model
 from snip_megatron.tools import torchrun
 from snip_megatron.tools.launch import make_job, progress
 

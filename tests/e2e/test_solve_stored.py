@@ -14,8 +14,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 from tests.unit.sensitivity.synthetic import make_table
 
 LAYERS = 4

@@ -4,12 +4,9 @@ import torch
 
 from snip_megatron.numerics.products.selection import select_backend
 from snip_megatron.precision import Format, Gemm
-from snip_megatron.timing.calibration.calibrate import calibrate
-from snip_megatron.timing.calibration.clock import clock_for
-from snip_megatron.timing.calibration.measure import Measurer
-from snip_megatron.timing.calibration.workload import Workload
-from snip_megatron.timing.cost_model import CostModel
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.calibration import Workload, calibrate
+from snip_megatron.timing.cost_model import CostModel, LinearShape
+from snip_megatron.timing.measure import Measurer, clock_for
 from snip_megatron.timing.table import TimingTable
 
 FORMATS = (Format.FP8, Format.FP8_TENSOR, Format.FP4)

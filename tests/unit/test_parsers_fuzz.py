@@ -40,7 +40,7 @@ from snip_megatron.sensitivity.problem import build_problem
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.solver.problem import Problem
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import load_cost_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

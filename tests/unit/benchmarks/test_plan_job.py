@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.jobs.plan_job import JOBS, layout_of, rows_of
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import load_cost_model
 
 JOB = json.loads((JOBS / "job_1b_h200_2026-11-22.json").read_text(encoding="utf-8"))
 

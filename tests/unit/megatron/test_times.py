@@ -24,9 +24,8 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import TIMINGS
 from snip_megatron.runtime.run_timings import cache_folder
-from snip_megatron.timing.calibration.clock import Call
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
+from snip_megatron.timing.measure import Call
 from snip_megatron.timing.table import STOCK, TimingTable
 
 QKV, FC1, FC2 = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import load_cost_model
 from snip_megatron.tools.cli import main
 
 GIB = 2**30

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from snip_megatron.planner.step_time import ELEMENTWISE, Links, StepModel
 from snip_megatron.precision import ALL_BF16, Format, Role, Side
-from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel
-from snip_megatron.timing.loading import load_cost_model
+from snip_megatron.timing.cost_model import FLOPS_RATE, FlopsModel, load_cost_model
 
 from .formula import SMALL, layout, step_model, with_blocks
 

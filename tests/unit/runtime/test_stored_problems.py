@@ -16,8 +16,7 @@ from snip_megatron.runtime.stored_problems import Stored, find_stored, is_statis
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 
 STEPS = (10, 30)
 MEASURED = ("fp8", "fp8_tensor", "fp4")

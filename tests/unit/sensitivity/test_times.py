@@ -15,8 +15,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.times import SHARING, OptionTimes
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import LinearShape, load_cost_model
 
 from .synthetic import linear_rows, make_table
 from .test_problem import PHASES

@@ -8,9 +8,7 @@ from refusal import refusal
 
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel
-from snip_megatron.timing.loading import load_cost_model
-from snip_megatron.timing.shapes import LinearShape
+from snip_megatron.timing.cost_model import FLOPS_RATE, CostModel, FlopsModel, LinearShape, load_cost_model
 
 from .timing_tables import FORMATS, FUSED, GEMM_SHARE, QUANTISED, RATE, SPEED, STOCK, formula_table
 

@@ -9,8 +9,7 @@ import pytest
 from refusal import refusal
 
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.loading import TIMINGS, packaged_table
-from snip_megatron.timing.table import TimingTable
+from snip_megatron.timing.table import TIMINGS, TimingTable, packaged_table
 
 from .timing_tables import formula_table
 

@@ -1,1 +1,0 @@
-"""Measurement of GEMMs and quantisations on this GPU."""
