@@ -1,8 +1,13 @@
-"""A plain torch loop as a host of SNIP's probes: in one process, or data parallel by DDP or ``fully_shard``."""
+"""A plain torch loop as a host of SNIP's probes: in one process, or data parallel by DDP or ``fully_shard``.
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+:func:`make_host` follows one forward pass to see what each linear does in its block: which norm feeds it, and whether
+it writes the residual stream.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,20 +16,124 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from snip_megatron.plain.structure import Places
+from snip_megatron.plain.model import Structure
+from snip_megatron.precision import LinearId, LinearRow, Role
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamSegment
+from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamReader, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups, group_size
+from snip_megatron.sensitivity.table import SinkRow
 from snip_megatron.sensitivity.updates import AdamWState, SgdState, Update
 
-_SUPPORTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 Loss = Callable[[], torch.Tensor]
 
 
-def make_host(places: Places, device: torch.device) -> Host:
-    """Return the host of a loop. All processes hold the same model, and each a share of the tokens. Collective."""
-    first = places.blocks[0]
+# -- the model in a forward pass -----------------------------------------------------------------------------------
+@dataclass
+class _Branch:
+    """A branch of the residual stream: the norms that read the stream at one address, and linears in their order.
+
+    Attention and MLP side by side are one branch.
+    """
+
+    stream: int
+    norms: list[nn.Module] = field(default_factory=list)
+    roles: dict[str, Role] = field(default_factory=dict)
+
+
+class _Trace:
+    """Follows a forward pass by hooks. ``branches`` are those of each block, ``hidden`` the width of the stream."""
+
+    def __init__(self, structure: Structure, forward: Callable[[], object]) -> None:
+        self.hidden = 0
+        self.branches: list[list[_Branch]] = [[] for _ in structure.blocks]
+        #: Norms that ran in this block, by the address of their output: (norm, address of its input, output).
+        self._outputs: dict[int, tuple[nn.Module, int, torch.Tensor]] = {}
+        with ExitStack() as stack, torch.no_grad():
+            for layer, block in enumerate(structure.blocks):
+                stack.callback(block.register_forward_pre_hook(self._on_block, with_kwargs=True).remove)
+                for module in filter(_is_norm, block.modules()):
+                    stack.callback(module.register_forward_hook(self._on_norm).remove)
+                prefix = str(LinearId("decoder", layer, ""))
+                for name, module in structure.linears.items():
+                    if name.startswith(prefix):
+                        stack.callback(module.register_forward_pre_hook(self._on_linear(layer, name)).remove)
+            forward()
+
+    def _on_block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        stream = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(stream, torch.Tensor):
+            raise SnipError("the first argument of a block must be the residual stream")
+        self.hidden = stream.shape[-1]
+        self._outputs.clear()
+
+    def _on_norm(self, module: nn.Module, args: Any, output: Any) -> None:
+        if args and isinstance(output, torch.Tensor) and output.shape[-1] == self.hidden:
+            self._outputs[output.data_ptr()] = module, args[0].data_ptr(), output
+
+    def _on_linear(self, layer: int, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if isinstance(module.weight, DTensor):
+                raise SnipError(f"{name} is sharded while it runs: tensor parallelism needs Megatron")
+            branches = self.branches[layer]
+            norm, stream, _ = self._outputs.get(args[0].data_ptr(), (None, None, None))
+            if stream is not None and (not branches or branches[-1].stream != stream):
+                branches.append(_Branch(stream))
+            if not branches:
+                raise SnipError(
+                    f"{name} runs before any norm: SNIP measures blocks that begin with a norm; policy= and map= need"
+                    " none"
+                )
+            if norm is not None and norm not in branches[-1].norms:
+                branches[-1].norms.append(norm)
+            branches[-1].roles[name] = Role.BETWEEN if norm is None else Role.READS
+
+        return hook
+
+
+def make_host(structure: Structure, forward: Loss, device: torch.device) -> tuple[Host, tuple[LinearRow, ...]]:
+    """Run a forward pass without gradients. Return the host of the loop, and the linears with sub-blocks and roles.
+
+    All processes hold the same model, and each a share of the tokens. Collective. Raises SnipError if a block does not
+    begin with a norm, or a linear does not run.
+    """
+    # While the model runs, fully_shard has other parameters in the place of those that are trained.
+    weights = {id(module): getattr(module, "weight", None) for module in structure.model.modules()}
+    trace = _Trace(structure, forward)
+    rows = {row.name: row for row in structure.rows()}
+    readers: list[StreamReader] = []
+    missing = set(rows)
+    for block, branches in zip(structure.blocks, trace.branches, strict=True):
+        for branch in branches:
+            last, boundary = next(reversed(branch.roles)), len(readers)
+            readers.append(StreamReader(block if branch is branches[0] else branch.norms[0], boundary))
+            missing -= branch.roles.keys()
+            for name, role in branch.roles.items():
+                writes = name == last and role is Role.BETWEEN
+                rows[name] = replace(rows[name], sub_block=boundary, role=Role.WRITES if writes else role)
+    if missing:
+        raise SnipError(
+            f"{min(missing)} does not run in a forward pass: SNIP measures linears that all tokens go through"
+        )
+    sinks = list(_sinks(structure, trace, weights))
+    alone = dist.new_subgroups(1)[0] if dist.is_initialized() else None  # type: ignore[no-untyped-call]
+    host = Host(
+        groups=ProbeGroups(tp=alone, dp=None),
+        device=device,
+        chunks=[Chunk([StreamSegment(readers, structure.blocks[-1], is_last=True)], _entry(structure.blocks[0]))],
+        hidden=trace.hidden,
+        shard=TokenShard(rank=0, size=1, reports=True),
+        sinks=tuple(row for row, _ in sinks),
+        local_sinks=[LocalSink(i, weight) for i, (_, weight) in enumerate(sinks)],
+        # Activation checkpointing runs forwards again while a backward pass runs.
+        is_recomputing=lambda: torch._C._current_graph_task_id() != -1,
+        full_tensor=_full_tensor,
+    )
+    return host, tuple(rows.values())
+
+
+def _entry(block: nn.Module) -> Callable[[Change], RemovableHandle]:
+    """Return what installs a hook that changes the residual stream before the first block."""
 
     def enter(change: Change) -> RemovableHandle:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,66 +143,69 @@ def make_host(places: Places, device: torch.device) -> Host:
                 stream = stream.detach().requires_grad_()
             return ((stream, *args[1:]), kwargs) if args else ((), {**kwargs, name: stream})
 
-        return first.register_forward_pre_hook(hook, with_kwargs=True)
+        return block.register_forward_pre_hook(hook, with_kwargs=True)
 
-    alone = dist.new_subgroups(1)[0] if dist.is_initialized() else None  # type: ignore[no-untyped-call]
-    return Host(
-        groups=ProbeGroups(tp=alone, dp=None),
-        device=device,
-        chunks=[Chunk([StreamSegment(places.begins, places.blocks[-1], is_last=True)], enter)],
-        hidden=places.hidden,
-        shard=TokenShard(rank=0, size=1, reports=True),
-        sinks=tuple(row for row, _ in places.sinks),
-        local_sinks=[LocalSink(i, weight) for i, (_, weight) in enumerate(places.sinks)],
-        is_recomputing=in_backward,
-        full_tensor=whole,
-    )
+    return enter
 
 
-def in_backward() -> bool:
-    """Return whether a backward pass is running, in which activation checkpointing runs forwards again."""
-    return torch._C._current_graph_task_id() != -1
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def _sinks(structure: Structure, trace: _Trace, weights: dict[int, Any]) -> Iterator[tuple[SinkRow, nn.Parameter]]:
+    """Yield embeddings, which write boundary 0, and norms by the boundary that they read."""
+    inside = {id(module) for block in structure.blocks for module in block.modules()}
+    sinks: list[tuple[str, int, nn.Module]] = []
+    for name, module in structure.model.named_modules():
+        if id(module) not in inside and isinstance(module, nn.Embedding):
+            sinks.append((f"embedding.{name}", 0, module))
+        elif id(module) not in inside and _is_norm(module):
+            sinks.append((f"decoder.{name}", sum(map(len, trace.branches)), module))
+    for boundary, branch in enumerate(itertools.chain(*trace.branches)):
+        sinks += [(f"decoder.norm_{boundary}.{i}", boundary, norm) for i, norm in enumerate(branch.norms)]
+    for name, boundary, module in sinks:
+        weight = weights[id(module)]
+        if isinstance(weight, nn.Parameter) and weight.requires_grad:
+            yield SinkRow(name, boundary, weight.numel()), weight
+
+
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor that may be sharded over ranks. Collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+# -- a training step -----------------------------------------------------------------------------------------------
 @dataclass
 class PlainStep:
     """A training step as :class:`snip_megatron.runtime.host.HostStep`. Its probe runs the ``loss`` of the first batch.
 
-    ``microbatches`` are the batches whose gradients one optimizer step adds up, ``transposed`` ids of the weights that
-    are stored as [in, out].
+    ``microbatches`` is the number of batches whose gradients one optimizer step adds up.
     """
 
     step: int
     microbatches: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    transposed: Collection[int]
     loss: Loss
+    sequences = 1  # a pass takes a whole batch, whose mean the loss is
     _restart: Callable[[], None] = lambda: None
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore gradients, buffers and random states after the passes run inside this context, which torch.compile
-        does not compile.
-        """
-        # DDP may write the sum of a probe's gradients into the memory of those that are kept here.
-        kept = [(p, p.grad, p.grad.clone() if p.grad is not None and dist.is_initialized() else p.grad)
-                for p in self.model.parameters()]  # fmt: skip
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
-        devices = {p.device for p, _, _ in kept if p.device.type == "cuda"}
+        """Restore gradients, buffers and random states after this context. torch.compile is off inside."""
+        # DDP may write the sum of a probe's gradients into the memory of the present ones.
+        gradients = [(p, p.grad, p.grad.clone() if p.grad is not None and dist.is_initialized() else None)
+                     for p in self.model.parameters()]  # fmt: skip
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        devices = {p.device for p, _, _ in gradients if p.device.type == "cuda"}
         cpu, states = torch.get_rng_state(), [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
         @torch.no_grad()
         def restart() -> None:
-            for parameter, _, _ in kept:
+            for parameter, _, _ in gradients:
                 parameter.grad = None
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, content in buffers:
+                buffer.copy_(content)
             torch.set_rng_state(cpu)
             for device, state in states:
                 torch.cuda.set_rng_state(state, device)
@@ -104,12 +216,10 @@ class PlainStep:
                 yield
         finally:
             restart()
-            for parameter, gradient, content in kept:
+            for parameter, gradient, content in gradients:
                 parameter.grad = gradient
-                if gradient is not None and content is not None and content is not gradient:
+                if gradient is not None and content is not None:
                     gradient.copy_(content)
-
-    sequences = 1  # the loss is that of a whole batch
 
     def run(self, microbatches: int, sequences: int) -> None:
         """Run forward and backward of the loss."""
@@ -125,32 +235,28 @@ class PlainStep:
         return 1.0 / group_size(None)
 
     def gradient(self, weight: nn.Parameter) -> torch.Tensor:
-        """Return the gradient of the last pass, zeros where there is none.
+        """Return the gradient of the last pass, zeros if there is none.
 
         DDP and fully_shard have left the mean over ranks on every rank, whose sum is that of the ranks' gradients.
         """
         if weight.grad is None:
-            return self._matrix(weight, torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
-        return self._matrix(weight, whole(weight.grad).clone())
-
-    def _matrix(self, weight: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to a weight as [out, in]."""
-        return tensor.t().contiguous() if id(weight) in self.transposed else tensor
+            return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        return _full_tensor(weight.grad).clone()
 
     def join_gradients(self) -> None:
-        """Every process holds all of the model."""
+        """Do nothing: every process holds all of the model."""
 
     def update_of(self, weight: nn.Parameter) -> Update | None:
         """Return the optimizer's next update of a parameter. None if it does not train it, or if Adam has not stepped.
 
-        Collective where the optimizer's state is sharded.
+        Collective if the optimizer's state is sharded.
         """
         optimizer = self.optimizer
         group = next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
         if group is None:
             return None
         state = {
-            name: self._matrix(weight, whole(value)) if isinstance(value, torch.Tensor) and value.dim() else value
+            name: _full_tensor(value) if isinstance(value, torch.Tensor) else value
             for name, value in optimizer.state.get(weight, {}).items()
         }
         if isinstance(optimizer, torch.optim.SGD):
@@ -161,15 +267,14 @@ class PlainStep:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise SnipError if weight divergence is not implemented for the optimizer or an option of it."""
     kind = type(optimizer).__name__
-    if not isinstance(optimizer, _SUPPORTED):
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD):
         raise SnipError(
-            f"optimizer {kind}: weight divergence knows torch's {', '.join(kind.__name__ for kind in _SUPPORTED)};"
-            " estimator='fisher' needs none of them"
+            f"optimizer {kind}: weight divergence knows torch's Adam, AdamW, SGD; estimator='fisher' needs none of them"
         )
-    for group in optimizer.param_groups:
+    for group in () if isinstance(optimizer, torch.optim.SGD) else optimizer.param_groups:
         coupled = not isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay")
         for name in ("amsgrad", "maximize", *(["weight_decay"] if coupled else [])):
-            if group.get(name) and not isinstance(optimizer, torch.optim.SGD):
+            if group.get(name):
                 raise SnipError(
                     f"optimizer {kind} with {name}={group[name]}: weight divergence knows the update of AdamW without"
                     " amsgrad and maximize; leave it out, use AdamW, or estimator='fisher'"

@@ -16,8 +16,7 @@ from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, load_map
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
-from snip_megatron.plain.linear import convert_linears
-from snip_megatron.plain.structure import Structure, find_places, find_structure
+from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
@@ -35,8 +34,8 @@ from snip_megatron.sensitivity.policies import fixed_map, formats_of, needs_forw
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.table import StatisticsTable
 
-#: Fields of SnipConfig that need Megatron's loop.
-_WITH_MEGATRON = (
+#: Fields of SnipConfig that have an effect in Megatron's loop only.
+_MEGATRON_ONLY = (
     "enabled", "replay", "timings", "gradient_reduction", "fusions", "wait",
     "deadline", "no_compat", "stage_tolerance", "probe_microbatches", "guard_steps", "guard_sigma",
 )  # fmt: skip
@@ -65,11 +64,10 @@ def convert(
     Raises SnipError if no blocks are found, or an option is unknown or cannot work in a plain loop.
 
     Args:
-        model: A transformer of pre-norm blocks. Frozen linears are converted as well, and have no wgrad. Trainable
-            linears of low rank beside a frozen one (LoRA) stay as they are.
+        model: A transformer of pre-norm blocks. Frozen linears are converted as well, and have no wgrad.
         optimizer: torch's Adam, AdamW or SGD over its parameters.
-        blocks: The blocks in order. None: the longest list of modules with four linears or more.
-        microbatches: Batches whose gradients one optimizer step adds up.
+        blocks: The blocks in order. By default the longest list of modules that have four linears or more.
+        microbatches: Number of batches whose gradients one optimizer step adds up.
         options: Fields of :class:`runtime.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
     """
@@ -80,9 +78,9 @@ def convert(
 
 
 class PlainSnip:
-    """Chooses the formats of a model's linears while it trains. Made by :func:`convert`.
+    """Chooses the formats of a model's linears while it trains. :func:`convert` returns one.
 
-    ``registry`` holds the converted linears, ``table`` the statistics of the latest update.
+    ``registry`` holds the converted linears, and ``table`` the statistics of the latest update.
     """
 
     def __init__(
@@ -90,13 +88,13 @@ class PlainSnip:
     ) -> None:
         self._structure, self._optimizer, self._config, self._microbatches = structure, optimizer, config, microbatches
         self._request, self._steps = config.request(), 0
-        rows = structure.rows
+        rows = structure.rows()
         names = [row.name for row in rows]
         self._fixed = None if config.map is None else load_map(config.map, names, argument="map")
-        self._weighs_updates = needs_forward_noise(self._request)
+        self._weight_divergence = needs_forward_noise(self._request)
         if config.updates:
             check_reachable(rows, self._request)
-            if self._weighs_updates:
+            if self._weight_divergence:
                 check_optimizer(optimizer)
         formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
         context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
@@ -114,20 +112,21 @@ class PlainSnip:
 
     @property
     def map(self) -> PrecisionMap:
-        """The precision map in force; bf16 before the first update."""
+        """The precision map in force. Before the first update it is all bf16."""
         return self.registry.current
 
     def step(self, loss: Loss) -> bool:
-        """Begin a training step. Call this before the forward of the step's first batch, on all ranks.
+        """Begin a training step. Call this on all ranks, before the forward of the step's first batch.
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
         Weights, optimizer, gradients, buffers and random states stay as they were. An update is dropped, with a line,
         if a statistic is not finite, if no gradient reaches the linears, or if no map meets the budget.
 
         ``loss`` returns the mean token loss of the step's first batch. It is called once at the first step, and up to
-        three times in an update, otherwise not at all. It must compute the same each time: read the batch before, not
-        inside. Returns whether a new map was adopted. Raises SnipError if the model's blocks are not attention and MLP,
-        or the loss does not run them once each.
+        three times in an update. It must compute the same value each time, so read the batch outside of it.
+
+        Returns whether a new map was adopted. Raises SnipError if the model's blocks are not attention and MLP, or the
+        loss does not run each of them once.
         """
 
         def probe(clip: float) -> ProbeResult:
@@ -136,31 +135,28 @@ class PlainSnip:
             self.table = result.table
             return result
 
-        step, before = self._steps, self.map
+        step, previous = self._steps, self.map
         if self._controller is None:
             self._controller = self._start(loss)
         self._steps += 1
         self._controller.before_step(step, probe)
         self._controller.decide_now(step)
         self._controller.after_step(step, None, None)
-        return self.map is not before
+        return self.map is not previous
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
-        transposed = {id(h.weight) for h in self.registry if not isinstance(h.module, nn.Linear)}
-        return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, transposed, loss)
+        return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, loss)
 
     def _start(self, loss: Loss) -> Controller:
-        """Look at the processes and at a forward pass, as they are when training begins, and make the controller."""
+        """Make the controller at the first step, when the process group exists and a batch is there to follow."""
         config, registry = self._config, self.registry
         device = next(iter(registry)).weight.device
         if dist.is_initialized():
             registry.context.dp_rank, registry.context.dp_size = dist.get_rank(), dist.get_world_size()
         if config.updates and self._probes is None:
             with self._step(self._steps, loss).undisturbed():
-                places = find_places(self._structure, loss)
-            registry.rows = places.rows
-            host = make_host(places, device)
-            self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weighs_updates)
+                host, registry.rows = make_host(self._structure, loss, device)
+            self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weight_divergence)
         coordinator = None
         if registry.context.dp_rank == 0:
             run = None if config.dir is None else self._run_directory(config.dir, device)
@@ -187,15 +183,15 @@ class PlainSnip:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and SNIP's state, to be saved beside the model's and the optimizer's state."""
+        """Return the step and SNIP's state. Save it beside the state of the model and of the optimizer."""
         state = self._restored or ControllerState()
         saved = state.to_bytes() if self._controller is None else self._controller.state_to_save()
         return {"steps": self._steps, "state": saved.decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. A map that the options fix replaces the one of the state.
+        """Continue from the result of :meth:`state_dict`. A map that the options fix replaces that of the state.
 
-        Raises SnipError if it is not such a state, or its map is not one of this model. Nothing has changed then.
+        Raises SnipError, and changes nothing, if ``state`` is something else, or its map is not one of this model.
         """
         steps, text = (state.get(name) if isinstance(state, Mapping) else None for name in ("steps", "state"))
         if type(steps) is not int or steps < 0 or not isinstance(text, str):
@@ -212,7 +208,7 @@ class PlainSnip:
 # -- configuration -------------------------------------------------------------------------------------------------
 def _configuration(options: Mapping[str, Any]) -> SnipConfig:
     for name in options:
-        if name in _WITH_MEGATRON:
+        if name in _MEGATRON_ONLY:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
     native = native_backend(options.get("gemm", SnipConfig.gemm))
     config = resolve({"lag": 1, **options}, native, ends=False)
@@ -220,8 +216,8 @@ def _configuration(options: Mapping[str, Any]) -> SnipConfig:
         default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
         raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")
     if config.late or config.phases is not None:
-        named = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
-        raise SnipError(f"{named} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
+        option = f"policy={config.policy!r}" if config.late else f"schedule={config.schedule!r}"
+        raise SnipError(f"{option} is not supported in a plain loop, whose end is unknown; use Megatron's entry")
     if config.updates and (line := dominated(config.budget, config.formats, native, times=False)):
         print(f"snip: {line.removeprefix('--snip-')}", flush=True)
     return config

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from snip_megatron.layers.context import StepContext
 from snip_megatron.numerics.products.emulated import EmulatedBackend
 from snip_megatron.numerics.quantize.operands import quantize_exact
-from snip_megatron.plain.linear import convert_linears
+from snip_megatron.plain.model import convert_linears
 from snip_megatron.precision import Format, LinearRow
 
 
