@@ -14,7 +14,6 @@ from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.times import check_measurable, option_times
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.planner.layout import GRAPHS_WITHOUT_PIPELINE
 from snip_megatron.precision import Side
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.linears import matching_options, no_match_hint
@@ -24,6 +23,12 @@ from snip_megatron.runtime.run_data import replayed_maps, step_path
 from snip_megatron.sensitivity.policies import fixed_map, late_shares, needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable, reachable_share
 from snip_megatron.sensitivity.request import SolveRequest
+
+_GRAPHS_WITHOUT_PIPELINE = {
+    "full_iteration": "Megatron waits for the device between stages, which no graph holds",
+    "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
+}
+"""Implementation of CUDA graphs → why it cannot run a pipeline."""
 
 
 def _more_than_one(value: Any) -> bool:
@@ -159,9 +164,9 @@ def _check_graphs(config: SnipConfig, args: argparse.Namespace) -> None:
             " hopper on such a card"
         )
     stages = args.pipeline_model_parallel_size
-    if stages > 1 and implementation in GRAPHS_WITHOUT_PIPELINE:
+    if stages > 1 and implementation in _GRAPHS_WITHOUT_PIPELINE:
         raise SnipError(
-            f"{here} --pipeline-model-parallel-size {stages} under --snip: {GRAPHS_WITHOUT_PIPELINE[implementation]};"
+            f"{here} --pipeline-model-parallel-size {stages} under --snip: {_GRAPHS_WITHOUT_PIPELINE[implementation]};"
             " use --cuda-graph-impl transformer_engine"
         )
     if implementation != "full_iteration":

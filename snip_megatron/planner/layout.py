@@ -12,11 +12,6 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.timing.cost_model import LinearShape
 
 RECOMPUTE = ("none", "selective", "full")
-GRAPHS_WITHOUT_PIPELINE = {
-    "full_iteration": "Megatron waits for the device between stages, which no graph holds",
-    "local": "Megatron cannot free the output of a stage in the steps before the capture, and ends",
-}
-"""Implementation of CUDA graphs → why it cannot run a pipeline."""
 _FUSED = {Side.OUTPUT: "gradient", Side.INPUT: "input"}
 _MOST = 2**31
 _PADDING = 128  # Megatron pads the vocabulary to a multiple of this times the tensor parallel size
@@ -41,11 +36,11 @@ class Layout:
     Attributes:
         model: the model. Its rows name their pipeline stages.
         vpp: virtual pipeline size, the number of chunks of each stage.
-        etp: tensor parallel size of experts; None for ``tp``.
-        recompute: what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (whole
-            layers: the first ``recompute_layers`` of each chunk; None for all).
+        etp: tensor parallel size of experts. It is ``tp`` if None.
+        recompute: what the backward recomputes: ``none``, ``selective`` (``recompute_modules``) or ``full`` (the first
+            ``recompute_layers`` layers of each chunk, all of them if it is None).
         gradient_bytes: bytes of an element of a gradient: 4, or 2 with ``--grad-reduce-in-bf16``.
-        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP gives without Apex.
+        gradient_accumulation_fusion: False with ``--no-gradient-accumulation-fusion``, which SNIP adds without Apex.
         grouped_experts: whether the experts of a layer run grouped GEMMs: ``--moe-grouped-gemm`` with Transformer
             Engine.
         fused_swiglu: whether SwiGLU is fused with quantisation where a kernel does both.
@@ -78,7 +73,7 @@ class Layout:
         """Return this layout. Raises SnipError if Megatron or SNIP would refuse its sizes."""
         for fault in self._faults():
             raise SnipError(fault)
-        assert self.shapes  # ranks can share all features
+        _ = self.shapes  # raises if ranks cannot share the features of a linear
         return self
 
     # -- sizes ---------------------------------------------------------------------------------------------------
@@ -120,10 +115,10 @@ class Layout:
     @cached_property
     def stages(self) -> tuple[tuple[tuple[LinearRow, ...], ...], ...]:
         """The rows of each layer of each stage."""
-        found: list[dict[tuple[str, int], list[LinearRow]]] = [{} for _ in range(self.pp)]
+        stages: list[dict[tuple[str, int], list[LinearRow]]] = [{} for _ in range(self.pp)]
         for row in self.model.rows:
-            found[row.stage].setdefault((row.id.stack, row.id.layer), []).append(row)
-        return tuple(tuple(map(tuple, layers.values())) for layers in found)
+            stages[row.stage].setdefault((row.id.stack, row.id.layer), []).append(row)
+        return tuple(tuple(map(tuple, layers.values())) for layers in stages)
 
     @cached_property
     def shapes(self) -> dict[str, LinearShape]:
@@ -187,7 +182,9 @@ class Layout:
         return self.probed_parameters(stage) + (self.vocabulary * self.model.hidden // self.tp if output else 0)
 
     def probed_parameters(self, stage: int) -> int:
-        """Return the parameters of a rank of ``stage`` whose gradients a probe reads: not the output layer's."""
+        """Return the number of parameters of a rank of ``stage`` whose gradients a probe reads: without the output
+        layer's.
+        """
         rows = [row for layer in self.stages[stage] for row in layer]
         shapes = [self.shapes[row.name] for row in rows]
         norms = len({row.sub_block for row in rows}) + (stage == self.pp - 1)

@@ -58,13 +58,11 @@ class PlanRequest:
 
     Attributes:
         statistics: ``stats/step_<N>.npz`` of a run. Losses are synthetic if it is None.
-        seed: seed of synthetic losses.
         train_iters: training steps of a run with phases. None if the run has one map.
     """
 
     config: SnipConfig
     statistics: Path | None = None
-    seed: int = 1
     train_iters: int | None = None
 
     def training_arguments(self) -> str:
@@ -83,7 +81,6 @@ def parse_request(
     model: CostModel,
     *,
     statistics: Path | None = None,
-    seed: int = 1,
     train_iters: int | None = None,
     recipe: tuple[str, ...] = (),
 ) -> PlanRequest:
@@ -103,7 +100,7 @@ def parse_request(
         )
     if config.phases is not None and train_iters is None:
         raise SnipError(f"--schedule {cut(config.schedule)}: needs the length of the run: give --train-iters")
-    return PlanRequest(config, statistics, seed, None if config.phases is None else train_iters)
+    return PlanRequest(config, statistics, None if config.phases is None else train_iters)
 
 
 def build_problem(request: PlanRequest, step: StepModel, phases: PhasedRequest | None = None) -> Problem:
@@ -120,7 +117,7 @@ def build_problem(request: PlanRequest, step: StepModel, phases: PhasedRequest |
             return problem_of_statistics(_restaged(request, layout, request.statistics), solve_request)[0]
         rows = layout.model.rows
         options = list_options(rows, solve_request, layout.seq_length * layout.global_batch_size)
-        losses = synthetic_losses(rows, tuple(map(Format, config.formats)), request.seed)
+        losses = synthetic_losses(rows, tuple(map(Format, config.formats)))
         fprop_share = np.array([[float(option.gemm is Gemm.FPROP)] * len(config.formats) for option in options])
         return make_problem(options, solve_request, rounded(per_option(losses, solve_request)), fprop_share)
 
@@ -160,9 +157,9 @@ _GEMM = (10.0, 3.0, 1.0)  # factors of fprop, dgrad, wgrad
 _SPREAD, _FORMAT_SPREAD = 1.5, 0.3
 
 
-def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format], seed: int) -> FloatArray:
-    """Return losses, float64 [linears, 3, formats]. Equal seeds give equal losses."""
-    rng = np.random.default_rng(seed)
+def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format]) -> FloatArray:
+    """Return losses, float64 [linears, 3, formats]."""
+    rng = np.random.default_rng(1)
     block = np.array([row.sub_block // 2 for row in rows])
     depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block - max(block)) / 4)
     kind = [

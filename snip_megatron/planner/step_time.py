@@ -63,11 +63,10 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Links:
-    """Achieved bandwidths of the network: bytes a second that one GPU sends within a node of so many GPUs, or between.
+    """Achieved bandwidths of the network: bytes a second that one GPU sends ``within`` a node, or ``between`` nodes.
 
-    By default they are those of H200s: two of them gathered 16 MiB at 136 to 197 GB/s each, and 64 MiB at 226 to 264.
-    The default within a node lies in the first range, at a value with which trainings under tensor parallelism on two
-    of them are predicted within 7 %; these trainings are therefore no independent evidence of it.
+    The defaults are those of H200s. Two of them gathered 16 MiB at 136 to 197 GB/s each, and 64 MiB at 226 to 264. The
+    default within a node was chosen so that trainings under tensor parallelism on two of them are predicted within 7 %.
     """
 
     node_size: int = 8
@@ -79,10 +78,13 @@ class Links:
         return self.within if ranks <= self.node_size else self.between
 
 
+_LINKS = Links()
+
+
 class Rates:
     """Times of everything except the decoder's linears, from the cost model's table if it has one.
 
-    ``gpu_memory`` are the bytes of a GPU's memory; None if no table has them.
+    ``gpu_memory`` are the bytes of a GPU's memory. It is None if no table has them.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -95,13 +97,11 @@ class Rates:
 
     def attention(self, sequence: int, heads: int, head_size: int, batch: int) -> tuple[float, float]:
         """Return the seconds of causal attention of ``batch`` sequences, forward and backward."""
-        size = (sequence, heads, head_size)
-        if self._grid is None:
+        size, grid = (sequence, heads, head_size), self._grid
+        if grid is None:
             forward = batch * _attention_flops(*size) / (STATED_ATTENTION * FLOPS_RATE)
             return forward, ATTENTION_BACKWARD * forward
-        return batch * self._grid.seconds(size, lambda row: row[0]), batch * self._grid.seconds(
-            size, lambda row: row[1]
-        )
+        return batch * grid.seconds(size, lambda row: row[0]), batch * grid.seconds(size, lambda row: row[1])
 
     def memory(self, moved: float) -> float:
         """Return the seconds of element-wise kernels that read and write ``moved`` bytes."""
@@ -132,10 +132,11 @@ def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that one GPU of a stage works in a step: ``linears`` with their quantisation; ``attention``; element-wise
-    kernels of the layers (``elementwise``); embedding, output layer and loss (``ends``); exposed communication of
-    ``tensor_parallel`` ranks, ``experts`` and ``pipeline``; and what Megatron's own experts take longer than SNIP's in
-    bf16 (``stock``).
+    """Seconds that one GPU of a stage works in a step.
+
+    They are those of the ``linears`` with their quantisation, ``attention``, ``elementwise`` kernels of the layers,
+    ``ends`` (embedding, output layer and loss), exposed communication of ``tensor_parallel`` ranks, ``experts`` and
+    ``pipeline``, and ``stock``, what Megatron's own experts take longer than SNIP's in bf16.
     """
 
     seconds: dict[str, float]
@@ -156,8 +157,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a training step, in seconds: of all stages; the ``bubble``, the pipeline's time divided by the
-    slowest stage's work; exposed data parallel communication after the pipeline; and the optimizer.
+    """Seconds of a training step.
+
+    ``bubble`` is the pipeline's time divided by the slowest stage's work. ``data_parallel`` is the exposed
+    communication after the pipeline.
     """
 
     stages: tuple[StageTime, ...]
@@ -185,12 +188,12 @@ class StepTime:
 
 
 class StepModel:
-    """Predicts steps of one layout: ``model`` the times of linears, ``links`` (None: the default) the network's."""
+    """Predicts the steps of one layout, with the linears' times of ``model`` and the bandwidths of ``links``."""
 
-    def __init__(self, layout: Layout, model: CostModel, links: Links | None = None) -> None:
+    def __init__(self, layout: Layout, model: CostModel, links: Links = _LINKS) -> None:
         self.layout = layout
         self.model = model
-        self.links = links or Links()
+        self.links = links
         self.rates = Rates(model)
         self._fuses = layout.fused_swiglu and backend_of(model) == "hopper"
         self._gemms: dict[tuple[LinearShape, Gemm, Format], float] = {}
@@ -203,7 +206,7 @@ class StepModel:
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
-        """Return stage → seconds of a step that no format changes, with its share of what follows the pipeline."""
+        """Return stage → seconds of a step that no format changes, its share of what follows the pipeline included."""
         bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
         return {stage: time.other - time.seconds["stock"] + after for stage, time in enumerate(bf16.stages)}
@@ -229,14 +232,12 @@ class StepModel:
         layout = self.layout
         linears = [(row, formats_of(row)) for layer in layout.stages[stage] for row in layer]
         attentions = sum(layout.passes(row) for row, _ in linears if after_attention(row))
+        spared = math.fsum(self._spared_bytes(*each) for each in linears)
         seconds = {
             "linears": math.fsum(self.linear(row, formats) for row, formats in linears),
             "attention": layout.microbatches * attentions * self._attention(),
             "elementwise": layout.microbatches
-            * self.rates.memory(
-                self._layer_bytes([row for row, _ in linears])
-                - math.fsum(self._spared_bytes(*each) for each in linears)
-            ),
+            * self.rates.memory(self._layer_bytes([row for row, _ in linears]) - spared),
             "ends": layout.microbatches * self._ends(stage),
             "tensor_parallel": math.fsum(
                 layout.shapes[row.name].microbatches * self._exchanged(row) for row, _ in linears
@@ -283,8 +284,8 @@ class StepModel:
     def _spared_bytes(self, row: LinearRow, formats: Formats) -> float:
         """Return the bytes that SwiGLU fused with the quantisation of X of fc2, or of G of fc1, does not move."""
         shape, reads = self.layout.shapes[row.name], row.role is Role.READS
-        used = {*(formats[1:] if reads else formats[::2])}
-        if not self._fuses or not row.id.path.startswith("mlp.linear_fc") or not used <= _FUSED:
+        of_operand = {*(formats[1:] if reads else formats[::2])}
+        if not self._fuses or not row.id.path.startswith("mlp.linear_fc") or not of_operand <= _FUSED:
             return 0.0
         return 2.0 * shape.tokens * (shape.n if reads else shape.k * shape.forwards)
 
@@ -324,7 +325,7 @@ class StepModel:
         return shape.forwards * sent if column else (1 + shape.forwards) * sent
 
     def _dispatch(self, row: LinearRow) -> float:
-        """Return the seconds of one microbatch in which tokens go to their experts and back, and so their gradients."""
+        """Return the seconds of one microbatch in which tokens and their gradients go to the experts and back."""
         layout = self.layout
         if layout.ep == 1 or row.experts == 1 or row.sharded is not Side.INPUT:  # once for fc1 and fc2
             return 0.0

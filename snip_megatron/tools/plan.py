@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,6 @@ def _add_model(add: Callable[..., Any]) -> None:
 def _add_losses(add: Callable[..., Any]) -> None:
     text = "statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses"
     add("--statistics", type=Path, metavar="FILE.npz", help=text)
-    add("--seed", type=_whole, default=1, metavar="N", help="seed of synthetic losses; default: 1")
     text = "training steps of the run, over which phases are planned; default: those of --megatron"
     add("--train-iters", type=_count, metavar="N", help=text)
 
@@ -101,9 +99,7 @@ def run(args: argparse.Namespace) -> int:
     training = Training(_named(args)) if args.megatron is None else _built(args)
     assert isinstance(training.layout, Layout)
     ends = args.train_iters or training.train_iters
-    request = parse_request(
-        given, model, statistics=args.statistics, seed=args.seed, train_iters=ends, recipe=training.recipe
-    )
+    request = parse_request(given, model, statistics=args.statistics, train_iters=ends, recipe=training.recipe)
     if args.train_iters is not None and request.config.phases is None:
         raise SnipError(
             f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
@@ -172,10 +168,7 @@ def _built(args: argparse.Namespace) -> Training:
     return replace(training, layout=layout)
 
 
-def _whole(text: str, least: int = 0) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= _MOST):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from {least} to {_MOST}")
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 1 to {_MOST}")
     return int(text)
-
-
-_count = partial(_whole, least=1)
