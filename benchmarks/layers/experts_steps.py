@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle, LinearState, StepContext
-from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
-from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.numerics.products.deepgemm import grouped_library, why_not
 from snip_megatron.numerics.products.grouped import group_rows
@@ -56,8 +55,8 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor | None, splits: Sequence[int]) -> Tensor | GroupedCall:
         """As the linears of Megatron's experts: without x, the call."""
         if x is None:
-            return grouped_call(self.handles, self.weights, told=lambda: None)
-        return grouped_product(self.handles, self.weights, x, splits, told=lambda: None)
+            return grouped_call(self.handles, self.weights, on_wgrad_complete=lambda: None)
+        return grouped_product(self.handles, self.weights, x, splits, on_wgrad_complete=lambda: None)
 
 
 def swiglu(y: Tensor, probs: Tensor) -> Tensor:

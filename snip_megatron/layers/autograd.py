@@ -4,6 +4,8 @@ It does what Megatron's own function does around the GEMMs: the gather of a sequ
 the input gradient, overlapped with wgrad, and the accumulation into ``main_grad``. It does not import Megatron.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,9 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
-from snip_megatron.layers.override import output_error, perturbed, report_error
-from snip_megatron.layers.prequantized import PrequantizedTensor
-from snip_megatron.numerics.products.backend import FlatOperand, GemmOperand, assemble, flatten, matrix, unflattened
+from snip_megatron.numerics.products.backend import (
+    FlatOperand,
+    GemmBackend,
+    GemmOperand,
+    assemble,
+    flatten,
+    matrix,
+    unflattened,
+    unrounded,
+)
 from snip_megatron.numerics.quantize import derive_seeds
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandPair, OperandSpec
@@ -72,6 +81,43 @@ class LinearCall(NamedTuple):
     def spec(self, operand: str, x: Tensor, rowwise: Format | None, columnwise: Format | None) -> OperandSpec:
         """Return how X or W is quantised. See :meth:`LinearHandle.spec`."""
         return self.handle.spec(operand, x, rowwise, columnwise, on_device=self.trains)
+
+
+class PrequantizedTensor(torch.Tensor):
+    """X or G of a linear as its two operands, which a fused kernel passes in its place. Every operation is refused.
+
+    Autograd passes one tensor from a function to the next. The operands of two GEMMs are four, of other dtypes. So a
+    fused function passes a tensor that has the shape and dtype of the unquantised one, no numbers, and the operands.
+    """
+
+    operands: OperandPair
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, operands: OperandPair, shape: Sequence[int], like: Tensor) -> PrequantizedTensor:
+        """Make the tensor, with the dtype and device of ``like``."""
+        made: PrequantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        made.operands = operands
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse the operation, except that autograd notes the streams that use the operands.
+
+        Raises SnipError if something else than the linear reads the tensor, or autograd adds another gradient to it.
+        """
+        if func is torch.ops.aten.record_stream.default:
+            for tensor in flatten(args[0].operands)[0]:
+                tensor.record_stream(args[1])
+            return None
+        raise SnipError(
+            f"{func}: the input or the output gradient of a linear is quantised already and has no numbers, but a hook"
+            " or another function reads or adds to it, which --snip-fusions auto does not support;"
+            " use --snip-fusions none"
+        )
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -144,7 +190,7 @@ class QuantizedLinear(torch.autograd.Function):
         if d.shape != ctx.x_shape:
             d = d.view(ctx.x_shape)
         grad_bias = matrix(g).contiguous().sum(dim=0) if ctx.has_bias else None
-        return d, passed_on(weight, grad_weight, main_grad), grad_bias, None
+        return d, autograd_gradient(weight, grad_weight, main_grad), grad_bias, None
 
 
 def _backward_in_parts(
@@ -222,10 +268,6 @@ def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callab
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
-def nothing() -> None:
-    """Stand for a delayed wgrad that has run already."""
-
-
 def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:
     """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
     leading: Sequence[int] = x.shape[:-1]
@@ -298,7 +340,7 @@ def main_grad_of(handle: LinearHandle, weight: Tensor) -> Tensor | None:
     return None if handle.context.fsdp_sharded else getattr(weight, "main_grad", None)
 
 
-def passed_on(
+def autograd_gradient(
     weight: Tensor, grad_weight: Tensor | None, main_grad: Tensor | None, placeholder: Tensor | None = None
 ) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
@@ -315,12 +357,54 @@ def passed_on(
         return None
     weight.grad_added_to_main_grad = True
     # A tensor of its own: autograd keeps a gradient that nothing else refers to, and copies any other.
-    return placeholder_of(weight) if placeholder is None else placeholder.detach()
+    return gradient_placeholder(weight) if placeholder is None else placeholder.detach()
 
 
-def placeholder_of(weight: Tensor) -> Tensor:
+def gradient_placeholder(weight: Tensor) -> Tensor:
     """Return the placeholder of a gradient that has been added to ``main_grad``."""
     return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+
+
+# -- what a measuring pass does beside overriding formats --------------------------------------------------------------
+NUDGE = 2.0**-6
+"""Size of a nudge relative to the machine epsilon of the training dtype. In bf16 a nudge is 1e-4 of a value. That is
+far below a rounding step, but about one element in fifty rounds to another value. In FP32 a nudge changes nothing."""
+
+
+def perturbed(override: Override, gemm: Gemm, left: Tensor, right: Tensor, plain: Tensor) -> Tensor:
+    """Return ``left @ right`` times 1 + NUDGE·eps, rounded to the dtype of ``plain``, if ``gemm`` is to be nudged.
+
+    Returns ``plain``, the product that has been computed already, otherwise. The effect of a nudge on the loss is the
+    noise that another order of summation would also cause (docs/how-it-works.md).
+    """
+    if override.perturb is not gemm:
+        return plain
+    return (unrounded(left, right) * (1.0 + NUDGE * torch.finfo(plain.dtype).eps)).to(plain.dtype)
+
+
+def output_error(
+    override: Override,
+    handle: LinearHandle,
+    backend: GemmBackend,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+) -> Tensor | None:
+    """Return the error E [T, N] that fprop has in the format ``override.compare``, in y's dtype.
+
+    Returns None if ``override.compare`` is None. It is relative to ``y`` [T, N]; the operands are [T, K] and [N, K].
+    """
+    fmt = override.compare
+    if fmt is None:
+        return None
+    left, right = (backend.quantize(t, handle.spec(name, t, fmt, None))[0] for name, t in (("x", x), ("w", weight)))
+    return (backend.multiply(Gemm.FPROP, left, right, y.dtype).float() - y.float()).to(y.dtype)
+
+
+def report_error(override: Override, g: Tensor, error: Tensor | None) -> None:
+    """Pass ⟨G, E⟩ of this rank's shards to ``override.report``. Does nothing if there is no error or no receiver."""
+    if error is not None and override.report is not None:
+        override.report((g.float() * error.float()).sum(dtype=torch.float64))
 
 
 # -- what tensor parallel ranks exchange around the GEMMs ------------------------------------------------------------

@@ -1,4 +1,11 @@
-"""The description of a converted linear, and the state of the current step that all linears of a rank share."""
+"""The description of a converted linear, and the state of the current step that all linears of a rank share.
+
+fp8_tensor and nvfp4 have one scale for the whole tensor. If each rank computed it from its shard, the scale would
+depend on the tensor parallel layout. The ranks that share a matrix therefore use the maximum of their amaxes, which
+costs one all-reduce of four bytes per matrix. Tensor parallel size 1 and formats with tile scales need no
+communication. Under sequence parallelism the gathered tensor is quantised. Data and context parallel ranks do not take
+part, because the microbatch of a rank is a tensor of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +18,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from snip_megatron.layers.amax import ROTATED_TENSOR, WHOLE_TENSOR, amax_of, largest_of_shards
 from snip_megatron.layers.spans import Spans
 from snip_megatron.layers.weights import GraphedWeight, WeightCache
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.quantize.device_keys import KeyWords
-from snip_megatron.numerics.quantize.formats import SPECS
+from snip_megatron.numerics.quantize.formats import SPECS, Scaling
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.numerics.quantize.reference import ROTATED, Rotation, rotate
 from snip_megatron.numerics.quantize.rounding import derive_seeds
@@ -28,6 +34,17 @@ _SHARDED = {"column": ("w", "g"), "row": ("x", "w"), "whole": ()}
 """Operands of which each tensor parallel rank holds a shard. X of a column parallel linear and G of a row parallel one
 are whole on every rank, under sequence parallelism after the gather."""
 GEMM_INDEX = {gemm: index for index, gemm in enumerate(Gemm)}
+
+
+_SCALED = frozenset(fmt for fmt, spec in SPECS.items() if spec.scaling in (Scaling.FP32_TENSOR, Scaling.E4M3_FP32))
+
+WHOLE_TENSOR = _SCALED - ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of the tensor itself."""
+
+ROTATED_TENSOR = _SCALED & ROTATED
+"""Formats that have one scale for the whole tensor, from the amax of its Hadamard transform."""
+
+_MAGNITUDE = 0x7FFFFFFF
 
 
 class BackwardRecorder(Protocol):
@@ -54,7 +71,7 @@ class Override:
         microbatch: index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated
             microbatch rounds as it did before.
         perturb: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
-            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.override.perturbed`.
+            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.autograd.perturbed`.
         compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
         report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
             passes it.
@@ -352,3 +369,25 @@ def signs_of(linears: Sequence[LinearHandle], seed: int, step: int) -> list[int]
     """
     words = derive_seeds((seed, step, _SIGNS), [handle.index for handle in linears])
     return [word >> 48 for word in words]
+
+
+# -- the amax of a matrix whose shards lie on several ranks ------------------------------------------------------------
+def largest_of_shards(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the maximum of ``amax`` (FP32 and 0-dim) over the ranks of ``group``, or ``amax`` if there is no group.
+
+    The result is NaN if the amax of any rank is NaN. With a group this is a collective of it.
+    """
+    if group is None:
+        return amax
+    # FP32 magnitudes have the order of their bits as integers, with NaN above all numbers. A maximum over floats may
+    # drop a NaN.
+    bits = amax.view(1).view(torch.int32).bitwise_and(_MAGNITUDE)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32).view(())
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, FP32 and 0-dim. It is NaN if x holds a NaN."""
+    x = x.detach()
+    amax = torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.new_zeros(())
+    return amax.to(torch.float32)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from snip_megatron.layers.autograd import (
     LinearCall,
+    autograd_gradient,
     gradient_keys,
+    gradient_placeholder,
     main_grad_of,
-    nothing,
-    passed_on,
-    placeholder_of,
+    output_error,
+    perturbed,
+    report_error,
     unreduced_gradient,
 )
 from snip_megatron.layers.context import LinearHandle, signs_of
-from snip_megatron.layers.override import output_error, perturbed, report_error
-from snip_megatron.layers.padding import pad, unpad
 from snip_megatron.numerics.products.backend import assemble, flatten
 from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, group_rows
 from snip_megatron.numerics.quantize.formats import SPECS, TILE
@@ -40,7 +40,7 @@ class GroupedCall(NamedTuple):
     Attributes:
         linear: the call of the first expert's linear, whose state, keys and signs serve all experts.
         handles: the linears of this rank's experts, in the order of the rows.
-        told: see :func:`grouped_call`. None: the weights are arguments of the autograd function (``passed``).
+        on_wgrad_complete: see :func:`grouped_call`. If it is None, the weights are arguments of the autograd function.
         formats: formats of (fprop, dgrad, wgrad).
         versions: what every change of a weight increases.
         operands: the weights as the operands of fprop and of dgrad.
@@ -50,20 +50,20 @@ class GroupedCall(NamedTuple):
     handles: Sequence[LinearHandle]
     weights: Sequence[Tensor]
     products: GroupLoop
-    told: Callable[[], None] | None
+    on_wgrad_complete: Callable[[], None] | None
     formats: Formats
     versions: list[int]
     operands: OperandPair = (None, None)
 
-    def seen_by(self, *inputs: Tensor) -> GroupedCall:
-        """Return the call for ``inputs``: if none requires a gradient, a backward needs weights that do."""
-        asks = self.told is not None and self.linear.has_backward and not any(x.requires_grad for x in inputs)
-        return self._replace(told=None) if asks else self
+    def for_inputs(self, *inputs: Tensor) -> GroupedCall:
+        """Return the call for ``inputs``. If none of them requires a gradient, autograd must see weights that do."""
+        needs_autograd_wgrad = self.linear.has_backward and not any(x.requires_grad for x in inputs)
+        return self._replace(on_wgrad_complete=None) if needs_autograd_wgrad else self
 
     @property
-    def passed(self) -> Sequence[Tensor]:
+    def autograd_weights(self) -> Sequence[Tensor]:
         """The weights that autograd sees."""
-        return self.weights if self.told is None else ()
+        return self.weights if self.on_wgrad_complete is None else ()
 
     @property
     def input_spec(self) -> OperandSpec:
@@ -89,27 +89,27 @@ class GroupedCall(NamedTuple):
         found = self.products.accumulate(g, x, out if whole else None)
         handle.state.backwards += 1
         if handle.delays and self.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
-            handle.state.delayed.append(nothing)
-        if self.told is not None:
-            self.told()
+            handle.state.delayed.append(_no_wgrad)
+        if self.on_wgrad_complete is not None:
+            self.on_wgrad_complete()
             return ()
         shared = None  # by all experts: placeholders of their own would take the memory of all weights
         if whole and hasattr(weights[0], "grad_added_to_main_grad"):
-            shared = placeholder_of(weights[0])
-        return [passed_on(*each, shared) for each in zip(weights, found, main_grads, strict=True)]
+            shared = gradient_placeholder(weights[0])
+        return [autograd_gradient(*each, shared) for each in zip(weights, found, main_grads, strict=True)]
 
 
 def grouped_call(
-    handles: Sequence[LinearHandle], weights: Sequence[Tensor], told: Callable[[], None] | None = None
+    handles: Sequence[LinearHandle], weights: Sequence[Tensor], on_wgrad_complete: Callable[[], None] | None = None
 ) -> GroupedCall:
     """Return what a forward of the linear of all experts needs beside X, in the formats of the precision map.
 
     Args:
         handles: the linears of this rank's experts, in the order of the rows, which is theirs or its reverse.
         weights: their weights [N, K].
-        told: called in the backward, when ∇W has been added to the ``main_grad`` of all weights. Autograd does not see
-            the weights then, which takes the host much longer than all GEMMs do where experts are many. None: autograd
-            gets a gradient of every weight.
+        on_wgrad_complete: callback that the backward calls when ∇W has been added to the ``main_grad`` of all weights.
+            Autograd does not see the weights then. With many experts, its pass over them would take the host much
+            longer than all GEMMs take. If it is None, autograd gets a gradient of every weight.
     """
     first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
     override = None if first.context.override is None else first.context.override(first)
@@ -118,7 +118,7 @@ def grouped_call(
         grouped_products(first),
     )
     versions = [weight._version for weight in weights]
-    call = GroupedCall(linear, handles, weights, products, told, linear.formats, versions)
+    call = GroupedCall(linear, handles, weights, products, on_wgrad_complete, linear.formats, versions)
     return call._replace(operands=_weight_operands(call))
 
 
@@ -127,15 +127,15 @@ def grouped_product(
     weights: Sequence[Tensor],
     x: Tensor,
     splits: Sequence[int],
-    told: Callable[[], None] | None = None,
+    on_wgrad_complete: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return X_e·W_eᵀ of all experts, for X with ``splits`` rows of each. :func:`grouped_call` has other arguments."""
     pads, rows = grouped_products(handles[0]).pads and not isinstance(splits, GroupRows), None
     if pads and any(count % TILE for count in splits):
         splits = rows = group_rows(tuple(splits), x.device)
         x = pad(x, rows)
-    call = grouped_call(handles, weights, told).seen_by(x)
-    y: Tensor = GroupedLinear.apply(x, splits, call, *call.passed)  # type: ignore[no-untyped-call]
+    call = grouped_call(handles, weights, on_wgrad_complete).for_inputs(x)
+    y: Tensor = GroupedLinear.apply(x, splits, call, *call.autograd_weights)  # type: ignore[no-untyped-call]
     return y if rows is None else unpad(y, rows)
 
 
@@ -146,6 +146,10 @@ def grouped_products(handle: LinearHandle) -> GroupLoop:
         return backend.grouped(*handle.shard)
     python = type(backend)  # C++ would record calls for every number of rows
     return GroupLoop(partial(python.quantize, backend), partial(python.multiply, backend))
+
+
+def _no_wgrad() -> None:
+    """Stand for a delayed wgrad that has run already."""
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -242,3 +246,33 @@ def _record(
         for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, call.weights, *rows, strict=True):
             if recorder is not None:
                 recorder.on_backward(of_x, weight.detach(), of_g, of_d, of_whole)
+
+
+# -- rows with padding and without, for autograd -----------------------------------------------------------------------
+def pad(x: Tensor, rows: GroupRows) -> Tensor:
+    """Return x [rows, ...] with zero rows after those of each expert."""
+    return _Moved.apply(x, rows.pad, rows.unpad) if rows.moves else x  # type: ignore[no-untyped-call]
+
+
+def unpad(x: Tensor, rows: GroupRows) -> Tensor:
+    """Return the rows that :func:`pad` was given, in their order."""
+    return _Moved.apply(x, rows.unpad, rows.pad) if rows.moves else x  # type: ignore[no-untyped-call]
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Any, move_back: Any) -> Tensor:
+        ctx.move_back = move_back
+        moved: Tensor = move(x)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        return ctx.move_back(grad_outputs[0]), None, None
+
+
+def refuse_second_derivatives() -> None:
+    """Raise SnipError in a backward that is to be differentiated. torch's once_differentiable takes more time."""
+    if torch.is_grad_enabled():
+        raise SnipError("create_graph=True is not supported, because rounding has no derivative")

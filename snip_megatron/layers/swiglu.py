@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snip_megatron.layers.autograd import LinearCall, gradient_keys
+from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradient_keys
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products
-from snip_megatron.layers.padding import refuse_second_derivatives
-from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, refuse_second_derivatives
 from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix
 from snip_megatron.numerics.products.grouped import GroupRows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
@@ -136,8 +134,8 @@ def fused_experts(x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, f
         rows: those of the experts.
         fc1, fc2: the two linears. :func:`may_fuse_experts` holds.
     """
-    fc1, fc2 = (each.seen_by(x, probs) for each in (fc1, fc2))
-    return _FusedExperts.apply(x, probs, rows, fc1, fc2, *fc1.passed, *fc2.passed)  # type: ignore[no-untyped-call,no-any-return]
+    fc1, fc2 = (each.for_inputs(x, probs) for each in (fc1, fc2))
+    return _FusedExperts.apply(x, probs, rows, fc1, fc2, *fc1.autograd_weights, *fc2.autograd_weights)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _FusedExperts(torch.autograd.Function):

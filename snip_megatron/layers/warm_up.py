@@ -8,8 +8,8 @@ import torch
 
 from snip_megatron.layers.autograd import LinearCall, QuantizedLinear, gradient_keys
 from snip_megatron.layers.context import LinearHandle, LinearState
-from snip_megatron.layers.device_step import DeviceStep
 from snip_megatron.layers.grouped import grouped_product, grouped_products
+from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
 from snip_megatron.numerics.products.grouped import group_rows
 from snip_megatron.numerics.quantize.operands import OperandSpec

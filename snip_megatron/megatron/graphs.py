@@ -16,7 +16,7 @@ import torch
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.device_step import DeviceStep
+from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.host import StepCall
 from snip_megatron.precision import ALL_BF16, Format

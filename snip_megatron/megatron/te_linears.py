@@ -27,8 +27,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
-from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products
-from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products, pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.megatron.compat.routing import call_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized

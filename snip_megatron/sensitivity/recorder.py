@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snip_megatron.layers.amax import WHOLE_TENSOR
-from snip_megatron.layers.context import LinearHandle
+from snip_megatron.layers.context import WHOLE_TENSOR, LinearHandle
 from snip_megatron.numerics.products.backend import unrounded
 from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.operands import OperandSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.experts_steps import Problem, snip_step
-from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.layers.grouped import pad, unpad
 from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
 from snip_megatron.numerics.products.deepgemm import find_nvcc, why_not
 from snip_megatron.numerics.products.grouped import GroupLoop, group_rows

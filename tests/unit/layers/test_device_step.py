@@ -8,8 +8,7 @@ import torch.distributed as dist
 from linears import convert, operands, passed, stock_linear
 
 from snip_megatron.layers.context import Override, StepContext
-from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.layers.registry import DeviceStep, LinearRegistry
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import Format, Formats, LinearRow
 from tests.unit.numerics.products.products import BACKENDS, hopper

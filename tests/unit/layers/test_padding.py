@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snip_megatron.layers.padding import pad, unpad
+from snip_megatron.layers.grouped import pad, unpad
 from snip_megatron.numerics.products.grouped import group_rows
 
 

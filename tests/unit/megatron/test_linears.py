@@ -15,8 +15,8 @@ from small_decoder import dense
 from torch.utils.checkpoint import checkpoint
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.layers.device_step import DeviceStep
-from snip_megatron.layers.prequantized import PrequantizedTensor
+from snip_megatron.layers.autograd import PrequantizedTensor
+from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import SwiGLU
 from snip_megatron.megatron import convert_model
 from snip_megatron.megatron.linears import SnipMLP, fuse_swiglu
