@@ -33,13 +33,13 @@ def fma(a, b, c, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def constant(value: tl.constexpr, x):
+def constant_like(value: tl.constexpr, x):
     """Return ``value`` in the shape of ``x``: no instruction on a GPU, a tensor for the interpreter."""
     return tl.full(x.shape, value, tl.float32)
 
 
 @triton.jit
-def _negated(x):
+def _negate(x):
     return x * -1.0  # Triton computes -x as 0 − x, which needs an addition and gives +0 for x = +0
 
 
@@ -66,17 +66,17 @@ def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: 
     maximum: tl.constexpr = 448.0 if FORMAT == 8 else 6.0
     inverse: tl.constexpr = 0.002232142857142857 if FORMAT == 8 else 0.16666666666666666
     if DIVIDE:
-        scale = tl.div_rn(amax, constant(maximum, amax))
+        scale = tl.div_rn(amax, constant_like(maximum, amax))
     else:  # equals the division for every magnitude of a 16-bit dtype, subnormal quotients included (tested)
         scale = amax * inverse
-        residual = fma(scale, constant(maximum, amax), _negated(amax), HARDWARE)
-        scale = fma(_negated(residual), constant(inverse, amax), scale, HARDWARE)
+        residual = fma(scale, constant_like(maximum, amax), _negate(amax), HARDWARE)
+        scale = fma(_negate(residual), constant_like(inverse, amax), scale, HARDWARE)
     scale = tl.where(amax_bits >= INFINITY_BITS, float("nan"), scale)
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
-def lift_of(scale):
+def scale_lift(scale):
     """Return the power of two that brings ``scale`` to [0.5, 1). A subnormal scale comes out smaller, NaN gives any
     value.
     """
@@ -94,7 +94,7 @@ def reciprocal(scale, HARDWARE: tl.constexpr):
             "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        return tl.div_rn(constant(1.0, scale), scale)
+        return tl.div_rn(constant_like(1.0, scale), scale)
 
 
 @triton.jit
@@ -105,10 +105,10 @@ def quotient(x, scale, lift, HARDWARE: tl.constexpr):
     """
     scale = scale * lift
     inverse = reciprocal(scale, HARDWARE)
-    rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE)
+    rest = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE)
     down = (rest < 0.0).to(tl.int32)  # keeps rest ≥ 0, so that a negative zero stays negative
     inverse = (inverse.to(tl.int32, bitcast=True) - down).to(tl.float32, bitcast=True)
-    rest = fma(_negated(scale), inverse, constant(1.0, scale), HARDWARE) * inverse
+    rest = fma(_negate(scale), inverse, constant_like(1.0, scale), HARDWARE) * inverse
     return fma(x, inverse, x * rest, HARDWARE)
 
 
@@ -126,12 +126,12 @@ def nearest_e2m1(y, HARDWARE: tl.constexpr):
         bits = y.to(tl.int32, bitcast=True)
         power = tl.maximum(bits & 0x7FFFFFFF, 127 << 23) | (bits & _SIGN)
     power = (power & (_SIGN | INFINITY_BITS)).to(tl.float32, bitcast=True)
-    magic = constant(1.5 * 2.0**22, y)
-    return fma(power, _negated(magic), fma(power, magic, y, HARDWARE), HARDWARE)
+    magic = constant_like(1.5 * 2.0**22, y)
+    return fma(power, _negate(magic), fma(power, magic, y, HARDWARE), HARDWARE)
 
 
 @triton.jit
-def byte_of(value):
+def e4m3_byte(value):
     """Return the E4M3 byte (int32) of an FP32 number that is exact in E4M3."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -146,13 +146,13 @@ def _nearest_e4m3(y):
     """Saturate FP32 y and round it to E4M3, ties to even, for devices without the conversion instruction."""
     magnitude = tl.minimum(tl.abs(y), 448.0, propagate_nan=tl.PropagateNan.ALL)
     power = (tl.maximum(magnitude, 2.0**-6).to(tl.int32, bitcast=True) & INFINITY_BITS).to(tl.float32, bitcast=True)
-    magic = constant(1.5 * 2.0**20, y)
-    rounded = fma(power, _negated(magic), fma(power, magic, magnitude, False), False)
+    magic = constant_like(1.5 * 2.0**20, y)
+    rounded = fma(power, _negate(magic), fma(power, magic, magnitude, False), False)
     return (rounded.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def bytes_of(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
+def e4m3_bytes(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
     """Round FP32 pairs to E4M3 bytes, to nearest, saturated.
 
     With ``JOIN`` returns int16 words (hi · 256 + lo), twice; otherwise two tensors of uint8.
@@ -168,11 +168,11 @@ def bytes_of(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
         else:
             return lo.to(tl.float8e4nv).to(tl.uint8, bitcast=True), hi.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        return joined(byte_of(_nearest_e4m3(lo)), byte_of(_nearest_e4m3(hi)), JOIN)
+        return join_bytes(e4m3_byte(_nearest_e4m3(lo)), e4m3_byte(_nearest_e4m3(hi)), JOIN)
 
 
 @triton.jit
-def joined(lo, hi, JOIN: tl.constexpr):
+def join_bytes(lo, hi, JOIN: tl.constexpr):
     if JOIN:
         words = (lo | (hi << 8)).to(tl.int16)
         return words, words
@@ -196,7 +196,7 @@ def _rows(DOWN: tl.constexpr):
 
 
 @triton.jit
-def over_rows(vector, DOWN: tl.constexpr):
+def broadcast_over_rows(vector, DOWN: tl.constexpr):
     """Expand a vector of columns so that it broadcasts over rows."""
     return vector[None, :, None] if DOWN else vector[None, :]
 
@@ -208,7 +208,7 @@ def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
 
     ``x_stride`` and ``width`` count words.
     """
-    i, j = _rows(DOWN), over_rows(tl.arange(0, PAIRS), DOWN)
+    i, j = _rows(DOWN), broadcast_over_rows(tl.arange(0, PAIRS), DOWN)
     pointers = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * PAIRS + i * x_stride + j
     if DOWN:  # hides contiguity, so that the compiler chooses the layout of the transposed store for this load
         pointers = tl.max_contiguous(pointers, [1, 1, 1])
@@ -217,22 +217,22 @@ def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
 
 
 @triton.jit
-def numbers(words):
+def pair_values(words):
     """Return the even and the odd columns of pairs of bf16 numbers, in FP32."""
     return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def lifted(words, lo_lift, hi_lift, HARDWARE: tl.constexpr):
-    """Return ``numbers`` times powers of two (one per tile)."""
+def lift_pairs(words, lo_lift, hi_lift, HARDWARE: tl.constexpr):
+    """Return ``pair_values`` times powers of two (one per tile)."""
     if HARDWARE:  # one multiplication per pair
         lift = (lo_lift.to(tl.uint32, bitcast=True) >> 16) | hi_lift.to(tl.uint32, bitcast=True)
         words = tl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [words, lift], dtype=tl.int32, is_pure=True, pack=1
         )
-        return numbers(words)
+        return pair_values(words)
     else:
-        lo, hi = numbers(words)
+        lo, hi = pair_values(words)
         return lo * lo_lift, hi * hi_lift
 
 
@@ -262,7 +262,7 @@ def amax_pairs(words, DOWN: tl.constexpr, HARDWARE: tl.constexpr):
         pairs = _largest(words, DOWN, True) & 0x7FFF7FFF
         return (pairs & 0xFFFF) << 16, (pairs >> 16) << 16
     else:
-        lo, hi = numbers(words)
+        lo, hi = pair_values(words)
         return _largest(magnitude_bits(lo), DOWN, False), _largest(magnitude_bits(hi), DOWN, False)
 
 
@@ -277,11 +277,11 @@ def store_rows(ptr, words, m, k, stride, row_mask):
 @triton.jit
 def store_columns(ptr, lo, hi, m, k, stride, lo_mask, hi_mask):
     """Store bytes [64, 64, 2] of the even and odd columns of part (m, k) to rows of the transposed matrix."""
-    j = over_rows(tl.arange(0, PAIRS), True)
+    j = broadcast_over_rows(tl.arange(0, PAIRS), True)
     base = ptr + k.to(tl.int64) * EDGE * stride + m * EDGE
     base = base + 2 * j * stride + _rows(True)
-    tl.store(base, lo, mask=over_rows(lo_mask, True))
-    tl.store(base + stride, hi, mask=over_rows(hi_mask, True))
+    tl.store(base, lo, mask=broadcast_over_rows(lo_mask, True))
+    tl.store(base + stride, hi, mask=broadcast_over_rows(hi_mask, True))
 
 
 # -- stochastic rounding ---------------------------------------------------------------------------------------------
@@ -293,18 +293,18 @@ def mix32(h):
 
 
 @triton.jit
-def once(keys):
+def compute_once(keys):
     """Compute the keys once and share them. The compiler would compute them again in every thread."""
     return tl.gather(keys.to(tl.int32, bitcast=True), tl.arange(0, keys.shape[0]), 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _words(row_words, cols, word, HALVES: tl.constexpr):
+def _draw_words(row_words, cols, word, HALVES: tl.constexpr):
     """Return uint32 of rows by columns: one word for columns 2i and 2i + 1. The word is the draw of column 2i + 1."""
     factor = mix32((cols.to(tl.uint32) >> 1) * 0x85EBCA77 + word.to(tl.uint32)) | 1
     if not HALVES:  # a thread has many columns
-        factor = once(factor)
-    factor = over_rows(factor, HALVES)
+        factor = compute_once(factor)
+    factor = broadcast_over_rows(factor, HALVES)
     h = row_words * factor
     return ((h << 16) | (h >> 16)) * 0x9E3779B1 + factor
 
@@ -315,13 +315,13 @@ def _even_draw(words):
 
 
 @triton.jit
-def _drawn(words, cols, HALVES: tl.constexpr):
+def _column_draw(words, cols, HALVES: tl.constexpr):
     """Return the draws of columns that need not be pairs."""
-    return tl.where(over_rows((cols & 1) == 0, HALVES), _even_draw(words), words)
+    return tl.where(broadcast_over_rows((cols & 1) == 0, HALVES), _even_draw(words), words)
 
 
 @triton.jit
-def random_pairs(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexpr, PAIRED: tl.constexpr):
+def pair_draws(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexpr, PAIRED: tl.constexpr):
     """Return two uint32 tensors of draws [128, 64], or [64, 64, 2] with the halves of the rows last if ``HALVES``.
 
     Row and column ids are vectors; the words are ``rounding.key_words`` of the seed. ``PAIRED``: each (lo_cols,
@@ -329,14 +329,14 @@ def random_pairs(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexp
     """
     row_words = mix32(rows.to(tl.uint32) * 0x9E3779B1 + row_word.to(tl.uint32))
     if HALVES:  # a thread has many rows
-        row_words = tl.trans(tl.reshape(once(row_words), (2, rows.shape[0] // 2)))
+        row_words = tl.trans(tl.reshape(compute_once(row_words), (2, rows.shape[0] // 2)))
     row_words = tl.expand_dims(row_words, 1)
-    lo = _words(row_words, lo_cols, col_word, HALVES)
+    lo = _draw_words(row_words, lo_cols, col_word, HALVES)
     if PAIRED:
         return _even_draw(lo), lo
     else:
-        hi = _words(row_words, hi_cols, col_word, HALVES)
-        return _drawn(lo, lo_cols, HALVES), _drawn(hi, hi_cols, HALVES)
+        hi = _draw_words(row_words, hi_cols, col_word, HALVES)
+        return _column_draw(lo, lo_cols, HALVES), _column_draw(hi, hi_cols, HALVES)
 
 
 @triton.jit
@@ -354,7 +354,7 @@ def _stochastic_byte(y, bits):
 
 
 @triton.jit
-def _rounded(x, inverse, bits, back):
+def _round_e2m1(x, inverse, bits, back):
     """Return FP32 x · inverse · 2^126, rounded to E2M1 stochastically. The product is truncated towards zero: it
     never exceeds 6.
 
@@ -369,7 +369,7 @@ def _rounded(x, inverse, bits, back):
 
 
 @triton.jit
-def less_if_subnormal(inverse, scale):
+def shrink_if_subnormal(inverse, scale):
     """Return ``inverse``, reduced by 2^-12 if its scale is subnormal.
 
     The few bits of such a scale could let the largest number exceed 6.
@@ -387,17 +387,17 @@ def stochastic_bytes(
 
     Saturates. Bits 15 and 31 of ``words`` hold the signs.
     """
-    lo_inverse = less_if_subnormal(reciprocal(lo_scale * lo_lift, HARDWARE), lo_scale)
-    hi_inverse = less_if_subnormal(reciprocal(hi_scale * hi_lift, HARDWARE), hi_scale)
+    lo_inverse = shrink_if_subnormal(reciprocal(lo_scale * lo_lift, HARDWARE), lo_scale)
+    hi_inverse = shrink_if_subnormal(reciprocal(hi_scale * hi_lift, HARDWARE), hi_scale)
     if HARDWARE:
         lo_back = tl.where(lo_scale != lo_scale, float("nan"), 8.507059173023462e37)  # 2^126
         hi_back = tl.where(hi_scale != hi_scale, float("nan"), 8.507059173023462e37)
-        lo = _rounded(lo, lo_inverse * 1.1754943508222875e-38, lo_bits, lo_back)
-        hi = _rounded(hi, hi_inverse * 1.1754943508222875e-38, hi_bits, hi_back)
-        return bytes_of(lo, hi, JOIN, HARDWARE)
+        lo = _round_e2m1(lo, lo_inverse * 1.1754943508222875e-38, lo_bits, lo_back)
+        hi = _round_e2m1(hi, hi_inverse * 1.1754943508222875e-38, hi_bits, hi_back)
+        return e4m3_bytes(lo, hi, JOIN, HARDWARE)
     else:
         lo = _stochastic_byte(lo * lo_inverse, lo_bits)
         hi = _stochastic_byte(hi * hi_inverse, hi_bits)
         lo = lo | ((words >> 8) & 0x80) | tl.where(lo_scale != lo_scale, 0x7F, 0)
         hi = hi | ((words >> 24) & 0x80) | tl.where(hi_scale != hi_scale, 0x7F, 0)
-        return joined(lo, hi, JOIN)
+        return join_bytes(lo, hi, JOIN)

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import E2M1, SPECS, Scaling
-from snip_megatron.numerics.quantize.kernels.device import INFINITY_BITS, constant, magnitude_bits, mix32, to_float32
+from snip_megatron.numerics.quantize.kernels.device import (
+    INFINITY_BITS,
+    constant_like,
+    magnitude_bits,
+    mix32,
+    to_float32,
+)
 from snip_megatron.numerics.quantize.kernels.launch import launch
 from snip_megatron.numerics.quantize.kernels.quantize import amax_bits, checked_matrix, key_memory, key_numbers
 from snip_megatron.numerics.quantize.operands import (
@@ -113,7 +119,7 @@ def _tensor_scale(amax_ptr, SCALING: tl.constexpr, FOUR: tl.constexpr):
     bits = tl.load(amax_ptr + tl.zeros((1, 1, 1, 1), tl.int32))
     amax = bits.to(tl.float32, bitcast=True)
     maximum: tl.constexpr = 448.0 if SCALING == "fp32_tensor" else 6.0 * (256.0 if FOUR else 448.0)
-    scale = tl.div_rn(amax, constant(maximum, amax))
+    scale = tl.div_rn(amax, constant_like(maximum, amax))
     scale = tl.where(scale == 0.0, 1.0, scale)
     return tl.where((bits >= INFINITY_BITS) & (SCALING == "fp32_tensor"), float("nan"), scale)
 
@@ -131,7 +137,7 @@ def _power_of_two(amax_bits, ELEMENT: tl.constexpr):
 def _e4m3_quotients(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
     """Return x over the scales of tiles whose amax becomes ``MAXIMUM``, and the E4M3 scales. Zero scales give zeros."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    scale = nearest(tl.div_rn(tl.div_rn(amax, constant(MAXIMUM, amax)), whole + tl.zeros_like(amax)), 8)
+    scale = nearest(tl.div_rn(tl.div_rn(amax, constant_like(MAXIMUM, amax)), whole + tl.zeros_like(amax)), 8)
     divisor = scale * whole
     divisor = tl.where(divisor == 0.0, float("inf"), divisor)
     return tl.div_rn(tiles, divisor + tl.zeros_like(tiles)), scale
@@ -172,7 +178,7 @@ def _quantize_tiles(
             factor = whole + tl.zeros_like(amax_bits).to(tl.float32)
             if SCALING == "fp32":
                 amax = amax_bits.to(tl.float32, bitcast=True)
-                factor = tl.div_rn(amax, constant(6.0 if ELEMENT == 4 else 448.0, amax))
+                factor = tl.div_rn(amax, constant_like(6.0 if ELEMENT == 4 else 448.0, amax))
                 factor = tl.where(factor == 0.0, 1.0, factor)
             y = tl.div_rn(tiles, factor + tl.zeros_like(tiles))
         values = stochastic(y, draw) if RANDOM else nearest(y, ELEMENT)

@@ -15,7 +15,7 @@ import operator
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ TypedTensor = tuple[Tensor, torch.dtype]
 """A tensor, and the dtype as which a kernel sees it."""
 current = threading.local()
 """Its attribute ``recording`` is the :class:`.replay.Recording` of this thread in progress."""
-_KEPT = 4096
+_SAME_DEVICE = nullcontext()
+_MOST_COMPILED = 4096
 _ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not aligned
 _compiled: dict[tuple[object, ...], Any] = {}
 
@@ -45,20 +46,22 @@ def launch(
     The device is that of the first tensor.
 
     Args:
-        kernel: a Triton kernel with parameters in this order: memory, numbers, counters, constants. None has a
+        kernel: a Triton kernel with parameters in this order: memory, numbers, counters, constants. No parameter has a
             default.
         grid: numbers of programs.
-        memory: tensors that the kernel reads and writes, with the dtype under which it sees them if it is another one.
-        numbers: sizes and strides. A compiled kernel is remembered for each combination, so a run must have few.
-        counters: numbers on which the kernel does not specialise (``do_not_specialize``, or real ones), so a run may
-            have any number.
+        memory: tensors that the kernel reads and writes. A tensor may be followed by another dtype, as which the kernel
+            sees it.
+        numbers: sizes and strides. A compiled kernel is remembered for each combination of them, so that a run must
+            have few.
+        counters: numbers for which Triton compiles no kernel of its own (``do_not_specialize``, or real numbers). A run
+            may have any number of them.
         constants: compile-time constants, in the order of the kernel's parameters.
         options: Triton's launch options.
     """
     tensors = [each if isinstance(each, Tensor) else each[0] for each in memory]
     dtypes = tuple([each.dtype if isinstance(each, Tensor) else each[1] for each in memory])
     device = tensors[0].get_device()
-    with torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else _HERE:
+    with torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else _SAME_DEVICE:
         pointers = [t.data_ptr() for t in tensors]
         values = tuple(constants.values())
         key = (
@@ -67,17 +70,19 @@ def launch(
             _all_short(counters) or tuple([-(1 << 31) <= c < 1 << 31 for c in counters]),
         )  # fmt: skip
         compiled = None if listings else _compiled.get(key)
-        if compiled is not None:  # addresses instead of tensors: Triton asks the driver about each of those
+        if compiled is not None:  # addresses instead of tensors, about each of which Triton would ask the driver
             compiled[(*grid, 1)](*pointers, *numbers, *counters, *values)
         else:
             viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
             run = functools.partial(kernel.warmup, grid=grid) if listings else kernel[grid]
             compiled = run(*viewed, *numbers, *counters, **constants, **options)
-            if not listings and compiled is not None and len(_compiled) < _KEPT:  # the interpreter compiles nothing
+            if (
+                not listings and compiled is not None and len(_compiled) < _MOST_COMPILED
+            ):  # the interpreter compiles nothing
                 _compiled[key] = compiled
-    recorded = recording()
-    if recorded is not None:
-        recorded.launch(compiled, grid, tensors, (*numbers, *counters, *values))
+    active = recording()
+    if active is not None:
+        active.launch(compiled, grid, tensors, (*numbers, *counters, *values))
 
 
 def _all_aligned(pointers: list[int]) -> bool:
@@ -86,17 +91,6 @@ def _all_aligned(pointers: list[int]) -> bool:
 
 def _all_short(counters: tuple[float, ...]) -> bool:
     return not counters or (min(counters) >= -(1 << 31) and max(counters) < 1 << 31)
-
-
-class _Here:
-    """A context manager that does nothing. It takes less time than ``contextlib.nullcontext``."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-_HERE = _Here()
 
 
 def recording() -> Any:

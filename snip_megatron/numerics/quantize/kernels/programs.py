@@ -13,14 +13,14 @@ from snip_megatron.numerics.quantize.kernels.device import (
     HALF,
     PAIRS,
     amax_pairs,
-    bytes_of,
-    lift_of,
-    lifted,
+    broadcast_over_rows,
+    e4m3_bytes,
+    lift_pairs,
     load_pairs,
     nearest_e2m1,
-    over_rows,
+    pair_draws,
     quotient,
-    random_pairs,
+    scale_lift,
     stochastic_bytes,
     store_columns,
     store_rows,
@@ -44,7 +44,7 @@ def global_ids(ids_ptr, cols, lo_mask, hi_mask, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _encode(
+def _e4m3_codes(
     words, lo_scale, hi_scale, lo_bits, hi_bits,
     FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -52,15 +52,15 @@ def _encode(
 
     With ``JOIN`` returns joined pairs (int16, twice); otherwise even and odd columns (uint8).
     """
-    lo_lift, hi_lift = lift_of(lo_scale), lift_of(hi_scale)
-    lo, hi = lifted(words, lo_lift, hi_lift, HARDWARE)
+    lo_lift, hi_lift = scale_lift(lo_scale), scale_lift(hi_scale)
+    lo, hi = lift_pairs(words, lo_lift, hi_lift, HARDWARE)
     if RANDOM:
         return stochastic_bytes(words, lo, hi, lo_scale, hi_scale, lo_lift, hi_lift, lo_bits, hi_bits, JOIN, HARDWARE)
     else:
         lo, hi = quotient(lo, lo_scale, lo_lift, HARDWARE), quotient(hi, hi_scale, hi_lift, HARDWARE)
         if FORMAT == 4:
             lo, hi = nearest_e2m1(lo, HARDWARE), nearest_e2m1(hi, HARDWARE)
-        return bytes_of(lo, hi, JOIN, HARDWARE)
+        return e4m3_bytes(lo, hi, JOIN, HARDWARE)
 
 
 @triton.jit
@@ -78,11 +78,11 @@ def quantize_side(
     lo_scale, hi_scale = tile_scale(lo_amax, FORMAT, HARDWARE), tile_scale(hi_amax, FORMAT, HARDWARE)
     lo_wide, hi_wide = lo_scale[:, None], hi_scale[:, None]
     if AXIS == 0:
-        lo_wide, hi_wide = over_rows(lo_scale, True), over_rows(hi_scale, True)
+        lo_wide, hi_wide = broadcast_over_rows(lo_scale, True), broadcast_over_rows(hi_scale, True)
     lo_bits, hi_bits = words, words
     if RANDOM:
-        lo_bits, hi_bits = random_pairs(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
-    codes, others = _encode(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, HARDWARE)
+        lo_bits, hi_bits = pair_draws(row_ids, lo_ids, hi_ids, word_0, word_1, AXIS == 0, PAIRED)
+    codes, others = _e4m3_codes(words, lo_wide, hi_wide, lo_bits, hi_bits, FORMAT, RANDOM, AXIS == 1, HARDWARE)
     if AXIS == 1:
         store_rows(out_ptr, codes, m, k, out_stride, row_mask)
         tl.store(scale_ptr + tl.arange(0, EDGE), lo_scale, mask=row_mask)
@@ -168,7 +168,7 @@ def _uniform_side(
     """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
-    codes, others = _encode(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
+    codes, others = _e4m3_codes(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
     if DOWN:
         cols = k * EDGE + 2 * tl.arange(0, PAIRS)
         store_columns(out_ptr, codes, others, m, k, out_stride, cols < K, cols + 1 < K)
@@ -198,7 +198,7 @@ def block_kernel(
     amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
     if ROW:
         scale = tile_scale(amax, ROW, HARDWARE)
-        codes, _ = _encode(words, scale, scale, words, words, ROW, False, True, HARDWARE)
+        codes, _ = _e4m3_codes(words, scale, scale, words, words, ROW, False, True, HARDWARE)
         store_rows(row_ptr, codes, m, k, row_stride, m * EDGE + tl.arange(0, EDGE) < M)
         tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
     if COL:

@@ -1,8 +1,8 @@
 // Replays what replay.py recorded: allocations, calls of C functions (a launch of a kernel is one), calls of Python.
 //
-// A `Table` belongs to one Python function. It is called with that function's arguments, looks up what was recorded for
-// arguments of the same shapes, dtypes, strides, alignments and constants, and repeats it on the memory of this call.
-// Without a recording it calls the Python function that makes one. The GIL is released while steps run.
+// A `Table` belongs to one Python function, and is called with its arguments. It looks up the recording for arguments
+// of the same shapes, dtypes, strides, alignments and constants, and repeats its steps on the memory of this call. If
+// there is no recording, it calls Python, which may make one. The GIL is released while steps run.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,8 +27,8 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr int kInvalidContext = 201;          // of CUDA's driver
 constexpr uint64_t kMaximumAlignment = 256;   // the largest that a library distinguishes
-constexpr long long kLargest = 1ll << 31;     // a larger number is a seed, which differs from call to call
-constexpr size_t kKept = 4096;                // kinds of calls that a table remembers
+constexpr long long kSmallestSeed = 1ll << 31;  // a number from here on is a seed, which differs from call to call
+constexpr size_t kEntries = 4096;             // kinds of calls that a table remembers
 constexpr int kFirst = 2, kLast = 4;          // the calls of a kind that are recorded until one is not refused
 constexpr size_t kArguments = 16, kValues = 64;  // of a C function; behind addresses in its arguments
 
@@ -40,7 +40,7 @@ struct Run {  // one replay
   uint64_t stream = 0;
 };
 
-struct Value {  // of Python: a constant, a tensor on the memory of a slot, or a tuple, which may have a class
+struct Value {  // a Python value: a constant, a tensor on the memory of a slot, or a tuple, which may have a class
   py::object constant;
   int slot = -1;
   int64_t bytes = 0;
@@ -53,38 +53,38 @@ struct Value {  // of Python: a constant, a tensor on the memory of a slot, or a
   at::Tensor tensor(const Tensors& slots) const {
     const at::Tensor& base = slots[slot];
     if (whole) return base;
-    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), dtype);
+    auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(), dtype);
     int64_t offset = base.storage_offset() * static_cast<int64_t>(base.itemsize()) + bytes;
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset / static_cast<int64_t>(dtype.itemsize()));
-    if (!made.is_inference() && !base.is_inference())  // autograd sees writes through either
-      made.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
-    return made;
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset / static_cast<int64_t>(dtype.itemsize()));
+    if (!view.is_inference() && !base.is_inference())  // autograd sees writes through either
+      view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+    return view;
   }
   PyObject* make(const Tensors& slots) const {
     if (slot >= 0) return THPVariable_Wrap(tensor(slots));
     if (!tuple) return constant.inc_ref().ptr();
-    PyObject* made = tuple->tp_alloc(tuple, static_cast<Py_ssize_t>(items.size()));
-    for (size_t i = 0; made && i < items.size(); i++) {
+    PyObject* object = tuple->tp_alloc(tuple, static_cast<Py_ssize_t>(items.size()));
+    for (size_t i = 0; object && i < items.size(); i++) {
       PyObject* item = items[i].make(slots);
-      if (!item) return Py_DECREF(made), nullptr;
-      PyTuple_SET_ITEM(made, i, item);
+      if (!item) return Py_DECREF(object), nullptr;
+      PyTuple_SET_ITEM(object, i, item);
     }
-    return made;
+    return object;
   }
 };
 
-Value read_value(py::handle given) {  // replay.py's View is (slot, byte offset, whether it is the slot's tensor, tensor)
+Value read_value(py::handle source) {  // of replay.py: a View, a tuple or a constant
   Value value;
-  if (py::hasattr(given, "like")) {
-    const at::Tensor& like = THPVariable_Unpack(py::object(given.attr("like")).ptr());
-    value.slot = given.attr("slot").cast<int>(), value.bytes = given.attr("offset").cast<int64_t>();
-    value.whole = given.attr("whole").cast<bool>();
+  if (py::hasattr(source, "like")) {
+    const at::Tensor& like = THPVariable_Unpack(py::object(source.attr("like")).ptr());
+    value.slot = source.attr("slot").cast<int>(), value.bytes = source.attr("offset").cast<int64_t>();
+    value.whole = source.attr("whole").cast<bool>();
     value.dtype = like.dtype(), value.sizes = like.sizes().vec(), value.strides = like.strides().vec();
-  } else if (PyTuple_Check(given.ptr())) {
-    value.tuple = Py_TYPE(given.ptr());
-    for (py::handle item : py::reinterpret_borrow<py::tuple>(given)) value.items.push_back(read_value(item));
+  } else if (PyTuple_Check(source.ptr())) {
+    value.tuple = Py_TYPE(source.ptr());
+    for (py::handle item : py::reinterpret_borrow<py::tuple>(source)) value.items.push_back(read_value(item));
   } else {
-    value.constant = py::reinterpret_borrow<py::object>(given);
+    value.constant = py::reinterpret_borrow<py::object>(source);
   }
   return value;
 }
@@ -100,8 +100,8 @@ struct Allocation : Step {
   bool zero;
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
-  Allocation(int slot, py::handle given, bool zero) : slot(slot), zero(zero) {
-    const at::Tensor& like = THPVariable_Unpack(given.ptr());
+  Allocation(int slot, py::handle source, bool zero) : slot(slot), zero(zero) {
+    const at::Tensor& like = THPVariable_Unpack(source.ptr());
     sizes = like.sizes().vec(), strides = like.strides().vec(), options = like.options();
   }
   void run(Run& run) override {
@@ -116,12 +116,12 @@ struct PythonCall : Step {
   std::vector<int> results;  // slot of each tensor in the result; -1: memory of another slot
   void run(Run& run) override {
     py::gil_scoped_acquire gil;
-    auto given = py::reinterpret_steal<py::tuple>(arguments.make(run.slots));
-    if (!given) throw py::error_already_set();
-    py::object found = function(*given);
-    if (THPVariable_Check(found.ptr())) found = py::make_tuple(found);
+    auto call_arguments = py::reinterpret_steal<py::tuple>(arguments.make(run.slots));
+    if (!call_arguments) throw py::error_already_set();
+    py::object result = function(*call_arguments);
+    if (THPVariable_Check(result.ptr())) result = py::make_tuple(result);
     for (size_t i = 0; i < results.size(); i++)
-      if (results[i] >= 0) run.slots[results[i]] = THPVariable_Unpack(py::object(found[py::int_(i)]).ptr());
+      if (results[i] >= 0) run.slots[results[i]] = THPVariable_Unpack(py::object(result[py::int_(i)]).ptr());
   }
   ~PythonCall() override {
     py::gil_scoped_acquire gil;
@@ -153,17 +153,17 @@ struct CFunctionCall : Step {
   Function function;
   std::vector<Argument> arguments;
 
-  static Argument read(py::handle given) {
-    if (PyLong_Check(given.ptr())) return {Argument::kNumber, 0, given.cast<int64_t>(), {}};
-    auto kind = given[py::int_(0)].cast<std::string>();
+  static Argument read(py::handle source) {
+    if (PyLong_Check(source.ptr())) return {Argument::kNumber, 0, source.cast<int64_t>(), {}};
+    auto kind = source[py::int_(0)].cast<std::string>();
     if (kind == "stream") return {Argument::kStream, 0, 0, {}};
     if (kind == "address" || kind == "word")
-      return {kind == "word" ? Argument::kWord : Argument::kAddress, given[py::int_(1)].cast<int>(),
-              given[py::int_(2)].cast<int64_t>(), {}};
-    Argument made{kind == "pointer" ? Argument::kPointer : Argument::kPointers, 0, 0, {}};
-    for (py::handle item : py::object(given[py::int_(1)])) made.items.push_back(read(item));
-    TORCH_CHECK(made.items.size() <= kValues, "a kernel with ", made.items.size(), " arguments");
-    return made;
+      return {kind == "word" ? Argument::kWord : Argument::kAddress, source[py::int_(1)].cast<int>(),
+              source[py::int_(2)].cast<int64_t>(), {}};
+    Argument argument{kind == "pointer" ? Argument::kPointer : Argument::kPointers, 0, 0, {}};
+    for (py::handle item : py::object(source[py::int_(1)])) argument.items.push_back(read(item));
+    TORCH_CHECK(argument.items.size() <= kValues, "a kernel with ", argument.items.size(), " arguments");
+    return argument;
   }
   static uint64_t simple(const Argument& a, const Run& run) {
     if (a.kind == Argument::kAddress) return reinterpret_cast<uint64_t>(run.slots[a.slot].mutable_data_ptr()) + a.number;
@@ -204,19 +204,20 @@ struct Recipe {
   std::recursive_mutex mutex;  // descriptors of a library are the recipe's own
 };
 
-std::unique_ptr<Step> read_step(const py::tuple& given) {
-  auto kind = given[0].cast<std::string>();
-  if (kind == "allocation") return std::make_unique<Allocation>(given[1].cast<int>(), given[2], given[3].cast<bool>());
+std::unique_ptr<Step> read_step(const py::tuple& record) {
+  auto kind = record[0].cast<std::string>();
+  if (kind == "allocation")
+    return std::make_unique<Allocation>(record[1].cast<int>(), record[2], record[3].cast<bool>());
   if (kind == "python") {
     auto step = std::make_unique<PythonCall>();
-    step->function = given[1], step->arguments = read_value(given[2]);
-    step->results = given[3].cast<std::vector<int>>();
+    step->function = record[1], step->arguments = read_value(record[2]);
+    step->results = record[3].cast<std::vector<int>>();
     return step;
   }
   auto step = std::make_unique<CFunctionCall>();
-  step->name = given[1].cast<std::string>();
-  step->function = reinterpret_cast<CFunctionCall::Function>(given[2].cast<uint64_t>());
-  for (py::handle item : py::object(given[3])) step->arguments.push_back(CFunctionCall::read(item));
+  step->name = record[1].cast<std::string>();
+  step->function = reinterpret_cast<CFunctionCall::Function>(record[2].cast<uint64_t>());
+  for (py::handle item : py::object(record[3])) step->arguments.push_back(CFunctionCall::read(item));
   TORCH_CHECK(step->arguments.size() <= kArguments, step->name, " has too many arguments");
   return step;
 }
@@ -224,9 +225,9 @@ std::unique_ptr<Step> read_step(const py::tuple& given) {
 std::shared_ptr<Recipe> read_recipe(const py::tuple& recording) {
   auto recipe = std::make_shared<Recipe>();
   recipe->slots = recording[0].cast<size_t>();
-  for (py::handle timed : py::object(recording[1])) {
-    recipe->steps.push_back(read_step(py::object(timed[py::int_(0)])));
-    recipe->steps.back()->last_uses = timed[py::int_(1)].cast<std::vector<int>>();
+  for (py::handle step : py::object(recording[1])) {
+    recipe->steps.push_back(read_step(py::object(step[py::int_(0)])));
+    recipe->steps.back()->last_uses = step[py::int_(1)].cast<std::vector<int>>();
   }
   recipe->result = read_value(recording[2]);
   return recipe;
@@ -243,13 +244,13 @@ struct Hash {
   }
 };
 
-struct Call {  // the arguments of a call, and what a recording of it depends on
+struct Call {  // the arguments of a call, and the key of its recording
   Key key;
   Run run;
   std::vector<PyObject*> constants;
 };
 
-std::unordered_set<PyTypeObject*> constant_types;  // of which equal values are one object
+std::unordered_set<PyTypeObject*> constant_types;  // types of which equal values are one object
 py::handle current_stream;                         // device index → address of the stream
 
 // Returns false for a value that cannot be looked up.
@@ -271,7 +272,7 @@ bool describe(PyObject* value, Call& call) {
   if (PyLong_CheckExact(value)) {
     int overflow = 0;
     long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-    bool seed = overflow || number >= kLargest;
+    bool seed = overflow || number >= kSmallestSeed;
     if (seed) call.run.seeds.push_back(PyLong_AsUnsignedLongLongMask(value)), number = 0;
     key.insert(key.end(), {seed ? -2 : -3, number});
     return !PyErr_Occurred();
@@ -288,15 +289,16 @@ bool describe(PyObject* value, Call& call) {
   return true;
 }
 
-// The state of torch on which it depends what its functions do, as inference mode, is part of the key too. Autocast is
-// too, but its dtype may change from call to call; and no mode may want to see what runs, as a recording of a caller.
-bool describe_call(PyObject* const* given, Py_ssize_t count, Call& call) {
+// torch's dispatch keys, as those of inference mode, are part of the key, because functions depend on them. Calls under
+// autocast are not looked up, because its dtype is not part of the key. Calls under a dispatch mode are not either,
+// because the mode, as the recording of a caller, must see all operators.
+bool describe_call(PyObject* const* arguments, Py_ssize_t count, Call& call) {
   auto state = c10::impl::tls_local_dispatch_key_set();
   call.key.reserve(128);
   call.key.insert(call.key.end(),
                   {static_cast<int64_t>(state.included_.raw_repr()), static_cast<int64_t>(state.excluded_.raw_repr())});
   for (Py_ssize_t i = 0; i < count; i++)
-    if (!describe(given[i], call)) return PyErr_Clear(), false;
+    if (!describe(arguments[i], call)) return PyErr_Clear(), false;
   return !call.run.slots.empty() && state.excluded_.has_all(c10::autocast_dispatch_keyset) &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
@@ -313,28 +315,28 @@ struct Table {
   size_t replays = 0;
 };
 
-PyObject* call_table(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS  // torch's own exceptions, as that of memory that is used up
+PyObject* call_table(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS  // Python sees torch's own exceptions, as OutOfMemoryError
   Table& table = *static_cast<Table*>(PyCapsule_GetPointer(self, nullptr));
   Call call;
-  bool known = PyList_GET_SIZE(table.listings.ptr()) == 0 && describe_call(given, count, call);
-  auto found = known ? table.entries.find(call.key) : table.entries.end();
-  if (found == table.entries.end() || !found->second.recipe) {
-    if (!known) return PyObject_Vectorcall(table.function.ptr(), given, count, nullptr);
-    if (table.entries.size() >= kKept) table.entries.clear();
+  bool known = PyList_GET_SIZE(table.listings.ptr()) == 0 && describe_call(arguments, count, call);
+  auto entry_of_key = known ? table.entries.find(call.key) : table.entries.end();
+  if (entry_of_key == table.entries.end() || !entry_of_key->second.recipe) {
+    if (!known) return PyObject_Vectorcall(table.function.ptr(), arguments, count, nullptr);
+    if (table.entries.size() >= kEntries) table.entries.clear();
     Entry& entry = table.entries[call.key];
     if (entry.constants.empty())
       for (PyObject* c : call.constants) entry.constants.push_back(py::reinterpret_borrow<py::object>(c));
     // A number of tokens that does not come again, as that of an expert, is not worth a recording.
     int calls = ++entry.calls;
-    if (calls < kFirst || calls > kLast) return PyObject_Vectorcall(table.function.ptr(), given, count, nullptr);
-    py::tuple arguments(count);
-    for (Py_ssize_t i = 0; i < count; i++) arguments[i] = py::reinterpret_borrow<py::object>(given[i]);
-    py::tuple both = table.record(arguments);  // (result, recording or None)
-    if (!py::object(both[1]).is_none()) table.entries[call.key].recipe = read_recipe(both[1]);
-    return py::object(both[0]).release().ptr();
+    if (calls < kFirst || calls > kLast) return PyObject_Vectorcall(table.function.ptr(), arguments, count, nullptr);
+    py::tuple recorded_arguments(count);
+    for (Py_ssize_t i = 0; i < count; i++) recorded_arguments[i] = py::reinterpret_borrow<py::object>(arguments[i]);
+    py::tuple pair = table.record(recorded_arguments);  // (result, recording or None)
+    if (!py::object(pair[1]).is_none()) table.entries[call.key].recipe = read_recipe(pair[1]);
+    return py::object(pair[0]).release().ptr();
   }
-  std::shared_ptr<Recipe> recipe = found->second.recipe;
+  std::shared_ptr<Recipe> recipe = entry_of_key->second.recipe;
   Run& run = call.run;
   run.device = run.slots[0].device();
   if (run.device.is_cuda()) run.stream = current_stream(run.device.index()).cast<uint64_t>();
@@ -363,7 +365,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::make_shared<Table>(Table{std::move(record), std::move(function), std::move(listings), {}, 0});
       }))
       .def_readonly("replays", &Table::replays)
-      .def_property_readonly("kept", [](const Table& table) {
+      .def_property_readonly("recordings", [](const Table& table) {
         return std::count_if(table.entries.begin(), table.entries.end(), [](auto& e) { return !!e.second.recipe; });
       })
       // The function must not outlive the table.

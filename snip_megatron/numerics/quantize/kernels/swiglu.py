@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.device import EDGE, amax_pairs, load_pairs, numbers, store_rows
+from snip_megatron.numerics.quantize.kernels.device import EDGE, amax_pairs, load_pairs, pair_values, store_rows
 from snip_megatron.numerics.quantize.kernels.launch import TypedTensor, launch
 from snip_megatron.numerics.quantize.kernels.programs import quantize_both
 from snip_megatron.numerics.quantize.kernels.quantize import (
@@ -53,7 +53,7 @@ def rounded_words(lo, hi, HARDWARE: tl.constexpr):
 @triton.jit
 def load_numbers(ptr, stride, M, width, m, k):
     """Return FP32 of the even and of the odd columns of part (m, k) of a bf16 matrix, [128, 64] each."""
-    return numbers(load_pairs(ptr, stride, M, width, m, k, False))
+    return pair_values(load_pairs(ptr, stride, M, width, m, k, False))
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def test_nan_stays_nan() -> None:
         assert round_to_element(torch.tensor([float("nan"), -float("nan")]), element).isnan().all()
 
 
-# -- the hash ------------------------------------------------------------------------------------------------------
+# -- the hash --------------------------------------------------------------------------------------
 def hash_oracle(seed: int, row: int, col: int) -> int:
     """The documented hash in plain Python integers, one element."""
     mask = 0xFFFFFFFF
@@ -151,7 +151,7 @@ def test_derive_seed_is_what_checkpoints_and_replays_have_drawn_with() -> None:
     ]
 
 
-# -- stochastic rounding -------------------------------------------------------------------------------------------
+# -- stochastic rounding ---------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_stochastic_rounding_is_unbiased_and_hits_only_neighbours(name: str) -> None:
     element, dtype = ELEMENTS[name]
@@ -182,7 +182,7 @@ def test_stochastic_rounding_keeps_representable_numbers_and_does_not_depend_on_
         assert torch.equal(round_to_element(-values, element, bits), -positive)
 
 
-# -- probe noise ---------------------------------------------------------------------------------------------------
+# -- probe noise -----------------------------------------------------------------------------------
 def test_normals_have_their_moments_and_do_not_depend_on_the_layout() -> None:
     normal = random_normal(11, IDS, IDS)
     n = normal.numel()

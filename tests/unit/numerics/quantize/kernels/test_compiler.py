@@ -108,7 +108,7 @@ def test_processes_that_die_or_hang_are_noticed(fault: str, tmp_path: Path, monk
     assert not again.running()
 
 
-# -- DeepGEMM ---------------------------------------------------------------------------------------------------------
+# -- DeepGEMM --------------------------------------------------------------------------------------
 NVCC = """#!/bin/sh
 echo "$@" >> {log}
 [ "$1" = --version ] && exec echo release 13.0

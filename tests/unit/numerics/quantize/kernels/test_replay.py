@@ -3,15 +3,19 @@
 CUDA's driver is a library of C functions, so that launches compute on the host.
 """
 
+import ctypes
 import gc
+import subprocess
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from snip_megatron.numerics.quantize.kernels import replay
 from snip_megatron.numerics.quantize.kernels.launch import recording
 from snip_megatron.numerics.quantize.kernels.replay import Replayed, run_opaque
 from snip_megatron.numerics.quantize.rounding import key_words
@@ -20,7 +24,7 @@ from snip_megatron.precision import Format
 from .replay_library import Library, Side, flat, same_key, scaled
 
 
-# -- what is repeated ----------------------------------------------------------------------------------------------
+# -- what is repeated ------------------------------------------------------------------------------
 def test_a_replay_gives_what_the_function_gives_on_other_memory(extension: Any, library: Library) -> None:
     function = scaled(library, 5)
     replayed = Replayed(extension, function)
@@ -38,7 +42,7 @@ def test_a_replay_gives_what_the_function_gives_on_other_memory(extension: Any, 
                 assert ours == truth
         assert found[0].untyped_storage().data_ptr() == found[3].untyped_storage().data_ptr()
         assert found[5].data_ptr() == x.data_ptr()
-    assert (replayed.replays, replayed.kept) == (3, 1)
+    assert (replayed.replays, replayed.recordings) == (3, 1)
 
 
 def test_results_can_be_used_by_autograd(extension: Any) -> None:
@@ -123,7 +127,7 @@ def test_arguments_may_share_memory_if_it_is_clear_which_is_used(extension: Any)
         assert replayed.replays == repeated
 
 
-# -- what needs a recording of its own -----------------------------------------------------------------------------
+# -- what needs a recording of its own -------------------------------------------------------------
 BASE = {"shape": (4, 4), "dtype": torch.float32, "stride": (4, 1), "offset": 0, "scale": None, "scaling": "tile",
         "number": 3, "format": Format.FP8}  # fmt: skip
 
@@ -150,10 +154,10 @@ def test_other_arguments_are_recorded_anew(extension: Any, changes: dict[str, An
     for given in (BASE, BASE, BASE, changes, changes, changes, BASE):
         replayed.call(*arguments(**given))
     assert len(calls) == 4
-    assert (replayed.replays, replayed.kept) == (3, 2)
+    assert (replayed.replays, replayed.recordings) == (3, 2)
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 OUTSIDE = torch.ones(4)
 
 
@@ -175,7 +179,7 @@ def test_what_cannot_be_repeated_runs_in_python_in_every_call(
     for seed in range(6):
         x = same_key(68, seed=seed)[64:]
         assert torch.equal(replayed.call(x), function(x))
-    assert (replayed.replays, replayed.kept) == (0, 0)
+    assert (replayed.replays, replayed.recordings) == (0, 0)
 
 
 def test_results_that_autograd_differentiates_come_from_python(extension: Any) -> None:
@@ -187,7 +191,7 @@ def test_results_that_autograd_differentiates_come_from_python(extension: Any) -
     assert replayed.replays == 0
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
     seen: list[weakref.ref[Any]] = []
 
@@ -211,3 +215,33 @@ def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
     gc.collect()
     assert replayed.replays == 2
     assert not [each for each in seen if each() is not None]
+
+
+# -- compilation -----------------------------------------------------------------------------------
+def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    broken = tmp_path / "compiler"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(subprocess.SubprocessError, match=r"compiler: x.cpp:1: error: no such header"):
+        replay.compiled_extension()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
+    found, why = replay.replay_extension.__wrapped__()
+    assert found is None
+    assert why.startswith("Python launches kernels (")
+    assert "\n" not in why
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        replay.compiled_extension()
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(replay, "_TIMEOUT", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replay._compile([str(compiler)], tmp_path / "found.so")

@@ -39,8 +39,7 @@ def check(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: str | N
     assert_same(quantizers.call("quantize_exact", x, how), operands.quantize_exact(x, how), drawn=how.keys is not None)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("fmt", "square"), [*((fmt, False) for fmt in FORMATS), ("nvfp4", True), ("fp8", True)])
 def test_tails_and_what_is_not_finite(quantizers: Quantizers, fmt: str, square: bool) -> None:
     x = matrix(140, 530) if fmt in ("fp4", "fp8") else matrix(37, 530)
     check(quantizers, x, fmt, fmt, weight=square)
@@ -48,8 +47,7 @@ def test_tails_and_what_is_not_finite(quantizers: Quantizers, fmt: str, square: 
     check(quantizers, x, fmt, fmt, weight=square)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8", "nvfp4_46"])
+@pytest.mark.parametrize(("fmt", "dtype"), [("nvfp4", torch.float32), ("fp8", torch.float32), ("mxfp8", torch.float16)])
 def test_other_dtypes(quantizers: Quantizers, fmt: str, dtype: torch.dtype) -> None:
     check(quantizers, matrix(40, 70, dtype), fmt, "mxfp4")
 
@@ -87,8 +85,7 @@ def test_stochastic_rounding(quantizers: Quantizers, fmt: str) -> None:
     check(quantizers, x, "fp8", fmt, row_seed=3, col_seed=5)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp4"])
-@pytest.mark.parametrize("size", [1e-38, 1e-41])
+@pytest.mark.parametrize(("fmt", "size"), [("nvfp4", 1e-38), ("mxfp4", 1e-41), ("fp4", 1e-41)])
 def test_subnormal_scales(quantizers: Quantizers, fmt: str, size: float) -> None:
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * size
     check(quantizers, x, fmt, fmt, row_seed=3, col_seed=5)
@@ -120,8 +117,7 @@ def test_the_amax_of_a_shard(quantizers: Quantizers) -> None:
     check(quantizers, x, "nvfp4", "fp8_tensor", amax=amax)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp4"])
-@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize(("fmt", "current"), [("nvfp4", 0), ("nvfp4", 1), ("fp4", 0)])
 def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     how = spec(fmt, fmt, weight=True)
     old = operands.quantize_exact(matrix(40, 70), how)
@@ -133,11 +129,7 @@ def test_kept_weights(quantizers: Quantizers, fmt: str, current: int) -> None:
     assert_same(found, old if current else operands.quantize_exact(new, how))
 
 
-HADAMARD = ("nvfp4_hadamard", "mxfp4_hadamard")
-
-
-@pytest.mark.parametrize("fmt", HADAMARD)
-@pytest.mark.parametrize("rows", [37, 64])
+@pytest.mark.parametrize(("fmt", "rows"), [("nvfp4_hadamard", 37), ("mxfp4_hadamard", 64)])
 def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     """The col side is transformed, with signs from the host or from memory, and has whole groups of rows."""
     x = matrix(rows, 530)
@@ -151,8 +143,8 @@ def test_transformed_sides(quantizers: Quantizers, fmt: str, rows: int) -> None:
     assert found[1].values.shape == (-(-rows // 16) * 16, 530)
 
 
-@pytest.mark.parametrize("fmt", HADAMARD)
-def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers, fmt: str) -> None:
+def test_transformed_sides_of_what_is_not_finite(quantizers: Quantizers) -> None:
+    fmt = "nvfp4_hadamard"
     x = matrix(40, 70, torch.float32)
     x[3, 20], x[-4, 5] = float("nan"), float("-inf")
     check(quantizers, x, "nvfp4", fmt, rotation=Rotation(77))
@@ -167,8 +159,7 @@ def test_bad_input(quantizers: Quantizers) -> None:
         quantizers.call("quantize_exact", torch.zeros(3, 3, dtype=torch.float64), spec("nvfp4"))
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(("tiles", "dtype"), [((1, 128), torch.float32), ((1, 1), torch.bfloat16)])
+@pytest.mark.parametrize(("tiles", "dtype", "add"), [((1, 128), torch.float32, True), ((1, 1), torch.bfloat16, False)])
 def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, int], dtype: torch.dtype) -> None:
     """Against float64, with strides of either orientation, tails everywhere and an output that is added to."""
     generator = torch.Generator().manual_seed(0)
@@ -186,7 +177,7 @@ def test_the_tiled_product(quantizers: Quantizers, add: bool, tiles: tuple[int, 
     assert error < (1e-6 if dtype is torch.float32 else 5e-3)  # the interpreter truncates to bf16
 
 
-# -- experts --------------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 def rows_of(splits: tuple[int, ...], *, backwards: bool = False) -> GroupRows:
     return group_rows(splits, torch.device("cpu"), backwards=backwards)
 
@@ -214,8 +205,7 @@ def test_an_expert_s_wgrad_reads_no_other_expert_s_rows(quantizers: Quantizers) 
     torch.testing.assert_close(found[0], g[:3].float().t() @ x[:3].float(), rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("cols", [(640,), (24,), ()])
+@pytest.mark.parametrize(("cols", "backwards"), [((640,), False), ((24,), True), ((), False)])
 def test_rows_of_experts_are_padded_and_unpadded(
     quantizers: Quantizers, cols: tuple[int, ...], backwards: bool
 ) -> None:
@@ -227,8 +217,9 @@ def test_rows_of_experts_are_padded_and_unpadded(
     assert torch.equal(quantizers.call("unpad", rows.map, padded, len(x)), x)
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize(("fmt", "seed"), [("fp8", None), ("fp4", None), ("fp4", 2**63 + 5)])
+@pytest.mark.parametrize(
+    ("fmt", "seed", "backwards"), [("fp8", None, False), ("fp4", None, True), ("fp4", 2**63 + 5, True)]
+)
 def test_padded_rows_are_quantised_without_a_copy(
     quantizers: Quantizers, fmt: str, seed: int | None, backwards: bool
 ) -> None:
