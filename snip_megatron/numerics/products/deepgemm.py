@@ -91,13 +91,13 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
     Returns:
         DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
     """
-    from snip_megatron.numerics.quantize.kernels.compiler import take_nvcc
+    from snip_megatron.numerics.quantize.kernels.compiler import replace_nvcc
 
     missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
     found: DeepGemm | None = None
     if missing is None and library is not None:
         try:
-            take_nvcc(find_nvcc() or "nvcc")
+            replace_nvcc(find_nvcc() or "nvcc")
             found = DeepGemm(grouped_library().fp8_gemm_nt)
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             missing = f"cannot be imported ({' '.join(str(error).split())})"

@@ -4,9 +4,9 @@ A launch that finds its kernel in the cache takes milliseconds, where a compilat
 processes of low priority compiles. It needs no GPU. If it dies or hangs, the remaining kernels are compiled at their
 first launch.
 
-DeepGEMM runs nvcc for 3 to 6 s in the call that first needs a kernel. A script stands in nvcc's place. While kernels
-are listed, it takes the source and lets the call fail; in training it hands over what another process has compiled of
-that source by then. What nobody compiled, nvcc compiles in the call.
+DeepGEMM runs nvcc for 3 to 6 s in the call that first needs a kernel. A script takes nvcc's place. While kernels are
+listed, it stores the source and lets the call fail. In training it returns what another process has compiled of that
+source. If no process has, it runs nvcc.
 """
 
 import ctypes
@@ -38,43 +38,28 @@ from triton.runtime import driver
 from snip_megatron.numerics.quantize.kernels.launch import Source, share_cache
 from snip_megatron.numerics.quantize.kernels.replay import compiled_library
 
-# -- DeepGEMM --------------------------------------------------------------------------------------------------------
+# -- DeepGEMM ------------------------------------------------------------------------------------------------------
 _SCRIPT = """\
 #!/bin/sh
-# In the place of nvcc for DeepGEMM, which runs: nvcc SOURCE -cubin -o CUBIN FLAGS...
+# Runs instead of nvcc. DeepGEMM calls: nvcc SOURCE -cubin -o CUBIN FLAGS...
 [ "$2" = -cubin ] || exec "$SNIP_NVCC" "$@"
-made="$(dirname "$0")/$(sha256sum < "$1" | cut -c 1-64).cubin"
-[ -f "$made" ] && exec cp "$made" "$4"
+cubin="$(dirname "$0")/$(sha256sum < "$1" | cut -c 1-64).cubin"
+[ -f "$cubin" ] && exec cp "$cubin" "$4"
 [ -z "$SNIP_NVCC_SOURCE" ] && exec "$SNIP_NVCC" "$@"
 mv "$1" "$SNIP_NVCC_SOURCE/source" && rmdir "$(dirname "$1")"
 shift 4
 echo "$@" > "$SNIP_NVCC_SOURCE/flags"
 echo "Local memory used"
 """
-_OVERRIDE, _REAL, _FOLDER, _REFUSAL = "DG_JIT_NVCC_COMPILER", "SNIP_NVCC", "SNIP_NVCC_SOURCE", "DG_JIT_PTXAS_CHECK"
-"""Environment variables: of the script, of nvcc, of the folder for sources, and the one under which DeepGEMM raises,
-and prints nothing, where its compiler says "Local memory used"."""
+# Environment variables: the compiler that DeepGEMM calls, nvcc itself, the folder for the source of a listed kernel,
+# and the one under which DeepGEMM raises, and prints nothing, if its compiler says "Local memory used".
+_COMPILER, _NVCC, _SOURCE, _CHECK = "DG_JIT_NVCC_COMPILER", "SNIP_NVCC", "SNIP_NVCC_SOURCE", "DG_JIT_PTXAS_CHECK"
 
 
-def _compile_source(source: Source) -> None:
-    """Compile a source into the folder of the script, unless another process did. Nothing is left where nvcc fails."""
-    folder = Path(os.environ[_OVERRIDE]).parent
-    made = folder / f"{hashlib.sha256(source.code.encode()).hexdigest()}.cubin"
-    if made.exists():
-        return
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        file, cubin = Path(scratch, "kernel.cu"), Path(scratch, "kernel.cubin")
-        file.write_text(source.code)
-        command = [os.environ[_REAL], file.name, "-cubin", "-o", cubin.name, *source.flags]
-        done = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if done.returncode == 0:
-            cubin.replace(made)
+def replace_nvcc(nvcc: str) -> None:
+    """Let DeepGEMM call the script instead of ``nvcc``. It must not have been imported yet.
 
-
-def take_nvcc(nvcc: str) -> None:
-    """Let DeepGEMM call the script instead of ``nvcc``, before it is imported.
-
-    Nothing changes where the script cannot run, as in a folder without the right to execute files.
+    Nothing changes if the script cannot run, as in a folder in which files must not be executed.
     """
     script = Path(triton.knobs.cache.dir, "snip-nvcc", "nvcc")
     with suppress(OSError, subprocess.SubprocessError):
@@ -83,26 +68,43 @@ def take_nvcc(nvcc: str) -> None:
             file.write(_SCRIPT)
         Path(file.name).chmod(0o755)
         Path(file.name).replace(script)
-        os.environ.setdefault(_REAL, os.environ.get(_OVERRIDE) or nvcc)
+        os.environ.setdefault(_NVCC, os.environ.get(_COMPILER) or nvcc)
         subprocess.run([script, "--version"], check=True, capture_output=True)
-        os.environ[_OVERRIDE] = str(script)
+        os.environ[_COMPILER] = str(script)
 
 
 def missing_source(call: Callable[[], object]) -> Source | None:
-    """Return the kernel that a ``call`` of DeepGEMM needs; None if it is compiled, in which case the call runs."""
-    earlier = os.environ.get(_REFUSAL)
+    """Return the source of the kernel that a ``call`` of DeepGEMM needs, which then does nothing.
+
+    Returns None if the kernel has been compiled. The call then runs.
+    """
+    check = os.environ.get(_CHECK)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {_FOLDER: folder, _REFUSAL: "1"}
+        os.environ |= {_SOURCE: folder, _CHECK: "1"}
         try:
-            with suppress(Exception):  # what is wrong with the call is seen when it runs
+            with suppress(Exception):  # an error of the call itself is raised again when it runs
                 call()
         finally:
-            del os.environ[_FOLDER], os.environ[_REFUSAL]
-            if earlier is not None:
-                os.environ[_REFUSAL] = earlier
+            del os.environ[_SOURCE], os.environ[_CHECK]
+            if check is not None:
+                os.environ[_CHECK] = check
         with suppress(OSError):
             return Source(Path(folder, "source").read_text(), tuple(Path(folder, "flags").read_text().split()))
     return None
+
+
+def _compile_source(source: Source) -> None:
+    """Compile a source into the folder of the script, unless another process did. Ignores errors of nvcc."""
+    folder = Path(os.environ[_COMPILER]).parent
+    cubin = folder / f"{hashlib.sha256(source.code.encode()).hexdigest()}.cubin"
+    if cubin.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        Path(scratch, "kernel.cu").write_text(source.code)
+        command = [os.environ[_NVCC], "kernel.cu", "-cubin", "-o", "kernel.cubin", *source.flags]
+        done = subprocess.run(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if done.returncode == 0:
+            Path(scratch, "kernel.cubin").replace(cubin)
 
 
 # -- compilation -----------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from snip_megatron.numerics.quantize.kernels.device import (
 )
 
 MAXIMA = tl.constexpr(512)
-"""Largest number of maxima from which a quantiser finds the amax of a matrix, and of programs that find them: four on
-each of an H200's 132 multiprocessors would be 528."""
+"""Largest number of programs of ``amax_kernel``, and of maxima that ``tensor_kernel`` reduces. Four programs on each of
+an H200's 132 multiprocessors would be 528."""
 _RANDOM_ARGUMENTS = ["first_row", *(f"{side}_word_{i}" for side in ("row", "col") for i in range(2))]
 
 
@@ -67,11 +67,9 @@ def _e4m3_codes(
 def quantize_side(
     words, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, word_0, word_1, out_ptr, out_stride, scale_ptr, m, k,
     row_mask, lo_mask, hi_mask,
-    AXIS: tl.constexpr, FORMAT: tl.constexpr, RANDOM: tl.constexpr, PAIRED: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    AXIS: tl.constexpr, FORMAT: tl.constexpr, RANDOM: tl.constexpr, PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a part in one format, with tiles along columns (``AXIS`` 1) or along rows (``AXIS`` 0, stored
-    transposed).
+    """Quantise a part with tiles along columns (``AXIS`` 1), or with tiles along rows, and store it transposed (0).
 
     The amax arguments hold FP32 bits, one per tile.
     """
@@ -102,7 +100,7 @@ def quantize_both(
 ):  # fmt: skip
     """Quantise part (m, k) of a matrix [M, K] with tiles along K (``ROW``) and along M (``COL``).
 
-    ``words`` are the part, [128, 64], of a matrix with whole tiles along K; with ``TWICE`` each side loads it from x.
+    ``words`` [128, 64] are the part of a matrix with whole tiles along K. With ``TWICE`` each side loads it from x.
     """
     rows, cols = m * EDGE + tl.arange(0, EDGE), k * EDGE + 2 * tl.arange(0, PAIRS)
     row_mask, lo_mask = rows < M, cols < K
@@ -126,12 +124,12 @@ def quantize_both(
         )  # fmt: skip
     if COL:
         if TWICE:
-            turned = load_pairs(x_ptr, x_stride, M, width, m, k, True)
-        else:  # as load_pairs gives a part with DOWN
-            turned = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
-        lo_amax, hi_amax = amax_pairs(turned, True, HARDWARE)
+            columns_part = load_pairs(x_ptr, x_stride, M, width, m, k, True)
+        else:  # the layout of a part that is loaded with DOWN
+            columns_part = tl.permute(tl.reshape(words, (2, HALF, PAIRS)), (1, 2, 0))
+        lo_amax, hi_amax = amax_pairs(columns_part, True, HARDWARE)
         quantize_side(
-            turned, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
+            columns_part, lo_amax, hi_amax, row_ids, lo_ids, hi_ids, col_word_0, col_word_1, col_ptr, col_stride,
             col_scale_ptr + m.to(tl.int64) * K + k * EDGE, m, k, row_mask, lo_mask, hi_mask,
             0, COL, COL_RANDOM, PAIRED, HARDWARE,
         )  # fmt: skip
@@ -162,10 +160,9 @@ def tile_kernel(
 
 @triton.jit
 def _uniform_side(
-    words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    words, scale, out_ptr, M, K, m, k, out_stride, FORMAT: tl.constexpr, DOWN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a part with one scale [1, 1], and store it as it lies, or transposed if it was loaded with ``DOWN``."""
+    """Quantise a part with one scale [1, 1], and store it, transposed if it was loaded with ``DOWN``."""
     if DOWN:
         scale = scale[None, :, :]
     codes, others = _e4m3_codes(words, scale, scale, words, words, FORMAT, False, not DOWN, HARDWARE)
@@ -180,13 +177,12 @@ def _uniform_side(
 def block_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, current_ptr,
     M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Quantise 128×128 blocks in both orientations, each in its own format (0, 4 or 8).
 
-    The matrix may consist of groups of ``GROUP``·128 rows, each of which is transposed for itself; 0: it is one matrix.
-    Weights are quantised once a step, so that one kernel serves all widths.
+    The matrix may consist of groups of ``GROUP``·128 rows, each of which is transposed separately. It is one matrix if
+    ``GROUP`` is 0. Weights are quantised once a step, so that one kernel serves all widths.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -198,8 +194,7 @@ def block_kernel(
     amax = corner + tl.max(tl.maximum(lo_amax, hi_amax), axis=0)
     if ROW:
         scale = tile_scale(amax, ROW, HARDWARE)
-        codes, _ = _e4m3_codes(words, scale, scale, words, words, ROW, False, True, HARDWARE)
-        store_rows(row_ptr, codes, m, k, row_stride, m * EDGE + tl.arange(0, EDGE) < M)
+        _uniform_side(words, scale, row_ptr, M, K, m, k, row_stride, ROW, False, HARDWARE)
         tl.store(row_scale_ptr + m * row_scale_stride + k + corner, scale)
     if COL:
         scale = tile_scale(amax, COL, HARDWARE)
@@ -243,14 +238,13 @@ def tensor_kernel(
 ):  # fmt: skip
     """Quantise to fp8_tensor by the largest of ``count`` maxima. The first part's program stores the scale.
 
-    Parts are processed from the last to the first, because the end of the matrix is what the kernel before it has left
-    in cache.
+    Parts are processed from the last to the first, because the kernel before it leaves the end of the matrix in cache.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
     k, m = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    # The part is on its way while the amax is found.
+    # The part is loaded while the amax is reduced.
     words = load_pairs(x_ptr, x_stride, M, width, m, k, not ROW)
     i, one = tl.arange(0, MAXIMA), tl.zeros((1, 1), tl.int32)
     amax = tl.max(tl.load(maxima_ptr + i, mask=i < count, other=0), axis=0)
@@ -269,8 +263,8 @@ _WORDS = ["row_word_0", "row_word_1", "col_word_0", "col_word_1"]
 
 
 @triton.jit
-def _own_rows(experts_ptr, table_ptr, EXPERTS, m):
-    """Return the row without padding of the first padded row of part m, and how many of its rows are no padding."""
+def _source_rows(experts_ptr, table_ptr, EXPERTS, m):
+    """Return the row without padding that part m begins with, and the number of its rows that are no padding."""
     expert = tl.load(experts_ptr + m * EDGE)
     before = m * EDGE - tl.load(table_ptr + expert)
     first = tl.load(table_ptr + EXPERTS + expert) + before
@@ -285,7 +279,7 @@ def rows_kernel(
     """Copy ROWS rows. With PAD, rows of the target that have no source become zero."""
     parts: tl.constexpr = EDGE // ROWS
     part = tl.program_id(0) // parts
-    first, count = _own_rows(experts_ptr, table_ptr, EXPERTS, part)
+    first, count = _source_rows(experts_ptr, table_ptr, EXPERTS, part)
     row = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     narrow = (first + row)[:, None] * COLS + col[None, :]
@@ -306,7 +300,7 @@ def quantised_rows_kernel(
 ):  # fmt: skip
     """Quantise the M padded rows of bf16 x [rows, K] as ``tile_kernel`` quantises a matrix; K is a multiple of 128."""
     k, m = tl.program_id(0), tl.program_id(1)
-    first, count = _own_rows(experts_ptr, table_ptr, EXPERTS, m)
+    first, count = _source_rows(experts_ptr, table_ptr, EXPERTS, m)
     words = load_pairs(x_ptr + (first - m * EDGE) * x_stride, x_stride, m * EDGE + count, K // 2, m, k, False)
     quantize_both(
         words, x_ptr, 0, 0, cols_ptr, row_key_ptr, col_key_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,

@@ -120,7 +120,7 @@ def test_an_installation_that_does_not_load_is_passed_over(
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     monkeypatch.setattr(deepgemm, "why_not", lambda: None)
     monkeypatch.setattr(
-        "snip_megatron.numerics.quantize.kernels.compiler.take_nvcc", lambda nvcc: None
+        "snip_megatron.numerics.quantize.kernels.compiler.replace_nvcc", lambda nvcc: None
     )  # sets variables
     library: Any = object()
     found, products = deepgemm.deepgemm(library)

@@ -138,8 +138,8 @@ launched = []
 TRAINING = """
 import json, torch
 from triton.backends.compiler import GPUTarget
-from snip_megatron.numerics.quantize.kernels.compiler import take_nvcc
-take_nvcc({nvcc!r})
+from snip_megatron.numerics.quantize.kernels.compiler import replace_nvcc
+replace_nvcc({nvcc!r})
 exec({library!r})
 from snip_megatron.numerics.products.deepgemm import run
 from snip_megatron.numerics.quantize.kernels.compiler import Compilation
