@@ -6,7 +6,7 @@ from torch import Tensor
 from two_gpus import RANKS, run_on_two_gpus
 
 from snip_megatron.megatron.compat.gradients import as_rows, start_gradient_reduction
-from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize import partial_sums
 
 ELEMENTS = 3_000_064
 
@@ -19,8 +19,8 @@ def gradients(rank: int, step: int) -> Tensor:
 def summed(parts: list[Tensor], rank: int) -> Tensor:
     """Return the rank's share of the sum of the ranks' matrices by the reference, from what the ranks send."""
     shares = [part.view(RANKS, -1, part.shape[1])[rank].contiguous() for part in parts]
-    elements, scales = (torch.stack(same) for same in zip(*map(wire.pack_partial, shares), strict=True))
-    return wire.add_partials(elements, scales, shares[rank], rank)
+    elements, scales = (torch.stack(same) for same in zip(*map(partial_sums.pack_partial, shares), strict=True))
+    return partial_sums.add_partials(elements, scales, shares[rank], rank)
 
 
 def reduce_on_rank(rank: int) -> None:

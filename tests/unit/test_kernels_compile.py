@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 
 from snip_megatron.numerics.products.grouped_wgrad import grouped_wgrad_kernel
 from snip_megatron.numerics.products.tiled_kernel import tiled_kernel
-from snip_megatron.numerics.quantize.kernels import exact, programs, swiglu, wire
+from snip_megatron.numerics.quantize.kernels import exact, partial_sums, programs, swiglu
 from snip_megatron.numerics.quantize.kernels.quantize import LAUNCH
 from snip_megatron.numerics.quantize.rounding import splitmix64
 from snip_megatron.sensitivity import sums_programs as statistics
@@ -100,7 +100,7 @@ OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [
     (programs.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, LAUNCH["moved rows"], 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, {"num_warps": 4}, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, {"num_warps": 8}, 90),
-    (wire.add_kernel, {"RANKS": 4, "PIECE": 16}, wire.LAUNCH["sums"], 90),
+    (partial_sums.add_kernel, {"RANKS": 4, "PIECE": 16}, partial_sums.LAUNCH["sums"], 90),
     (statistics.tensor_kernel, PLACES | {"RANDOM": True}, SUMS["tensor"], 90),
     (statistics.dots_kernel, PLACES | {"ROWS": 32}, SUMS["dots"], 90),
     (statistics.weight_kernel, PLACES | {"PLACE_WHOLE": 2}, SUMS["weight"], 90),

@@ -1,7 +1,7 @@
 """Gradients of DDP: those of experts are reported complete together, and buckets may be reduced in FP8.
 
 ``--snip-gradient-reduction fp8`` exchanges partial sums in FP8 with a scale for every 128 consecutive elements of a
-rank's part, and adds them in FP32 (:mod:`snip_megatron.numerics.quantize.wire`). That is a quarter of FP32's bytes.
+rank's part, and adds them in FP32 (``numerics.quantize.partial_sums``). That is a quarter of FP32's bytes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.megatron.compat.versions import changed, check_signature
-from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize import partial_sums
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.precision.errors import SnipError
@@ -162,9 +162,9 @@ def start_gradient_reduction(shard: Tensor, whole: Tensor, group: dist.ProcessGr
         shard.copy_(whole)
         return lambda: None
     rows = as_rows(whole.view(ranks, n))
-    arithmetic: Any = wire
+    arithmetic: Any = partial_sums
     if has_kernels(rows):
-        from snip_megatron.numerics.quantize.kernels import quantize as arithmetic
+        from snip_megatron.numerics.quantize.kernels import partial_sums as arithmetic
     sent = arithmetic.pack_partial(rows)
     received = tuple(torch.empty_like(t) for t in sent)
     pairs = zip(received, sent, strict=True)

@@ -22,7 +22,6 @@ from snip_megatron.numerics.quantize.kernels.programs import (
     tile_kernel,
 )
 from snip_megatron.numerics.quantize.kernels.replay import Seed
-from snip_megatron.numerics.quantize.kernels.wire import add_partials as add_partials
 from snip_megatron.numerics.quantize.operands import CachedPair, Operand, OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.reference import check_matrix
 from snip_megatron.numerics.quantize.rounding import Key, key_words, splitmix64
@@ -171,12 +170,6 @@ def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
         LAUNCH["amax"],
     )  # fmt: skip
     return maxima
-
-
-def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`snip_megatron.numerics.quantize.wire.pack_partial`."""
-    operand, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
-    return operand.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), operand.scale.contiguous()
 
 
 def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:

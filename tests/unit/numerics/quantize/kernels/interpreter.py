@@ -36,7 +36,7 @@ class Quantizers:
 
 def _run(name: str, arguments: Any, options: Any) -> Any:
     from snip_megatron.numerics.products import grouped_wgrad, tiled_kernel
-    from snip_megatron.numerics.quantize.kernels import exact, swiglu
+    from snip_megatron.numerics.quantize.kernels import exact, partial_sums, swiglu
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
 
     writing = {
@@ -47,7 +47,7 @@ def _run(name: str, arguments: Any, options: Any) -> Any:
     if name in writing:
         writing[name](*arguments, **options)
         return arguments if name == "advance" else arguments[-1]
-    module = next(module for module in (exact, swiglu, triton_quantize) if hasattr(module, name))
+    module = next(module for module in (exact, swiglu, partial_sums, triton_quantize) if hasattr(module, name))
     return getattr(module, name)(*arguments, **options)
 
 

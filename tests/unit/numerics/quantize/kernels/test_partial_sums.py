@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize import wire
+from snip_megatron.numerics.quantize import partial_sums
 
 from .interpreter import Quantizers
 
@@ -17,7 +17,7 @@ def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, 
     sizes = torch.tensor([1.0, 1e-39, 3e-5, 1e30])[torch.randint(4, (ranks, rows, 1), generator=generator)]
     x = (torch.randn(shape, generator=generator) * sizes).to(dtype)
     x[0, 0], x[-1, -1, -1] = 0.0, torch.nan
-    packed = [wire.pack_partial(each) for each in x]
+    packed = [partial_sums.pack_partial(each) for each in x]
     for each, expected in zip(x, packed, strict=True):
         found = quantizers.call("pack_partial", each)
         torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
@@ -26,14 +26,14 @@ def test_bits_are_the_references(quantizers: Quantizers, shape: tuple[int, int, 
     elements, scales = (torch.stack(same) for same in zip(*packed, strict=True))
     for rank in range(ranks):
         arguments = (elements, scales, x[rank], rank)
-        found, expected = quantizers.call("add_partials", *arguments), wire.add_partials(*arguments)
+        found, expected = quantizers.call("add_partials", *arguments), partial_sums.add_partials(*arguments)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_of_a_wider_matrix(quantizers: Quantizers) -> None:
     """What a rank keeps may be a part of a matrix."""
     x = torch.randn(4, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
-    elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in wire.pack_partial(x[2:, :128]))
+    elements, scales = (t.unsqueeze(0).repeat(2, 1, 1) for t in partial_sums.pack_partial(x[2:, :128]))
     own = x[:2, 128:256]
     found = quantizers.call("add_partials", elements, scales, own, 1)
-    assert torch.equal(found, wire.add_partials(elements, scales, own, 1))
+    assert torch.equal(found, partial_sums.add_partials(elements, scales, own, 1))

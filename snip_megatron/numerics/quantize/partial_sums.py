@@ -1,11 +1,11 @@
 """Partial sums of matrices as ranks exchange them (``--snip-gradient-reduction fp8``), in plain torch.
 
-Each of R ranks may hold a term of a sum of matrices, and want some rows of the sum. A rank quantises its term to FP8
-(E4M3) with one FP32 scale for each 1×128 tile, sends every other rank the rows that this one wants, and adds what it
-gets in FP32 in the order of the ranks. Rows that a rank keeps are not sent, so that they are not quantised. Tiles run
-along a row, so that no choice of rows cuts them.
+Each of R ranks holds a term of a sum of matrices, and needs some rows of the sum. A rank quantises its term to FP8
+(E4M3) with one FP32 scale for each 1×128 tile, sends every other rank the rows that this rank needs, and adds the rows
+that it receives in FP32 in the order of the ranks. The rows of its own term are not sent, and therefore not quantised.
+Tiles lie along a row, so that no choice of rows cuts them.
 
-:mod:`snip_megatron.numerics.quantize.kernels.wire` has these functions in Triton.
+:mod:`snip_megatron.numerics.quantize.kernels.partial_sums` has these functions in Triton.
 """
 
 import torch
@@ -23,22 +23,22 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
         x: fp32, bf16 or fp16 [rows, cols].
 
     Returns:
-        The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)]; both contiguous. A
-        tile that holds a NaN or an Inf has a scale that is NaN.
+        The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)], both contiguous. The
+        scale of a tile is NaN if the tile holds a NaN or an Inf.
     """
     q = quantize(x, Format.FP8, axis=1)
     return q.values.to(torch.float8_e4m3fn).view(torch.uint8), q.scale.contiguous()
 
 
 def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
-    """Return the sum of the rows that all ranks hold.
+    """Return the sum of the terms of all ranks.
 
     Terms are converted to FP32 and added in the order of the ranks. The sum is rounded once.
 
     Args:
         elements: uint8 [ranks, rows, cols], of :func:`pack_partial` on each rank. Those of ``rank`` are not read.
         scales: FP32 [ranks, rows, ceil(cols/128)].
-        own: this rank's own rows [rows, cols], as they are.
+        own: the rows of this rank's term [rows, cols], not quantised.
         rank: this rank.
 
     Returns:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from snip_megatron.numerics.quantize.wire import add_partials, pack_partial
+from snip_megatron.numerics.quantize.partial_sums import add_partials, pack_partial
 
 
 def partials(ranks: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

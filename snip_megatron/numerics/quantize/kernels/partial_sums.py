@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The sums of ``wire.py`` as a Triton kernel, with the same bits."""
+"""The functions of ``../partial_sums.py`` in Triton, with the same bits."""
 
 import torch
 import triton
@@ -9,6 +9,9 @@ from torch import Tensor
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.device import to_float32
 from snip_megatron.numerics.quantize.kernels.launch import launch
+from snip_megatron.numerics.quantize.kernels.quantize import quantize_operands
+from snip_megatron.numerics.quantize.operands import OperandSpec
+from snip_megatron.precision import Format
 
 _PIECE = 16  # tiles of a program
 # Without fusion: a fused multiply-add would not round the product of an element and its scale, as the reference does.
@@ -38,7 +41,7 @@ def add_kernel(
 
 @triton.jit
 def _e4m3(byte):
-    """Return the E4M3 number of a byte: its bits at their place in an FP32 number, whose exponent has another bias."""
+    """Return the E4M3 number of a byte. Its bits are those of an FP32 number whose exponent has another bias."""
     magnitude = byte & 0x7F
     number = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     number = tl.where(magnitude == 0x7F, float("nan"), number)
@@ -56,8 +59,14 @@ def _store(pointers, total, inside):
         tl.store(pointers, total.to(pointers.dtype.element_ty), mask=inside)
 
 
+def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`snip_megatron.numerics.quantize.partial_sums.pack_partial`."""
+    operand, _ = quantize_operands(x, OperandSpec(Format.FP8, None))
+    return operand.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), operand.scale.contiguous()
+
+
 def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
-    """See :func:`snip_megatron.numerics.quantize.wire.add_partials`."""
+    """See :func:`snip_megatron.numerics.quantize.partial_sums.add_partials`."""
     ranks, rows, columns = elements.shape
     out = torch.empty(rows, columns, dtype=own.dtype, device=own.device)
     if out.numel():
