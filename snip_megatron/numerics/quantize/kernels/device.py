@@ -3,7 +3,7 @@
 """Device code that the kernels share: numbers, 128×128 parts of a matrix, stochastic rounding.
 
 Results equal those of ``rounding.py`` and ``reference.py``. Values come in pairs (``lo``, ``hi``): an even and an odd
-column of one matrix, which share a 32-bit word if the matrix has 16-bit numbers. Code and instructions depend on the
+column of one matrix, which share a 32-bit word of a bf16 matrix. Code and instructions depend on the
 device, results do not: with ``HARDWARE`` it uses Hopper's instructions on pairs, otherwise it builds bytes from the
 bits of FP32. The interpreter takes the second path, because it runs no assembly and its own conversion to E4M3 does not
 round to even.
@@ -155,7 +155,7 @@ def _nearest_e4m3(y):
 def e4m3_bytes(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
     """Round FP32 pairs to E4M3 bytes, to nearest, saturated.
 
-    With ``JOIN`` returns int16 words (hi · 256 + lo), twice; otherwise two tensors of uint8.
+    Returns two tensors of uint8 or, with ``JOIN``, int16 words (hi · 256 + lo), twice.
     """
     if HARDWARE:
         if JOIN:
@@ -203,10 +203,9 @@ def broadcast_over_rows(vector, DOWN: tl.constexpr):
 
 @triton.jit
 def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
-    """Load part (m, k) as int32 words of two 16-bit numbers, zero outside the matrix: [128, 64], or [64, 64, 2] with
-    ``DOWN``, where threads hold rows.
+    """Load part (m, k) as int32 words of two bf16 numbers, zero outside the matrix.
 
-    ``x_stride`` and ``width`` count words.
+    Returns [128, 64] or, with ``DOWN``, where a thread holds rows, [64, 64, 2]. ``x_stride`` and ``width`` count words.
     """
     i, j = _rows(DOWN), broadcast_over_rows(tl.arange(0, PAIRS), DOWN)
     pointers = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * PAIRS + i * x_stride + j
@@ -264,6 +263,13 @@ def amax_pairs(words, DOWN: tl.constexpr, HARDWARE: tl.constexpr):
     else:
         lo, hi = pair_values(words)
         return _largest(magnitude_bits(lo), DOWN, False), _largest(magnitude_bits(hi), DOWN, False)
+
+
+@triton.jit
+def raise_amax(amax_ptr, amax):
+    """Raise the stored bits of an amax to ``amax``."""
+    # Few programs have a larger number than the stored one, and atomic operations on one address run one by one.
+    tl.atomic_max(amax_ptr, amax, mask=amax > tl.load(amax_ptr, cache_modifier=".cg"))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from snip_megatron.numerics.quantize.kernels.device import (
     constant_like,
     magnitude_bits,
     mix32,
+    raise_amax,
     to_float32,
 )
 from snip_megatron.numerics.quantize.kernels.launch import launch
@@ -57,9 +58,9 @@ def _largest(tiles):
 def nearest(y, ELEMENT: tl.constexpr):
     """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8), to nearest, ties to even.
 
-    Subtracting y from 2^22 y (2^20 y for E4M3), and the result from that number, rounds: its last bit is the spacing of
-    numbers near y. Where y is a tie, that bit is zero, so that the even number remains. Below 1.5 times the smallest
-    normal number all spacings are equal.
+    The last bit of 2^22·y (E4M3: 2^20·y) has the value of the spacing of E2M1 numbers near y. Subtracting y from that
+    number, and the result from that number again, therefore rounds y. If y is a tie, the last bit is zero, so that the
+    result is the even number. Below 1.5 times the smallest normal number all spacings are equal.
     """
     maximum: tl.constexpr = 6.0 if ELEMENT == 4 else 448.0
     least: tl.constexpr = 1.5 if ELEMENT == 4 else 0.0234375
@@ -71,13 +72,13 @@ def nearest(y, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, draw):
-    """Round y ≥ 0 to E2M1, up with the probability that is known by how near the number above is; saturate.
+    """Saturate y ≥ 0 and round it to E2M1 stochastically.
 
-    FP32 numbers 2^-126·y are counted by their bits, and the upper bits of the count are the E2M1 number, below 1, where
-    they are subnormal, as above. So the draw is added to the 22 bits that follow.
+    The upper bits of the FP32 number 2^-126·y are the index of the E2M1 number below y, also if the number is subnormal
+    (y < 1). The draw is added to the other 22 bits, and a carry rounds up.
     """
     count = (y * 1.1754943508222875e-38).to(tl.uint32, bitcast=True) + (draw >> 10)
-    count = tl.minimum(count, 0x01FFFFFF) & 0xFFC00000  # at most 6, which NaN becomes too
+    count = tl.minimum(count, 0x01FFFFFF) & 0xFFC00000  # at most 6. NaN becomes 6 too
     return count.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
@@ -134,19 +135,19 @@ def _power_of_two(amax_bits, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_quotients(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
+def _e4m3_quotients(tiles, amax_bits, tensor_scale, MAXIMUM: tl.constexpr):
     """Return x over the scales of tiles whose amax becomes ``MAXIMUM``, and the E4M3 scales. Zero scales give zeros."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    scale = nearest(tl.div_rn(tl.div_rn(amax, constant_like(MAXIMUM, amax)), whole + tl.zeros_like(amax)), 8)
-    divisor = scale * whole
+    scale = nearest(tl.div_rn(tl.div_rn(amax, constant_like(MAXIMUM, amax)), tensor_scale + tl.zeros_like(amax)), 8)
+    divisor = scale * tensor_scale
     divisor = tl.where(divisor == 0.0, float("inf"), divisor)
     return tl.div_rn(tiles, divisor + tl.zeros_like(tiles)), scale
 
 
 @triton.jit
-def _four_or_six(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
-    """Return E2M1 elements, E4M3 scales and squared errors of tiles, which are sums of integers, equal in any order."""
-    y, scale = _e4m3_quotients(tiles, amax_bits, whole, MAXIMUM)
+def _four_or_six(tiles, amax_bits, tensor_scale, MAXIMUM: tl.constexpr):
+    """Return E2M1 elements, E4M3 scales and squared errors of tiles. The errors are sums of integers, in any order."""
+    y, scale = _e4m3_quotients(tiles, amax_bits, tensor_scale, MAXIMUM)
     values = nearest(y, 4)
     error = tl.minimum((values - y) * (values - y) * _ERROR_STEPS, _LARGEST_ERROR)
     error = tl.where(error == error, error, 0.0).to(tl.int32)
@@ -156,26 +157,26 @@ def _four_or_six(tiles, amax_bits, whole, MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _quantize_tiles(
-    tiles, amax_bits, whole, draw, ELEMENT: tl.constexpr, SCALING: tl.constexpr, RANDOM: tl.constexpr,
+    tiles, amax_bits, tensor_scale, draw, ELEMENT: tl.constexpr, SCALING: tl.constexpr, RANDOM: tl.constexpr,
     FOUR: tl.constexpr,
 ):  # fmt: skip
-    """Return the elements of tiles of magnitudes and the factors of tiles, from the bits of max|x| of each tile.
+    """Return the elements and the scales of tiles of magnitudes, from the bits of max|x| of each tile.
 
-    ``whole`` is the scale of the tensor, which is no part of the factors of nvfp4.
+    ``tensor_scale`` is the scale of the tensor. The scales of nvfp4's tiles do not include it.
     """
     if FOUR:
-        values, factor, error = _four_or_six(tiles, amax_bits, whole, 6.0)
-        others, other, other_error = _four_or_six(tiles, amax_bits, whole, 4.0)
+        values, factor, error = _four_or_six(tiles, amax_bits, tensor_scale, 6.0)
+        other_values, other_factor, other_error = _four_or_six(tiles, amax_bits, tensor_scale, 4.0)
         smaller = (other_error < error) | (factor == 0.0)
-        values, factor = tl.where(smaller, others, values), tl.where(smaller, other, factor)
+        values, factor = tl.where(smaller, other_values, values), tl.where(smaller, other_factor, factor)
     else:
         if SCALING == "e8m0":
             factor, inverse = _power_of_two(amax_bits, ELEMENT)
             y = tiles * inverse
         elif SCALING == "e4m3_fp32":
-            y, factor = _e4m3_quotients(tiles, amax_bits, whole, 6.0)
+            y, factor = _e4m3_quotients(tiles, amax_bits, tensor_scale, 6.0)
         else:
-            factor = whole + tl.zeros_like(amax_bits).to(tl.float32)
+            factor = tensor_scale + tl.zeros_like(amax_bits).to(tl.float32)
             if SCALING == "fp32":
                 amax = amax_bits.to(tl.float32, bitcast=True)
                 factor = tl.div_rn(amax, constant_like(6.0 if ELEMENT == 4 else 448.0, amax))
@@ -195,9 +196,9 @@ def side_kernel(
 ):  # fmt: skip
     """Quantise a part [R, C] of a matrix [M, K] in tiles of ``TILE_ROWS`` × ``TILE_COLS``.
 
-    ``ELEMENT`` is the number of bits of an element. Values are the numbers in bf16, as 16-bit words, over the scale of
-    the tensor ("e4m3_fp32", "fp32_tensor") or of their tile ("fp32"), which is stored beside them. A matrix that is
-    ``ROTATED`` is filled up to whole groups of 16 rows. ``current_ptr``: see ``programs.py``.
+    ``ELEMENT`` is the number of bits of an element. Values are the quantised numbers in bf16, divided by the scale of
+    the tensor ("e4m3_fp32", "fp32_tensor") or of their tile ("fp32"). That scale is stored too. A matrix that is
+    ``ROTATED`` is padded to whole groups of 16 rows. ``GUARDED`` and ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -214,11 +215,11 @@ def side_kernel(
         if KEY_LOADED:
             word_0, word_1 = tl.load(key_ptr), tl.load(key_ptr + 1)
         draw = draws(rows, tl.load(cols_ptr + cols, mask=cols < K, other=0), word_0, word_1)
-    whole = 1.0
+    tensor_scale = 1.0
     if (SCALING == "e4m3_fp32") or (SCALING == "fp32_tensor"):
-        whole = _tensor_scale(amax_ptr, SCALING, FOUR)
+        tensor_scale = _tensor_scale(amax_ptr, SCALING, FOUR)
         one = tl.zeros((1, 1, 1, 1), tl.int32)
-        tl.store(scale_ptr + one, whole, mask=one + k + m == 0)
+        tl.store(scale_ptr + one, tensor_scale, mask=one + k + m == 0)
     row_tiles: tl.constexpr = R // TILE_ROWS
     col_tiles: tl.constexpr = C // TILE_COLS
     shape: tl.constexpr = (row_tiles, TILE_ROWS, col_tiles, TILE_COLS)
@@ -227,7 +228,7 @@ def side_kernel(
     if SCALING != "fp32_tensor":
         amax = _largest(bits)
     tiles, draw = bits.to(tl.float32, bitcast=True), tl.reshape(draw, shape)
-    values, factor = _quantize_tiles(tiles, amax, whole, draw, ELEMENT, SCALING, RANDOM, FOUR)
+    values, factor = _quantize_tiles(tiles, amax, tensor_scale, draw, ELEMENT, SCALING, RANDOM, FOUR)
     if (SCALING == "e4m3_fp32") or (SCALING == "e8m0"):
         values = values * factor
     signed = tl.reshape(values, (R, C)).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)
@@ -247,7 +248,7 @@ def amax_kernel(
     SIGNS_LOADED: tl.constexpr, GUARDED: tl.constexpr, K: tl.constexpr, x_stride: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Raise ``amax_ptr`` (int32, zero before) to the bits of max|x|, with ``FINITE`` over finite numbers alone."""
+    """Write the bits of max|x| to ``amax_ptr``, int32 and zero before. With ``FINITE`` x are the finite numbers."""
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
@@ -260,8 +261,7 @@ def amax_kernel(
     if FINITE:
         bits = tl.where(bits < INFINITY_BITS, bits, 0)
     amax = tl.max(tl.max(bits, axis=0), axis=0)
-    # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
-    tl.atomic_max(amax_ptr, amax, mask=amax > tl.load(amax_ptr, cache_modifier=".cg"))
+    raise_amax(amax_ptr, amax)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ SHAPES = {
     "tiles of 128": Shape(128, 128, 8, 8),
     "amax": Shape(16, 512, 4, 4),
 }
-"""Kind of a launch → its shape: the one table to edit for another GPU (``benchmarks/kernels/emulated_sweep.py``)."""
+"""Kind of a launch → its shape. ``benchmarks/kernels/emulated_sweep.py`` times other shapes, as for another GPU."""
 
 
 def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
@@ -292,14 +292,14 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
     operands: list[Any] = [None, None] if cached is None else [*cached.operands]
     current = None if cached is None else cached.current
     amaxes: dict[tuple[bool, bool], Tensor] = {}  # (over finite numbers, of the transform) → amax
-    for place, fmt in enumerate(spec.formats):
-        if fmt is None or (equal and place == 1):
+    for index, fmt in enumerate(spec.formats):
+        if fmt is None or (equal and index == 1):
             continue
         rotation = None
-        if is_rotated(fmt, 1 - place, weight=spec.weight):
+        if is_rotated(fmt, 1 - index, weight=spec.weight):
             rotation = spec.rotation or Rotation()
-        if operands[place] is None:
-            operands[place] = _output(x, fmt, 1 - place, spec, rotation)
+        if operands[index] is None:
+            operands[index] = _output(x, fmt, 1 - index, spec, rotation)
         if not x.numel():
             continue
         bits, scaling = x, SPECS[fmt].scaling
@@ -309,12 +309,12 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
             if kind not in amaxes:
                 amaxes[kind] = _amax(x, kind[0], rotation, current) if known is None else amax_bits(known)
             bits = amaxes[kind]
-        _quantize(x, place, spec, operands[place], rotation, bits, current)
+        _quantize(x, index, spec, operands[index], rotation, bits, current)
     return operands[0], operands[0] if equal else operands[1]
 
 
 def _output(x: Tensor, fmt: Format, axis: int, spec: OperandSpec, rotation: Rotation | None) -> ExactOperand:
-    """Return memory for an operand; a scale that nothing will write is 1."""
+    """Return memory for an operand. A scale is 1 if no kernel writes it."""
     (M, K), format_spec = x.shape, SPECS[fmt]
     height = M if rotation is None else -(-M // POINTS) * POINTS
     values = torch.empty(height, K, dtype=torch.bfloat16, device=x.device)
@@ -327,18 +327,18 @@ def _output(x: Tensor, fmt: Format, axis: int, spec: OperandSpec, rotation: Rota
 
 def _quantize(
     x: Tensor,
-    place: int,
+    index: int,
     spec: OperandSpec,
     operand: ExactOperand,
     rotation: Rotation | None,
     amax: Tensor,
     current: Tensor | None,
 ) -> None:
-    """Write one operand of x, the rowwise (``place`` 0) or the columnwise one (1)."""
-    (M, K), fmt, seed, cols = x.shape, spec.formats[place], spec.seeds[place], x
+    """Write one operand of x, the rowwise (``index`` 0) or the columnwise one (1)."""
+    (M, K), fmt, seed, cols = x.shape, spec.formats[index], spec.seeds[index], x
     assert fmt is not None
     format_spec = SPECS[fmt]
-    tile = format_spec.tile_shape(1 - place, spec.weight) if format_spec.tile else (1, 1)
+    tile = format_spec.tile_shape(1 - index, spec.weight) if format_spec.tile else (1, 1)
     if seed is not None and spec.keys is not None:
         cols = torch.arange(K, device=x.device) if spec.keys.cols is None else spec.keys.cols
     signs, signs_loaded, number = _signs(rotation, x)
@@ -381,6 +381,6 @@ def _amax(x: Tensor, finite: bool, rotation: Rotation | None, current: Tensor | 
 
 
 def _signs(rotation: Rotation | None, unused: Tensor) -> tuple[Tensor, bool, int]:
-    """Return the signs of a transform as a tensor, whether they are there, and as a number otherwise."""
+    """Return the signs in memory (``unused`` if they are a number), whether they are in memory, and the number."""
     signs = 0 if rotation is None else rotation.signs
     return (signs, True, 0) if isinstance(signs, Tensor) else (unused, False, signs)

@@ -50,7 +50,7 @@ def _e4m3_codes(
 ):  # fmt: skip
     """Return the E4M3 bytes of a part, divided by scales that broadcast.
 
-    With ``JOIN`` returns joined pairs (int16, twice); otherwise even and odd columns (uint8).
+    Returns even and odd columns (uint8) or, with ``JOIN``, pairs (int16, twice).
     """
     lo_lift, hi_lift = scale_lift(lo_scale), scale_lift(hi_scale)
     lo, hi = lift_pairs(words, lo_lift, hi_lift, HARDWARE)

@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.device import EDGE, amax_pairs, load_pairs, pair_values, store_rows
+from snip_megatron.numerics.quantize.kernels.device import (
+    EDGE,
+    amax_pairs,
+    load_pairs,
+    pair_values,
+    raise_amax,
+    store_rows,
+)
 from snip_megatron.numerics.quantize.kernels.launch import TypedTensor, launch
 from snip_megatron.numerics.quantize.kernels.programs import quantize_both
 from snip_megatron.numerics.quantize.kernels.quantize import (
@@ -90,7 +97,7 @@ def _gate_gradient(d, gate, up, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _probs(probs_ptr, M, m):
-    """Return the factors [128, 1] of the rows of part m."""
+    """Return the probabilities [128, 1] of the rows of part m."""
     rows = m * EDGE + tl.arange(0, EDGE)
     return tl.load(probs_ptr + rows, mask=rows < M, other=0.0)[:, None]
 
@@ -111,7 +118,7 @@ def _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS: tl.constexpr, HARDWAR
 def _gradient(
     d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Return part (m, k) of a half of the gradient [M, 2K], of the gates (0) or the others (1), as bf16 pairs."""
+    """Return part (m, k) of a half of the gradient [M, 2K], of the gates (0) or the ups (1), as bf16 pairs."""
     d_lo, d_hi = load_numbers(d_ptr, d_stride, M, K // 2, m, k)
     if PROBS:
         probs = _probs(probs_ptr, M, m)
@@ -143,8 +150,8 @@ def swiglu_kernel(
 ):  # fmt: skip
     """Quantise SwiGLU [M, K] of y [M, 2K], gates first. ``y_stride`` and ``row_stride`` count pairs.
 
-    K is a multiple of 128. ``ROW`` and ``COL`` are the formats of the two operands: 4, 8, or 0 for none. ``PROBS``:
-    each row is multiplied by its factor. ``PLAIN``: the result is stored in bf16 as well.
+    K is a multiple of 128. ``ROW`` and ``COL`` are the bits of the formats of the two operands, or 0 for none. With
+    ``PROBS`` each row is multiplied by its probability. With ``PLAIN`` the result is stored in bf16 too.
     """
     k, m = tl.program_id(0), tl.program_id(1)
     words = _result(y_ptr, probs_ptr, y_stride, M, K, m, k, PROBS, HARDWARE)
@@ -168,8 +175,8 @@ def swiglu_gradient_kernel(
 ):  # fmt: skip
     """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K], from the gradient d [M, K] of its result.
 
-    Neighbouring programs compute the gates' part and that of the other half, so that the second reads from cache.
-    ``PROBS``: rows have factors, whose gradients are stored to ``of_probs`` [K / 128, M], to be added up.
+    Neighbouring programs compute the same part of both halves, so that the second program reads from cache. With
+    ``PROBS`` rows have probabilities. Terms of their gradients are stored to ``probs_gradient`` [K / 128, M].
     """
     k, m, half = tl.program_id(0) // 2, tl.program_id(1), tl.program_id(0) % 2
     words = _gradient(d_ptr, y_ptr, probs_ptr, d_stride, y_stride, M, K, m, k, half, PROBS, HARDWARE)
@@ -196,12 +203,6 @@ def _largest(words, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _raise_amax(amax_ptr, amax):
-    # Few programs find a number that is larger than what is there, and atomics at one address wait for each other.
-    tl.atomic_max(amax_ptr, amax, mask=amax > tl.load(amax_ptr, cache_modifier=".cg"))
-
-
-@triton.jit
 def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HARDWARE: tl.constexpr):
     """Store SwiGLU [M, K] of y [M, 2K] as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before.
 
@@ -210,7 +211,7 @@ def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HAR
     k, m = tl.program_id(0), tl.program_id(1)
     words = _result(y_ptr, y_ptr, y_stride, M, K, m, k, False, HARDWARE)
     store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
-    _raise_amax(amax_ptr, _largest(words, HARDWARE))
+    raise_amax(amax_ptr, _largest(words, HARDWARE))
 
 
 @triton.jit
@@ -227,7 +228,7 @@ def swiglu_gradient_amax_kernel(
     row_mask = m * EDGE + tl.arange(0, EDGE) < M
     store_rows(g_ptr, gates, m, k, K, row_mask)
     store_rows(g_ptr, ups, m, K // EDGE + k, K, row_mask)
-    _raise_amax(amax_ptr, tl.maximum(_largest(gates, HARDWARE), _largest(ups, HARDWARE)))
+    raise_amax(amax_ptr, tl.maximum(_largest(gates, HARDWARE), _largest(ups, HARDWARE)))
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
