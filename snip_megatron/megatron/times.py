@@ -29,7 +29,7 @@ from snip_megatron.precision import Format, LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.run_timings import OwnTable
+from snip_megatron.runtime.run_timings import RunTimings
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration import calibrate, device_name, run_once, shapes_workload
 from snip_megatron.timing.cost_model import CostModel, load_cost_model
@@ -155,7 +155,7 @@ class OwnTimes:
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         layout = layout_of(args, self.linears, config)
         self._shapes, self._kept = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)
-        self._table = OwnTable(
+        self._table = RunTimings(
             device_name(self.device),
             self.backend.name,
             tuple(sorted(used, key=lambda fmt: fmt.code)),
@@ -169,7 +169,7 @@ class OwnTimes:
 
     def known(self) -> OptionTimes | None:
         """Return the times that an earlier start stored with the run or in the cache. None if there are none."""
-        found = self._table.find()
+        found = self._table.load()
         if found is None:
             return None
         table, path = found
@@ -199,9 +199,9 @@ class OwnTimes:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.enable_grad(), torch.random.fork_rng(devices):  # Transformer Engine rounds gradients with its draws
             table = self._with_stock(calibrate(measurer, self._table.workload, about))
-        if not self._table.suffices(table):
+        if not self._table.covers(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
-        kept = " and ".join(map(str, self._table.keep(table))) or "nowhere"
+        kept = " and ".join(map(str, self._table.store(table))) or "nowhere"
         say(
             f"timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
             f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
@@ -210,7 +210,7 @@ class OwnTimes:
 
     def renew(self) -> OptionTimes:
         """Return the stored times, with the times of Megatron's own experts in the latest steps of this start."""
-        found = self._table.find()
+        found = self._table.load()
         return self.measure() if found is None else self._final(self._with_stock(found[0]))
 
     def _final(self, table: TimingTable) -> OptionTimes:

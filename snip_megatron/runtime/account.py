@@ -1,10 +1,10 @@
 """The account of a run: how long steps take in bf16 and under each map, what SNIP itself costs, and the time saved.
 
-It takes the records of rank 0 in the order of time, from a training or from a run directory, with equal figures.
+It reads the records of rank 0 in the order of time, from a training or from a run directory.
 
-Times are those of Megatron's own step on rank 0. Probes, waiting for the solver and adoptions lie between steps and
-count as costs. The steps right after a start, an update or an adoption do not count as usual steps. By how much those
-after an update or an adoption take longer is a cost too, ``settled``.
+Times are those of the host's own step on rank 0. Probes, waits for the solver and adoptions lie between steps and count
+as costs. The steps right after a start, an update or an adoption are not usual steps. The time by which those after an
+update or an adoption exceed usual ones is a cost too, ``settled``.
 """
 
 import statistics
@@ -23,10 +23,10 @@ STEPS = 16
 """Minimum number of steps for a median."""
 TOLERANCE = 1.03
 """Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
-KEPT = 256
+WINDOW = 256
 """Number of the last usual steps over which a median is taken."""
 LATEST = 8
-"""Number of the steps before an update whose parts are timed. Where the GPU waits for its host, steps drift."""
+"""Number of steps before an update whose parts are timed. If the GPU waits for its host, times of steps drift."""
 
 
 @dataclass
@@ -34,13 +34,15 @@ class Stretch:
     """The steps between two adoptions.
 
     Attributes:
-        begin, end: the first step, and the step after the last.
-        version: the map's version; None before the first map.
-        quantised: whether any GEMM of the map is not in bf16.
-        bf16: seconds of the last usual steps in bf16 on this machine, which its stretches share.
-        usual, settling: seconds of the last usual steps, and of all steps right after an update or an adoption.
-        timed, timed_s: all steps whose duration is known, and their seconds.
-        predicted, predicted_of: the speedup that was predicted, of the whole ``step`` or of the ``linears``.
+        begin, end: The first step, and the step after the last.
+        version: Version of the map. None before the first map.
+        quantised: Whether any GEMM of the map is not in bf16.
+        bf16: Seconds of the last usual steps in bf16 on this machine. Stretches on one machine share it.
+        usual: Seconds of the last usual steps.
+        settling: Seconds of all steps right after an update or an adoption.
+        timed, timed_s: Number of steps whose duration is known, and their seconds.
+        predicted: The predicted speedup. None if there is none.
+        predicted_of: What it is the speedup of: the whole ``step`` or the ``linears``.
     """
 
     begin: int
@@ -48,7 +50,7 @@ class Stretch:
     version: int | None = None
     quantised: bool = False
     end: int = 0
-    usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     settling: list[float] = field(default_factory=list)
     timed: int = 0
     timed_s: float = 0.0
@@ -61,12 +63,12 @@ class Stretch:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of a usual step; None with fewer than :data:`STEPS` of them."""
+        """Median seconds of a usual step. None with fewer than :data:`STEPS` of them."""
         return _median(self.usual)
 
     @property
     def mean_s(self) -> float | None:
-        """Mean seconds of a step, those right after a start, an update or an adoption included."""
+        """Mean seconds of all steps, including those right after a start, an update or an adoption."""
         return self.timed_s / self.timed if self.timed else None
 
     @property
@@ -81,14 +83,14 @@ class Stretch:
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds saved against bf16, without costs. 0 in bf16; None if they are not known; negative if slower."""
+        """Seconds saved against bf16, without costs. 0 in bf16, negative if slower. None if they are not known."""
         if not self.quantised:
             return 0.0
         return self.steps * (self.bf16_s - self.step_s) if self.step_s and self.bf16_s else None
 
     @property
     def settled_s(self) -> float:
-        """Seconds by which the settling steps took longer than usual ones; 0 if they did not, or if it is unknown."""
+        """Seconds by which the settling steps exceed usual ones. 0 if they do not, or if it is not known."""
         return max(0.0, sum(self.settling) - len(self.settling) * self.step_s) if self.step_s else 0.0
 
 
@@ -101,10 +103,10 @@ class Account:
         """Updates that were submitted."""
         self._all: list[Stretch] = []
         self._now: Stretch | None = None
-        self._bf16: deque[float] = deque(maxlen=KEPT)
+        self._bf16: deque[float] = deque(maxlen=WINDOW)
         self._mapped: deque[float] = deque(maxlen=LATEST)  # under the map in force
         self._settling, self._changed = SETTLING, False
-        self._judged: Stretch | None = None  # the last one that slower() has judged
+        self._judged: Stretch | None = None  # the latest one that slower() has judged
 
     def _open(self, step: int, version: int | None = None, quantised: bool = False) -> Stretch:
         self._now = Stretch(step, self._bf16, version, quantised)
@@ -112,7 +114,7 @@ class Account:
         return self._now
 
     def adopted(self, step: int, version: int | None, quantised: bool, *, changed: bool = True) -> None:
-        """Note that a map is in force from ``step`` on. Not ``changed``: its formats were in force before."""
+        """Begin a stretch: a map is in force from ``step`` on. ``changed`` says whether its formats are new."""
         if self._now is not None:
             self._now.end = step
         if changed:
@@ -121,7 +123,7 @@ class Account:
         self._settling, self._changed = SETTLING, True
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Note an event of the run directory, with its fields."""
+        """Take an event of the run directory, with its fields."""
         wait = fields.get("wait_s")
         if kind in COSTS and is_finite(wait):
             self._waits[kind] += wait
@@ -129,11 +131,11 @@ class Account:
         if kind in ("submit", "dropped", "recapture", "resume"):
             self._settling, self._changed = SETTLING, kind != "resume"
         if kind == "resume" and fields.get("changed_fact") is not None:
-            self._now, self._bf16 = None, deque(maxlen=KEPT)  # another machine
+            self._now, self._bf16 = None, deque(maxlen=WINDOW)  # another machine
             self._mapped.clear()
 
     def step(self, step: int, seconds: float | None) -> None:
-        """Note a training step and its duration, which is None if it was not a usual one."""
+        """Take a training step and its duration in seconds. None if the duration is not known."""
         now = self._now or self._open(step)
         now.end = step + 1
         if seconds is None:
@@ -173,17 +175,17 @@ class Account:
     # -- figures -----------------------------------------------------------------------------------------------
     @property
     def bf16_s(self) -> float | None:
-        """Median seconds of a step in bf16 on the machine in use; None with too few steps."""
+        """Median seconds of a step in bf16 on the machine in use. None with too few steps."""
         return _median(self._bf16)
 
     @property
     def latest_bf16_s(self) -> float | None:
-        """The same of the :data:`LATEST` steps; None with fewer."""
+        """Median seconds of the :data:`LATEST` last steps in bf16. None with fewer."""
         return statistics.median(list(self._bf16)[-LATEST:]) if len(self._bf16) >= LATEST else None
 
     @property
     def map_s(self) -> float | None:
-        """The same of steps under the map in force; None if it is all bf16."""
+        """Median seconds of the :data:`LATEST` last steps under the map in force. None with fewer."""
         return statistics.median(self._mapped) if len(self._mapped) == LATEST else None
 
     @property
@@ -201,7 +203,7 @@ class Account:
         return sum(self.costs.values())
 
     def slower(self) -> Stretch | None:
-        """Return the stretch in progress, once, as soon as it is known that its map makes steps longer than bf16."""
+        """Return the stretch in progress, once, when it is known that its steps take longer than in bf16."""
         now = self._now
         if now is None or now is self._judged or not now.quantised or now.speedup is None:
             return None
@@ -213,25 +215,29 @@ class Account:
         return [stretch for stretch in self._all if stretch.steps]
 
     def saved_s(self) -> float | None:
-        """Return the seconds saved so far, costs subtracted; None before any could be measured."""
+        """Return the seconds saved so far, minus costs. None before any could be measured."""
         known = [s.saved_s for s in self.stretches() if s.quantised and s.saved_s is not None]
         return sum(known) - self.cost_s if known else None
 
     def figures(self, *, judged: bool) -> dict[str, float] | None:
-        """Return ``step_s``, and if speeds are ``judged`` and known, ``speedup`` and ``saved_h``; None without any."""
+        """Return ``step_s``, and if speeds are ``judged`` and known also ``speedup`` and ``saved_h``.
+
+        None if the time of a step is not known.
+        """
         now = self._now
         if now is None or now.step_s is None:
             return None
-        found = {"step_s": now.step_s}
+        figures = {"step_s": now.step_s}
         saved = self.saved_s()
         if judged and now.speedup is not None and saved is not None:
-            found |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
-        return found
+            figures |= {"speedup": now.speedup, "saved_h": saved / 3600.0}
+        return figures
 
     def line(self, formats: Mapping[str, float] | None, *, unjudged: str | None) -> str | None:
-        """Return the line that a run prints beside Megatron's own; None before the first step.
+        """Return the line that a run prints beside the host's own. None before the first step.
 
-        ``formats`` are the shares of the map in force. ``unjudged`` says why speeds mean nothing, such as ``emulated``.
+        ``formats`` are the shares of the map in force. ``unjudged`` is the reason why speeds mean nothing, such as
+        ``emulated``. None if there is none.
         """
         now = self._now
         if now is None:
@@ -257,7 +263,7 @@ def is_quantised(precision_map: PrecisionMap) -> bool:
 
 
 def share_text(formats: Mapping[str, float]) -> str:
-    """Return shares of formats as ``75% fp4, 25% fp8``, without those below half a percent."""
+    """Return shares of formats as ``75% fp4, 25% fp8``. Shares below half a percent are left out."""
     return ", ".join(f"{share:.0%} {name}" for name, share in formats.items() if share >= 0.005)
 
 

@@ -1,4 +1,4 @@
-"""What ``--snip`` takes where arguments leave it open. Training, plan, solve and launch ask here."""
+"""Budget, formats and schedule that suit the machine, for arguments that are not set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
 """Name of :func:`native_backend` → the formats that its cards multiply, each faster than those before it."""
 
 LOSS = Budget("loss", 0.002)
-"""The default where formats save time: the fastest map whose predicted rise of the loss is at most so many nats."""
+"""The default budget where formats save time: the largest predicted rise of the loss, in nats."""
 
 SHARE = Budget("fp4", 0.75)
-"""The default where all formats are emulated."""
+"""The default budget where all formats are emulated."""
 
 
 def backend_of(model: CostModel) -> str | None:
@@ -31,10 +31,12 @@ def backend_of(model: CostModel) -> str | None:
 
 
 def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the candidate formats of a budget of a ``kind`` where none are named.
+    """Return the default candidate formats.
 
-    ``backend`` is the GEMM backend whose times decide, None if formats are emulated or times are ideal (``flops``).
-    ``recipe`` are formats of the FP8 or FP4 recipe that Megatron's own arguments name, if any.
+    Args:
+        kind: Kind of the budget.
+        backend: GEMM backend whose times decide. None if formats are emulated or times are ideal (``flops``).
+        recipe: Formats of the FP8 or FP4 recipe that Megatron's own arguments name, if any.
     """
     if recipe and kind != "fp4":
         return ("bf16", *recipe)
@@ -46,40 +48,45 @@ def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> 
 
 
 def defaults(
-    given: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
+    options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return budget, formats and schedule where they are not given.
+    """Return the defaults of budget, formats and schedule.
 
     The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
-    FP4, phases gain nothing (docs/results.md). ``given`` are the fields of a SnipConfig that the user gave, ``ends``
-    says whether the end of training is known; ``backend`` and ``recipe`` are those of :func:`candidates`.
+    FP4, phases gain nothing (docs/results.md).
+
+    Args:
+        options: Fields of a SnipConfig that the user has set.
+        backend: See :func:`candidates`.
+        ends: Whether the number of training steps is known.
+        recipe: See :func:`candidates`.
     """
-    multiplied, found = MULTIPLIED.get(backend, ()), dict[str, Any]()
-    nats = in_nats(given.get("policy", "snip"), given.get("q", "split"))
-    if "budget" not in given:
-        saves = bool(multiplied) and nats and set(given.get("formats", recipe)) <= set(multiplied)
-        found["budget"] = LOSS if saves else SHARE
-        if saves and ends and not _fixed(given):
-            found["schedule"] = "auto"
-    kind = {**found, **given}["budget"].kind
-    found["formats"] = candidates(kind, None if given.get("timings") == "flops" else backend, recipe)
-    return found
+    multiplied, values = MULTIPLIED.get(backend, ()), dict[str, Any]()
+    nats = in_nats(options.get("policy", "snip"), options.get("q", "split"))
+    if "budget" not in options:
+        saves = bool(multiplied) and nats and set(options.get("formats", recipe)) <= set(multiplied)
+        values["budget"] = LOSS if saves else SHARE
+        if saves and ends and not _has_one_phase(options):
+            values["schedule"] = "auto"
+    kind = {**values, **options}["budget"].kind
+    values["formats"] = candidates(kind, None if options.get("timings") == "flops" else backend, recipe)
+    return values
 
 
-def _fixed(given: Mapping[str, Any]) -> bool:
-    """Whether a run has one map, or one choice for a linear, so that it has no phases."""
+def _has_one_phase(options: Mapping[str, Any]) -> bool:
+    """Return whether the options exclude phases."""
     return (
-        not given.get("update_interval", 1)
-        or given.get("granularity", "gemm") != "gemm"
-        or any(name in given for name in ("map", "replay"))
+        not options.get("update_interval", 1)
+        or options.get("granularity", "gemm") != "gemm"
+        or any(name in options for name in ("map", "replay"))
     )
 
 
 def dominated(budget: Budget, formats: tuple[str, ...], backend: str | None, *, times: bool = True) -> str | None:
-    """Return a line if a uniform format beats every map of this budget: as fast, with no larger error. None if not.
+    """Return a line if a uniform format is as fast as every map of this budget, with no larger error. None if not.
 
-    A share of FP4 asks for exactly that on a card that multiplies no four-bit format. ``times`` says whether the host
-    knows them, so that another budget can be asked for.
+    On a card that multiplies no four-bit format, this holds for every share of FP4. ``times`` says whether the host
+    knows times, so that the line can name another budget.
     """
     multiplied = MULTIPLIED.get(backend)
     slow = [fmt for fmt in formats if Format(fmt) in FOUR_BIT and fmt not in (multiplied or ())]

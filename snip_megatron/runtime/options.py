@@ -1,6 +1,6 @@
-"""Options and settings: fields of a configuration that have an argument of their own, and those that have none.
+"""Fields of a configuration as arguments of a command line.
 
-Option ``x_y`` is the argument ``--snip-x-y``. Settings are set by ``--snip-settings NAME=VALUE``.
+The option ``x_y`` is the argument ``--snip-x-y``. A setting has none: ``--snip-settings NAME=VALUE`` sets it.
 """
 
 import argparse
@@ -18,14 +18,17 @@ from snip_megatron.precision.phases import AUTO, Schedule
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
 
 
-def option(default: Any, text: str, *, known: Iterable[str] | None = None, **rest: Any) -> Any:
-    """Make a dataclass field that is an option with a help text. A bool makes a flag, a tuple a list.
+def option(default: Any, text: str, *, known: Iterable[str] | None = None, **limits: Any) -> Any:
+    """Return a dataclass field that is an option. A bool makes a flag, and a tuple a list.
 
-    ``known`` are the valid values if the help shall not list them. ``rest`` are arguments of :func:`setting`,
-    ``metavar`` of ``add_argument``, and ``shown``: what the help calls the default.
+    Args:
+        default: The default.
+        text: The help text.
+        known: The valid values, if the help does not list them.
+        limits: Arguments of :func:`setting`, ``metavar`` of ``add_argument``, and ``shown``, the default in the help.
     """
-    argument = {name: rest.pop(name) for name in ("metavar", "shown") if name in rest}
-    field = setting(default, text, **(rest if known is None else rest | {"choices": tuple(known)}))
+    argument = {name: limits.pop(name) for name in ("metavar", "shown") if name in limits}
+    field = setting(default, text, **(limits if known is None else limits | {"choices": tuple(known)}))
     field.metadata = {**field.metadata, "argument": argument, "listed": known is None}
     return field
 
@@ -39,8 +42,9 @@ def setting(
     most: float | None = None,
     positive: bool = False,
 ) -> Any:
-    """Make a dataclass field that is a setting. Its value is one of ``choices``, or a number in [``least``, ``most``],
-    above 0 if it must be ``positive``.
+    """Return a dataclass field that is a setting.
+
+    Its value is one of ``choices``, or a number in [``least``, ``most``] that is above 0 with ``positive``.
     """
     limits = {"help": text, "choices": choices, "least": least, "most": most, "positive": positive}
     return dataclasses.field(default=default, metadata=limits)
@@ -51,14 +55,14 @@ def is_option(field: dataclasses.Field[Any]) -> bool:
 
 
 def flag(field: dataclasses.Field[Any]) -> str:
-    """Return what stands before a field's value on the command line."""
+    """Return the text that precedes a field's value on the command line."""
     if is_option(field):
         return f"--snip-{field.name.replace('_', '-')} "
     return f"--snip-settings {field.name}="
 
 
 def check_option(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise SnipError if ``value`` is none of the field's choices, or out of its range. None is valid."""
+    """Raise SnipError if ``value`` is not one of the field's choices, or out of its range. None is valid."""
     limits = field.metadata
     if value is None:
         return
@@ -68,8 +72,8 @@ def check_option(field: dataclasses.Field[Any], value: Any) -> None:
     if limits["positive"] and not (math.isfinite(value) and value > 0):
         raise SnipError(f"{flag(field)}{value}: must be positive")
     if least is not None and not (math.isfinite(value) and value >= least):
-        wanted = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
-        raise SnipError(f"{flag(field)}{value}: must be {wanted}")
+        bound = f"at least {least}" if isinstance(value, int) else f"a finite number, {least} or more"
+        raise SnipError(f"{flag(field)}{value}: must be {bound}")
     if most is not None and not value <= most:
         raise SnipError(f"{flag(field)}{value}: must be at most {most}")
 
@@ -79,7 +83,7 @@ def add_options(
 ) -> None:
     """Add one argument for each option of a dataclass, or for those of ``only``, to an argparse group.
 
-    Names begin with ``prefix``. The help calls the default ``default``; if that is empty, by the value of the field.
+    Names begin with ``prefix``. The help names ``default`` as the default, or the field's own if that is empty.
     """
     for f in dataclasses.fields(configuration):
         if not is_option(f) or (only is not None and f.name not in only):
@@ -110,9 +114,9 @@ def add_settings(group: Any) -> None:
 
 
 def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
-    """Return the values of the fields that the arguments of :func:`add_options` and :func:`add_settings` set.
+    """Return the fields that the user has set by arguments of :func:`add_options` and :func:`add_settings`.
 
-    Their names in ``args`` begin with ``prefix``.
+    The names of these arguments in ``args`` begin with ``prefix``.
     """
     values: dict[str, Any] = {}
     for text in getattr(args, "snip_settings", None) or ():
@@ -126,7 +130,7 @@ def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "s
 
 
 def _settings(text: str, configuration: Any) -> dict[str, Any]:
-    """Parse a value of ``--snip-settings``. Any field of the configuration may stand there."""
+    """Parse a value of ``--snip-settings``, which may set any field of the configuration."""
     name, equals, value = text.partition("=")
     values = _json(text) if text.startswith("{") else {name: _json(value)} if equals else None
     fields = {f.name: f for f in dataclasses.fields(configuration)[1:]}
@@ -135,9 +139,9 @@ def _settings(text: str, configuration: Any) -> dict[str, Any]:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in values.items():
         default = fields[name].default
-        wanted = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
-        if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise SnipError(f"--snip-settings {name}: expected {wanted.__name__}, not {cut(json.dumps(value))}")
+        kind = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
+        if kind is not None and type(value) is not kind and not (kind is float and type(value) is int):
+            raise SnipError(f"--snip-settings {name}: expected {kind.__name__}, not {cut(json.dumps(value))}")
     return values
 
 
@@ -145,16 +149,20 @@ def _json(text: str) -> Any:
     """Return the value of a JSON text, and any other text as it is."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
 # -- values that are more than a number or a name ----------------------------------------------------------------
 def load_schedule(schedule: str, budget: str) -> Schedule | None:
-    """Return the phases that ``--snip-schedule`` selects; None for ``static``.
+    """Return the phases of ``--snip-schedule``. None if it is ``static``.
 
-    ``schedule`` is ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one, and ``budget`` the
-    kind of the run's budget. Raises SnipError if the file cannot be read, or a phase has a budget of another kind.
+    Args:
+        schedule: ``static``, ``auto``, the name of a ``snip.schedule/1`` file, or the text of one.
+        budget: Kind of the run's budget.
+
+    Raises:
+        SnipError: If the file cannot be read, or a phase has a budget of another kind.
     """
     if schedule in ("static", "auto"):
         return AUTO if schedule == "auto" else None
@@ -177,7 +185,7 @@ def load_schedule(schedule: str, budget: str) -> Schedule | None:
 
 
 def parse_pins(pins: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Parse the values of ``--snip-pin``: (glob, format) pairs. Raises SnipError if one is not GLOB=FORMAT."""
+    """Parse the values of ``--snip-pin`` to (glob, format) pairs. Raises SnipError if one is not GLOB=FORMAT."""
     pairs = []
     for text in pins:
         glob, equals, fmt = text.rpartition("=")
@@ -189,7 +197,7 @@ def parse_pins(pins: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def parse_tolerance(text: str) -> float | None:
-    """Parse the value of ``--snip-stage-tolerance``: a share, or None for ``none``. Raises SnipError."""
+    """Parse the value of ``--snip-stage-tolerance``, a share. None if it is ``none``. Raises SnipError."""
     if text.lower() == "none":
         return None
     try:

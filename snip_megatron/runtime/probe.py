@@ -1,7 +1,7 @@
-"""Runs the passes of an update over the first microbatches of a training step, without changing the training.
+"""The passes of an update over the first microbatches of a training step.
 
-All passes run in bf16 through the host's own schedule. Weights, optimizer state, random states and data order stay as
-they are.
+All passes run in bf16 through the host's own schedule. Weights, optimizer state, random states and data order do not
+change.
 """
 
 import functools
@@ -25,14 +25,20 @@ from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.update_error import CachedSignWords, StepScale, linear_update_error, sink_update_error
 
 _NOISE_SIZE = 0.03
-_NOISE = 2  # stream of random numbers derived from --snip-seed; update_errors.py uses stream 1
+_SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed
 
 
 class ProbeRunner:
-    """Runs the passes of an update. Every rank has one, and all ranks call its methods at the same step.
+    """Runs the passes of an update. All ranks call its methods at the same step.
 
-    The noise pass runs only if the policy ``weighs_updates``. Once this process ``has_trained`` a step, its peak
-    memory predicts what a pass takes.
+    Args:
+        host: The host of the run.
+        registry: The converted linears of this rank.
+        config: The configuration of the run.
+        weighs_updates: Whether the policy needs the noise pass and weight divergence.
+
+    Attributes:
+        has_trained: Whether this process has trained a step, so that its peak memory predicts that of a pass.
     """
 
     def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
@@ -45,9 +51,7 @@ class ProbeRunner:
         self.has_trained = False
 
     def check_optimizer(self, step: HostStep) -> None:
-        """Raise SnipError if updates need the next step of a parameter on this rank, and the optimizer's is not
-        known.
-        """
+        """Raise SnipError if updates need the optimizer's next update of a parameter, and it is not known."""
         if self._weighs_updates and self._config.updates:
             weights = [handle.weight for handle in self._registry] + [sink.weight for sink in self._host.local_sinks]
             for weight in weights:
@@ -56,14 +60,15 @@ class ProbeRunner:
     def fit(self, step: HostStep, most: int | None = None) -> int | Unmeasured:
         """Return how many sequences of a microbatch the passes of this update run, equal on all ranks. Collective.
 
-        They are the most that fit into the memory of all ranks, a CPU's not checked, and at most ``most``, those of the
-        latest update, so that a resumed run takes as many. If one rank has no memory for one, the result says so.
+        They are the most that fit into the memory of all ranks, and at most ``most``, those of the latest update, so
+        that a resumed run takes as many. The memory of a CPU is not checked. If one rank has no memory for one
+        sequence, the result says so.
         """
         host, most = self._host, step.sequences if most is None else min(most, step.sequences)
-        found = memory.device_memory(host.device)
-        if found is None or host.tokens is None:
+        free = memory.device_memory(host.device)
+        if free is None or host.tokens is None:
             return most
-        available, peak = found
+        available, peak = free
         needed = functools.partial(
             memory.needed, self._registry, host, self._config.probe_tokens, peak if self.has_trained else None,
             self._microbatches(step), step.microbatches,
@@ -72,16 +77,16 @@ class ProbeRunner:
         return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
 
     def _microbatches(self, step: HostStep) -> int:
-        """Microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
-        wanted, group = min(self._config.probe_microbatches, step.microbatches), self._host.pass_group
-        return min(-(-wanted // group) * group, step.microbatches)
+        """Return the microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
+        microbatches, group = min(self._config.probe_microbatches, step.microbatches), self._host.pass_group
+        return min(-(-microbatches // group) * group, step.microbatches)
 
     # -- the passes --------------------------------------------------------------------------------------------
     def run(self, step: HostStep, clip: float, sequences: int) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.
 
-        ``clip`` is the factor by which gradient clipping scaled the gradient of the last step, ``sequences`` those of
-        each microbatch that the passes run, from :meth:`fit`.
+        ``clip`` is the factor by which gradient clipping scaled the last gradient. ``sequences`` is the result of
+        :meth:`fit`.
         """
         config, microbatches = self._config, self._microbatches(step)
         seconds: dict[str, float] = {}
@@ -97,15 +102,15 @@ class ProbeRunner:
             seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream)
             started = time.perf_counter()
             scale = self._scale(step, clip, sequences, recorders)
-            # Where the passes alone tell the tokens, a block that runs again would count as more of them.
+            # If only the passes tell the tokens, a block that runs twice would count them twice.
             stream.finish_statistics(microbatches, once=self._host.tokens is None)
             reduce_columns(recorders, self._host.groups)
             table = self._measured(recorders, stream, scale)
             if self._weighs_updates:
-                found = PartialTable(self._shape, scale.gradient)
-                self._updates.collect(found, table, recorders, step, scale)
-                found.reduce(self._host.device)
-                table.merge(found)
+                partial = PartialTable(self._shape, scale.gradient)
+                self._updates.collect(partial, table, recorders, step, scale)
+                partial.reduce(self._host.device)
+                table.merge(partial)
             seconds["reduction"] = time.perf_counter() - started
             if self._weighs_updates:
                 sigma = self._sigma(table, scale)
@@ -127,7 +132,7 @@ class ProbeRunner:
         stream: ResidualStream,
         sigma: float = 0.0,
     ) -> float:
-        """Run one forward and backward of the probe's microbatches. Returns the seconds it took."""
+        """Run one forward and backward of the probe's microbatches. Returns its seconds."""
         started = time.perf_counter()
         for recorder in recorders:
             recorder.start(phase)
@@ -135,7 +140,7 @@ class ProbeRunner:
         self._registry.start_step(step.step)
         step.run(self._microbatches(step), sequences)
         if self._host.device.type == "cuda":
-            torch.cuda.synchronize(self._host.device)  # else the reduction, which waits for it, would take the blame
+            torch.cuda.synchronize(self._host.device)  # otherwise the reduction would wait for it
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ class ProbeRunner:
         return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
 
     def _measured(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
-        """Return what linears and boundaries have recorded since the last call, reduced. Collective."""
+        """Return the reduced sums that linears and boundaries have recorded since the last call. Collective."""
         table = PartialTable(self._shape, scale.gradient)
         add_loss_effects(table, recorders, self._host.groups)
         for recorder in recorders:
@@ -172,13 +177,10 @@ class ProbeRunner:
         return float(_NOISE_SIZE * power**0.5)
 
 
-_SIGNS = 1  # stream of random numbers derived from --snip-seed
-
-
 class UpdateErrors:
-    """Evaluates the optimizer with and without gradient errors on this rank's elements of its parameters.
+    """Weight divergence: how gradient errors change the optimizer's next update of this rank's parameters.
 
-    ``linears`` is the number of linears of the model, ``seed`` the value of ``--snip-seed``.
+    ``linears`` is the number of linears of the model, and ``seed`` the value of ``--snip-seed``.
     """
 
     def __init__(self, host: Host, linears: int, seed: int) -> None:
@@ -189,58 +191,62 @@ class UpdateErrors:
 
     def collect(
         self,
-        found: PartialTable,
+        partial: PartialTable,
         table: PartialTable,
         recorders: Sequence[LinearRecorder],
         step: HostStep,
         scale: StepScale,
     ) -> None:
-        """Add this rank's share to ``found``, which the caller reduces. Collective over all tensor and data parallel
-        groups. ``table`` is the reduced table of the statistics pass, which ``step`` has run, and the ``recorders`` of
-        this rank's linears have reduced column norms.
+        """Add this rank's part to ``partial``, which the caller reduces. Collective.
+
+        Args:
+            partial: The table that receives the sums.
+            table: The reduced table of the statistics pass.
+            recorders: The recorders of this rank's linears, whose column norms are reduced.
+            step: The step whose statistics pass has run.
+            scale: Scales of the gradient.
         """
-        apart = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
-        sums = iter(torch.stack(apart).tolist() if apart else ())  # one copy to the host for all experts
+        of_experts = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
+        sums = iter(torch.stack(of_experts).tolist() if of_experts else ())  # one copy to the host for all experts
         for recorder in recorders:
-            own = None if recorder.expert_sums is None else next(sums)
-            self._add_linear(found, table, recorder, own, step, scale)
+            expert_sums = None if recorder.expert_sums is None else next(sums)
+            self._add_linear(partial, table, recorder, expert_sums, step, scale)
         step.join_gradients()
         for sink in self._host.local_sinks:
-            self._add_sink(found, sink, step, scale)
+            self._add_sink(partial, sink, step, scale)
 
     def _add_linear(
         self,
-        found: PartialTable,
+        partial: PartialTable,
         table: PartialTable,
         recorder: LinearRecorder,
-        own: Sequence[float] | None,
+        expert_sums: Sequence[float] | None,
         step: HostStep,
         scale: StepScale,
     ) -> None:
-        """Add the share of one linear. ``own`` has the recorder's sums of one expert (``expert_sums``)."""
         handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
         name, unit = handle.name, scale.gradient**2
         gradient = _reduced(step.gradient(handle.weight), groups)
         if handle.repeats:
             return
         if groups.dp_rank == 0:
-            found.add("linear.gw2", name, sum_squares(gradient) * unit)
+            partial.add("linear.gw2", name, sum_squares(gradient) * unit)
         state = step.update_of(handle.weight)
         if state is None or not (self._host.optimizer_sharded or groups.dp_rank == 0):
             return
         x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
         tokens = None
-        if own is not None:
-            x2, g2, s2, tokens = own
+        if expert_sums is not None:
+            x2, g2, s2, tokens = expert_sums
             g2, s2 = g2 * unit, s2 * unit
         seed = derive_seed(self._seed, _SIGNS, handle.index)
         drift2, wdrift2 = linear_update_error(
             recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
         )
-        found.add("drift2", name, drift2)
-        found.add("by_format.wdrift2", name, wdrift2)
+        partial.add("drift2", name, drift2)
+        partial.add("by_format.wdrift2", name, wdrift2)
 
-    def _add_sink(self, found: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
+    def _add_sink(self, partial: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
         groups = self._host.groups
         gradient = _reduced(step.gradient(sink.weight), groups)
         state, weight = step.update_of(sink.weight), self._host.full_tensor(sink.weight).detach()
@@ -253,12 +259,12 @@ class UpdateErrors:
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
         drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)
-        found.add("sink_drift2", sink.row, drift2)
-        found.add("sink_w2", sink.row, w2)
+        partial.add("sink_drift2", sink.row, drift2)
+        partial.add("sink_w2", sink.row, w2)
 
 
 def _reduced(gradient: torch.Tensor, groups: ProbeGroups) -> torch.Tensor:
-    """Sum a gradient over data parallel ranks, in place."""
+    """Sum a gradient over data parallel ranks in place, and return it."""
     if groups.dp_size > 1:
         dist.all_reduce(gradient, group=groups.dp)
     return gradient

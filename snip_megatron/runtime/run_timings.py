@@ -1,4 +1,4 @@
-"""The table of times of a run's own linears: kept with the run and in the user's cache, where later runs find it."""
+"""The times of a run's own linears, stored in the run directory and in the user's cache."""
 
 import hashlib
 import os
@@ -18,8 +18,8 @@ _DIGITS = 16  # of the hash in a cached file's name
 
 def cache_folder() -> Path:
     """Return the folder of the user's cached tables. It need not exist."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if os.path.isabs(configured) else Path(os.path.expanduser("~/.cache"))
     return base / "snip_megatron" / "timings"
 
 
@@ -33,10 +33,16 @@ def _slug(device: str) -> str:
 
 
 @dataclass(frozen=True)
-class OwnTable:
-    """Where the table of a run's linears is kept, and what it must hold: times of a GPU, given its name in torch, by a
-    GEMM backend, in quantised formats, for the sizes of the workload. ``run`` is the run directory, if there is one,
-    and ``products`` the library of the backend that multiplies.
+class RunTimings:
+    """The files of a run's timing table, and what the table must hold.
+
+    Attributes:
+        device: Name of the GPU in torch.
+        backend: GEMM backend.
+        formats: Quantised formats.
+        workload: Sizes of the run's GEMMs.
+        run: The run directory. None if there is none.
+        library: The backend's library for products.
     """
 
     device: str
@@ -44,24 +50,23 @@ class OwnTable:
     formats: tuple[Format, ...]
     workload: Workload
     run: Path | None = None
-    products: str = ""
+    library: str = ""
 
     @property
-    def cached(self) -> Path:
-        """The file of the user's cache, whose name depends on all that this table must hold, and on versions."""
-        by = self.backend, self.products
-        asked = repr((self.device, sorted(versions().items()), by, self.formats, self.workload))
-        return cache_folder() / f"{_slug(self.device)}-{hashlib.sha256(asked.encode()).hexdigest()[:_DIGITS]}.json"
+    def cache_file(self) -> Path:
+        """The file in the user's cache. Its name depends on what the table must hold, and on versions."""
+        key = repr((self.device, sorted(versions().items()), (self.backend, self.library), self.formats, self.workload))
+        return cache_folder() / f"{_slug(self.device)}-{hashlib.sha256(key.encode()).hexdigest()[:_DIGITS]}.json"
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files in the order in which they are looked for: the run's own, so that a resume has equal times."""
-        return (self.cached,) if self.run is None else (self.run / TIMINGS, self.cached)
+        """The files in the order of reading. The run's own comes first, so that a resume has equal times."""
+        return (self.cache_file,) if self.run is None else (self.run / TIMINGS, self.cache_file)
 
-    def find(self) -> tuple[TimingTable, Path] | None:
-        """Return the kept table of these linears, and its file. None if there is none, or none that can be read.
+    def load(self) -> tuple[TimingTable, Path] | None:
+        """Return the stored table and its file. None if there is none that can be read.
 
-        One from the cache is stored with the run too: the cache of a later release has another one.
+        A table from the cache is stored in the run directory too, because a later release has another cache.
         """
         for path in self.paths:
             if not path.exists():
@@ -71,17 +76,17 @@ class OwnTable:
             except SnipError as error:
                 print(f"snip: {error}; it is measured again", flush=True)
                 continue
-            if self.suffices(table):
-                if self.run is not None and path == self.cached:
+            if self.covers(table):
+                if self.run is not None and path == self.cache_file:
                     _write(self.run / TIMINGS, table)
                 return table, path
         return None
 
-    def keep(self, table: TimingTable) -> list[Path]:
-        """Write the table with the run and into the cache. Returns the files; one that cannot be written is named."""
+    def store(self, table: TimingTable) -> list[Path]:
+        """Write the table to the run directory and the cache. Returns the files that could be written."""
         return [path for path in self.paths if _write(path, table)]
 
-    def suffices(self, table: TimingTable) -> bool:
+    def covers(self, table: TimingTable) -> bool:
         """Return whether the table is of this card and backend, and holds all formats and sizes of linears."""
         return (
             (table.device, table.backend) == (self.device, self.backend)
@@ -94,7 +99,7 @@ class OwnTable:
 
 
 def _write(path: Path, table: TimingTable) -> bool:
-    """Return whether the file could be written."""
+    """Write a table. Prints a line and returns False if it cannot be written."""
     try:
         write_atomically(path, table.to_json().encode())
     except OSError as error:

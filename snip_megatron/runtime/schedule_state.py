@@ -1,6 +1,6 @@
-"""Keeps the plan of a run with phases: the map that is due, what has been spent, and the request of the next update.
+"""The plan of a run with phases: the map that is due, what has been spent, and the request of the next update.
 
-Every rank has one with the same content. It depends on the step number, the configuration, the maps on which all ranks
+All ranks have the same content, because it depends only on the step number, the configuration, the maps on which they
 agreed, and the state of the checkpoint.
 """
 
@@ -17,7 +17,7 @@ from snip_megatron.sensitivity.request import PhasedRequest
 
 
 def even_weights(origin: int, begins: Sequence[int], last: int) -> tuple[float, ...]:
-    """Return the weights of phases under a constant learning rate, if nothing is forgotten: their shares of the run."""
+    """Return each phase's share of the run, its weight under a constant learning rate if nothing is forgotten."""
     return tuple((end - begin) / (last - origin) for begin, end in itertools.pairwise([*begins, last]))
 
 
@@ -26,14 +26,14 @@ class Timeline:
     """The timeline of a run, equal on all ranks.
 
     Attributes:
-        last: the step before which training ends.
-        schedule: the phases in which updates may choose different maps; None for maps that do not depend on time.
-        fixed: (first step of the run, ``last``, first step of the plan, Σ of the fp4 shares of the steps before it) →
-            the plan of a policy that needs no statistics; None for other policies.
-        carried: (first step of the run, first steps of its remaining phases, ``last``) → weight of the carried loss of
-            each.
-        standing: weight of the standing loss in the last phase (``sensitivity.request``).
-        timed: whether the average over the run is one of predicted time instead of the fp4 share.
+        last: The step before which training ends.
+        schedule: The phases, which may have different maps. None if maps do not depend on time.
+        fixed: Returns the plan of a policy without statistics from (first step of the run, ``last``, first step of the
+            plan, sum of the fp4 shares of the steps before it). None for other policies.
+        carried: Returns the weights of the carried losses from (first step of the run, first steps of its remaining
+            phases, ``last``).
+        standing: Weight of the standing loss in the last phase (``sensitivity.request``).
+        timed: Whether the average over the run is one of predicted time instead of the fp4 share.
     """
 
     last: int
@@ -45,9 +45,12 @@ class Timeline:
 
 
 class ScheduleState:
-    """Keeps what has been spent, and the plan, in the state that checkpoints hold.
+    """The plan and what has been spent, stored in the state of the controller.
 
-    ``timeline`` is None if the end of the run is unknown, and ``share`` returns the fp4 share of a map.
+    Args:
+        state: The state of the controller, which this object changes.
+        timeline: The timeline of the run. None if its end is unknown.
+        share: Returns the fp4 share of a map.
     """
 
     def __init__(
@@ -60,12 +63,12 @@ class ScheduleState:
 
     @property
     def solves(self) -> bool:
-        """Whether updates solve plans instead of single maps."""
+        """Whether an update solves a plan instead of a single map."""
         return self._timeline is not None and self._timeline.schedule is not None
 
     @property
     def spent(self) -> BudgetSpent:
-        """What past steps have spent. Set by :meth:`begin`."""
+        """What past steps have spent. :meth:`begin` sets it."""
         assert self._state.spent is not None
         return self._state.spent
 
@@ -73,9 +76,9 @@ class ScheduleState:
     def begin(self, step: int) -> dict[str, int] | None:
         """Prepare the first step of this process, and move the phases if a resumed run has another end.
 
-        The count starts anew if the checkpoint has none, or one of steps which are still to come. It may be of fewer
-        steps than training has passed, because Megatron leaves out those of ``--iterations-to-skip``. Returns the
-        fields of the event ``plan_moved``, the end before and now; None if it is the same.
+        The count of steps starts anew if the checkpoint has none, or one beyond ``step``. It may be smaller than
+        ``step``, because Megatron leaves out the steps of ``--iterations-to-skip``. Returns the fields of the event
+        ``plan_moved``. None if the end is the same.
         """
         state, timeline = self._state, self._timeline
         if state.spent is None or state.spent.next_step > step:
@@ -85,7 +88,7 @@ class ScheduleState:
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
         if state.pending is not None and not self.solves:
-            state.pending.phases = None  # of a run with phases: in this one, the update gives a single map
+            state.pending.phases = None  # the checkpoint is of a run with phases, and this one has none
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
             return None
@@ -96,8 +99,9 @@ class ScheduleState:
         return {"last_before": before, "last": timeline.last}
 
     def fixed_plan(self, step: int) -> PrecisionPlan | None:
-        """Return the plan of a policy that needs no statistics, from ``step`` on; None if the run has a plan or no such
-        policy. What has been spent before counts towards its average.
+        """Return the plan of a policy without statistics from ``step`` on.
+
+        It is None if the run has another policy, or a plan. What has been spent before counts towards its average.
         """
         return None if self._state.plan is not None else self._fixed_from(step)
 
@@ -108,23 +112,23 @@ class ScheduleState:
         return timeline.fixed(self.spent.origin, timeline.last, step, self.spent.shares)
 
     def _is_of_another_policy(self, plan: PrecisionPlan, step: int) -> bool:
-        """Return whether a restored plan is not of this run's policy, whose plans hold the same two maps at most."""
-        own = self._fixed_from(step)
-        if own is None:
+        """Return whether a restored plan does not belong to this run's policy, whose plans have the same two maps."""
+        expected = self._fixed_from(step)
+        if expected is None:
             return False
-        maps = {frozenset(phase.precision_map.choices.items()) for each in (own, plan) for phase in each.phases}
-        return (own.target, own.status) != (plan.target, plan.status) or len(maps) > 2
+        maps = {frozenset(phase.precision_map.choices.items()) for each in (expected, plan) for phase in each.phases}
+        return (expected.target, expected.status) != (plan.target, plan.status) or len(maps) > 2
 
     # -- the plan ----------------------------------------------------------------------------------------------
     def take(self, plan: PrecisionPlan, step: int) -> None:
-        """Keep a plan for the steps from ``step`` on. One that was made for another end of the run is moved first."""
+        """Set the plan for the steps from ``step`` on. A plan for another end of the run is moved first."""
         timeline = self._timeline
         if timeline is not None and plan.last != timeline.last and step < timeline.last:
             plan = plan.moved(self.spent.origin, timeline.last, step)
         self._state.plan, self._entered = plan, None
 
     def enter(self, step: int) -> PrecisionMap:
-        """Note that the phase of ``step`` is in force, and return its map."""
+        """Enter the phase of ``step``, and return its map."""
         phase = self._phase(step)
         self._entered = phase.begin
         return phase.precision_map
@@ -134,9 +138,9 @@ class ScheduleState:
         return self._state.plan is not None and self._phase(step).begin != self._entered
 
     def changes(self, step: int, restored: PrecisionMap | None, names: Sequence[str]) -> bool:
-        """Return whether the plan wants another map at ``step`` than the one that a checkpoint restored.
+        """Return whether the plan has another map at ``step`` than the one that a checkpoint restored.
 
-        If it does not, its phase counts as entered.
+        If it has the same, its phase is entered.
         """
         plan = self._state.plan
         if plan is None:
@@ -147,7 +151,7 @@ class ScheduleState:
         return False
 
     def drop(self) -> None:
-        """Forget the plan, because its map was taken back. The next update makes another one."""
+        """Drop the plan, because its map was taken back. The next update makes another one."""
         self._state.plan = self._entered = None
 
     def _phase(self, step: int) -> PlanPhase:
@@ -156,7 +160,7 @@ class ScheduleState:
 
     # -- what has been spent -----------------------------------------------------------------------------------
     def ran(self, in_force: PrecisionMap, share: float) -> None:
-        """Add a step that ran under ``in_force`` to what has been spent. ``share`` is the map's fp4 share."""
+        """Add a step that ran under the map ``in_force``, with the fp4 share ``share``, to what has been spent."""
         if self._state.spent is not None:
             self._state.spent.add(share, in_force)
 
@@ -166,23 +170,25 @@ class ScheduleState:
         return self._ahead(plan, None, step, plan.last).average(timed=timed)
 
     def _ahead(self, plan: PrecisionPlan | None, current: PrecisionMap | None, step: int, until: int) -> BudgetSpent:
-        """Return what will have been spent at ``until``. Steps from ``step`` follow the plan, or keep ``current``."""
-        account = replace(self.spent)
+        """Return what will have been spent at ``until`` if steps from ``step`` on follow the plan, or ``current``."""
+        total = replace(self.spent)
         if plan is None:
             assert current is not None
-            account.add(self._share(current), current, max(0, until - step))
-            return account
+            total.add(self._share(current), current, max(0, until - step))
+            return total
         starts = [step, *(phase.begin for phase in plan.phases[1:]), until]
         for phase, begin, end in zip(plan.phases, starts, starts[1:], strict=False):
             steps = min(end, until) - max(begin, step)
             if steps > 0:
-                account.add(self._share(phase.precision_map), phase.precision_map, steps)
-        return account
+                total.add(self._share(phase.precision_map), phase.precision_map, steps)
+        return total
 
     def request(self, step: int, due: int, current: PrecisionMap) -> PhasedRequest | None:
-        """Return the phases that an update before ``step`` must plan: those that remain at ``due``, where its plan is
-        adopted, with what will have been spent. Until then maps follow the plan, or ``current`` stays. None if maps do
-        not depend on time, or if no step is left at ``due``.
+        """Return the phases that an update before ``step`` must plan.
+
+        They are those that remain at ``due``, where its plan is adopted, with what will have been spent then. Until
+        then maps follow the plan, or the map ``current`` stays. None if maps do not depend on time, or if no step
+        remains at ``due``.
         """
         timeline = self._timeline
         if timeline is None or timeline.schedule is None:

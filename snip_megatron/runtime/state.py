@@ -103,16 +103,21 @@ class Pending(JsonFields):
 
 @dataclass
 class ControllerState(JsonFields):
-    """The state of the controller. What there is none of is None.
+    """The state of the controller. A field is None if there is nothing to store.
 
     Attributes:
-        version: the version of the latest submitted update.
-        grad_norm: the gradient norm of the last step before clipping; None if it is unknown or not finite.
-        alarm: an alarm of the guard that the next step acts on.
-        in_flight: the figures of the last step, whose collective was outstanding when the checkpoint was written.
-        plan: the maps of the remaining phases; None for a map that stays until the next update.
-        sequences: sequences of a microbatch that the probes of the latest update took.
-        postponed: the step before which an update starts that kernels were not ready for.
+        precision_map: The map in force.
+        version: Version of the latest submitted update.
+        pending: The update that is submitted and undecided.
+        grad_norm: Gradient norm of the last step before clipping. None if it is unknown or not finite.
+        guard: The state of the guard.
+        alarm: An alarm of the guard on which the next step acts.
+        in_flight: Figures of the last step, whose collective was outstanding when the checkpoint was written.
+        spent: What past steps contribute to the average over the run.
+        plan: The maps of the remaining phases. None if the map stays until the next update.
+        goal: The goal of the run's maps.
+        sequences: Sequences of a microbatch that the probes of the latest update took.
+        postponed: The step before which an update starts that had to wait for kernels.
     """
 
     precision_map: PrecisionMap | None = None

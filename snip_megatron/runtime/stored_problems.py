@@ -1,7 +1,7 @@
 """New Problems from a stored run: another budget, policy or estimator over the statistics that the run measured.
 
-For each update a run directory keeps the statistics (``stats/step_N.npz``) and the Problem that was built from them
-(``problems/step_N.json``). ``config.json`` keeps the solve request of the run. Another value of the same budget needs
+For each update, a run directory has the statistics (``stats/step_N.npz``) and the Problem that was built from them
+(``problems/step_N.json``). ``config.json`` has the solve request of the run. Another value of the same budget needs
 only the Problem. Any other change builds a new Problem of one map from the statistics.
 """
 
@@ -27,7 +27,7 @@ from snip_megatron.solver.problem import Problem
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredUpdate:
     """The update of a run directory whose statistics were measured before a training step."""
 
     run: Path
@@ -38,7 +38,7 @@ class Stored:
         return step_path(self.run, folder, self.step)
 
     def problem(self) -> Problem:
-        """Return the problem that the run solved, of either kind. Raises SnipError if it cannot be read."""
+        """Return the problem that the run solved. Raises SnipError if it cannot be read."""
         path = self.path("problems")
         return Problem.from_json(read_file(path), where=str(path))
 
@@ -51,7 +51,7 @@ class Stored:
         return SolveRequest.from_dict(self._fact("request"), f"{self.run / CONFIG}: facts.request")
 
     def times(self) -> OptionTimes:
-        """Return the times of the run's linears that it stored. Raises SnipError if it stored none, or broken ones."""
+        """Return the stored times of the run's linears. Raises SnipError if there are none, or they are broken."""
         body = self._fact("request").get("times") or self._fact("predicted_times")
         if body is None:
             raise SnipError(
@@ -61,7 +61,7 @@ class Stored:
         return OptionTimes.from_dict(body, f"{self.run / CONFIG}: predicted times")
 
     def with_fp4_share(self, precision_map: PrecisionMap) -> PrecisionMap:
-        """Return the map with its fp4 share of FLOPs, unless that was the budget, or the run stores no statistics."""
+        """Return the map with its fp4 share of FLOPs, if that was not the budget and the run stores statistics."""
         if precision_map.budget is None or not self.path("stats").exists():
             return precision_map
         flops = {row.name: row.flops for row in self.table().linears}
@@ -74,25 +74,27 @@ class Stored:
         return facts[name]
 
 
-def find_stored(source: Path, step: int | None) -> Stored | None:
-    """Return the update of ``step``, or the latest, of a run directory, or that of a file in its folders ``problems``
-    and ``stats``. None for a file outside of a run directory. Raises SnipError if there is no such update.
+def find_stored(source: Path, step: int | None) -> StoredUpdate | None:
+    """Return a stored update. None if ``source`` is a file outside of a run directory.
+
+    ``source`` is a run directory, or a file in its folders ``problems`` and ``stats``. In a run directory, ``step``
+    chooses the update, by default the latest one. Raises SnipError if there is no such update.
     """
-    if os.path.isdir(source):  # False for a name that is too long, where Path.is_dir raises
+    if os.path.isdir(source):
         read_config(source)  # a directory of something else is refused here
         steps = sorted({step for folder in ("problems", "stats") for step in step_files(source, folder)})
         if not steps:
             raise SnipError(f"{source}: no problem or statistics are stored there; the run made no update")
         if step is not None and step not in steps:
             raise SnipError(f"--step {step}: {source} has an update at {', '.join(map(str, steps))}")
-        return Stored(source, steps[-1] if step is None else step)
+        return StoredUpdate(source, steps[-1] if step is None else step)
     if step is not None:
         raise SnipError(f"--step {step}: {source} is one step's file; give the run directory")
     folder, run = source.parent.name, source.absolute().parent.parent
     if folder in ("problems", "stats") and (run / CONFIG).is_file():
-        found = step_of(source, STEP_FILES[folder])
-        if found is not None:
-            return Stored(source.parent.parent, found)
+        step = step_of(source, STEP_FILES[folder])
+        if step is not None:
+            return StoredUpdate(source.parent.parent, step)
     return None
 
 
@@ -101,11 +103,11 @@ def is_statistics(path: Path) -> bool:
     return os.path.isfile(path) and zipfile.is_zipfile(path)
 
 
-def rebuild(stored: Stored, fields: Mapping[str, Any], budget: Budget | None) -> Problem:
-    """Build a new problem of one map from stored statistics, although the run may have planned phases.
+def rebuild(stored: StoredUpdate, fields: Mapping[str, Any], budget: Budget | None) -> Problem:
+    """Build a new problem of one map from stored statistics. The run may have had phases.
 
-    ``fields`` are new values of fields of the run's request. Without a ``budget`` it has the run's own. Raises
-    SnipError if the statistics or the stored times lack what the new request needs.
+    ``fields`` replace fields of the run's request. ``budget`` is None for the run's own. Raises SnipError if the
+    statistics or the stored times lack what the new request needs.
     """
     request = stored.request()
     budget, fields = budget or request.budget, dict(fields)
@@ -130,14 +132,14 @@ def rebuild(stored: Stored, fields: Mapping[str, Any], budget: Budget | None) ->
         return build_problem(table, request)[0]
 
 
-def _candidates(stored: Stored, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
-    """Return the candidates that a training with this budget has, as far as the run has measured them.
+def _candidates(stored: StoredUpdate, request: SolveRequest, budget: Budget) -> tuple[str, ...]:
+    """Return the candidates of a training with this budget that the run has measured.
 
-    Where it has measured none of them, and under a share of FLOPs, they are the run's own without bf16.
+    Under a share of FLOPs, and if the run has measured none of them, they are the run's candidates without bf16.
     """
-    own = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
+    measured = tuple(fmt for fmt in request.formats if fmt != Format.BF16.value)
     if budget.kind == "fp4":
-        return own
+        return measured
     backend = read_config(stored.run)["facts"].get("gemm_backend")
-    found = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*own, Format.BF16.value))
-    return found if set(own) & set(found) else own
+    formats = tuple(fmt for fmt in candidates(budget.kind, backend) if fmt in (*measured, Format.BF16.value))
+    return formats if set(measured) & set(formats) else measured

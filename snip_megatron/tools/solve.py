@@ -14,7 +14,7 @@ from snip_megatron.runtime.storage import check_folder, deliver
 from snip_megatron.tools.cli import positive
 
 if TYPE_CHECKING:
-    from snip_megatron.runtime.stored_problems import Stored
+    from snip_megatron.runtime.stored_problems import StoredUpdate
     from snip_megatron.solver import Problem
 
 _REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problem(args: argparse.Namespace) -> tuple[Problem, Stored | None]:
+def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
     """Return the problem to solve, and the update of a run that it came from or None."""
     from snip_megatron.precision.budget import Budget
     from snip_megatron.precision.strict_json import read_file

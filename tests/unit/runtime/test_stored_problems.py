@@ -12,7 +12,7 @@ from snip_megatron.precision import DENSE_LAYER, Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_directory import RunDirectory
-from snip_megatron.runtime.stored_problems import Stored, find_stored, is_statistics, rebuild
+from snip_megatron.runtime.stored_problems import StoredUpdate, find_stored, is_statistics, rebuild
 from snip_megatron.sensitivity import SolveRequest, build_problem
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -46,7 +46,7 @@ def timed(tmp_path: Path) -> Path:
     return write_run(tmp_path / "timed", SolveRequest(formats=TIMED, budget=Budget("speedup", 1.5), times=TIMES))
 
 
-def stored(run: Path, step: int | None = None) -> Stored:
+def stored(run: Path, step: int | None = None) -> StoredUpdate:
     found = find_stored(run, step)
     assert found is not None
     return found
@@ -54,10 +54,10 @@ def stored(run: Path, step: int | None = None) -> Stored:
 
 # -- finding ---------------------------------------------------------------------------------------------------
 def test_a_run_is_its_latest_update_and_a_file_its_own(share: Path) -> None:
-    assert stored(share) == Stored(share, 30)
-    assert stored(share, 10) == Stored(share, 10)
-    assert find_stored(share / "stats" / "step_10.npz", None) == Stored(share, 10)
-    assert find_stored(share / "problems" / "step_30.json", None) == Stored(share, 30)
+    assert stored(share) == StoredUpdate(share, 30)
+    assert stored(share, 10) == StoredUpdate(share, 10)
+    assert find_stored(share / "stats" / "step_10.npz", None) == StoredUpdate(share, 10)
+    assert find_stored(share / "problems" / "step_30.json", None) == StoredUpdate(share, 30)
     assert is_statistics(share / "stats" / "step_10.npz")
     assert not is_statistics(share / "problems" / "step_10.json")
 
