@@ -248,15 +248,11 @@ def _work() -> None:
         if isinstance(kernel, str):
             _kernel(_name(kernel))
     with ProcessPoolExecutor(processes + replays, get_context("fork"), _die_with_parent) as pool:
-        library = [pool.submit(_compile_replays)] if replays else []
+        library = [pool.submit(compiled_library)] if replays else []
         for each in as_completed([pool.submit(compile_kernel, kernel) for kernel in kernels]):
             each.result()
             os.write(1, b".")
         wait(library)
-
-
-def _compile_replays() -> None:
-    compiled_library()
 
 
 def _die_with_parent() -> None:
