@@ -136,6 +136,8 @@ def _run(
     arguments += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
     arguments += ["--data-cache-path", "{run}/cache", "--snip-policy", candidate.policy]
     settings = candidate.settings or {}
+    if candidate.policy == "snip" and "--snip-estimator" not in candidate.arguments:
+        arguments += ["--snip-estimator", "noise"]  # the default when these experiments were written
     if budget is None or granularity is None:
         arguments += _fixed(phase, candidate)
     else:

@@ -149,7 +149,7 @@ def _job(warm: WarmCheckpoint, step: int, folder: Path, fmt: str, microbatches: 
         *training_arguments(warm.experiment, warm.data, warm.warm.seed),
         *("--eval-interval", "1000000000", "--eval-iters", "0", "--exit-interval", str(step + 2)),
         *("--load", "{warm}", "--ckpt-step", str(step), "--ckpt-format", "torch_dist"),
-        *("--snip", "--snip-probe-microbatches", str(microbatches)),
+        *("--snip", "--snip-estimator", "noise", "--snip-probe-microbatches", str(microbatches)),
         # Any format, with four bits or not, meets this budget.
         *("--snip-formats", fmt, "--snip-budget", "fp4=0", "--snip-first-update", str(step + 1)),
         *("--snip-update-interval", "1000000", "--snip-lag", "1", "--snip-wait", "600", "--snip-dir", "{run}"),

@@ -97,7 +97,9 @@ class SnipConfig:
         "snip", "rule that scores the options: snip, fisher, ... (snip_megatron/sensitivity/README.md)", known=POLICIES
     )
     estimator: str = option(
-        "noise", "with --snip-policy snip: how loss and weight divergence are estimated", choices=ESTIMATORS
+        "fisher",
+        "with --snip-policy snip: fisher measures loss divergence by one pass, noise weight divergence too by two",
+        choices=ESTIMATORS,
     )
     q: str = option(
         "split", "with --snip-policy snip: rule that combines loss and weight divergence (split, paper)", known=Q_RULES
@@ -317,6 +319,11 @@ def _conflicts(config: SnipConfig) -> Iterator[str]:
         yield (
             f"{named} bounds a loss, and the scores of --snip-policy {config.policy} with --snip-q {config.q} are"
             " none; use --snip-policy snip with --snip-q split, or fisher"
+        )
+    if config.policy == "snip" and config.q == "paper" and config.estimator == "fisher":
+        yield (
+            "--snip-q paper cannot be combined with --snip-estimator fisher, which measures no weight divergence; use"
+            " --snip-estimator noise"
         )
     if config.policy in LATE and budget.timed:
         yield (

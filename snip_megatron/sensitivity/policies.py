@@ -27,7 +27,7 @@ from snip_megatron.sensitivity.divergence import (
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 
-ESTIMATORS = ("noise", "fisher")
+ESTIMATORS = ("fisher", "noise")
 """Values of ``--snip-estimator``; the first is the default."""
 
 Q_RULES = ("split", "paper")

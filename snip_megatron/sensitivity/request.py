@@ -162,7 +162,7 @@ class SolveRequest(JsonFields):
     """
 
     policy: str = "snip"
-    estimator: str = "noise"
+    estimator: str = "fisher"
     q: str = "split"
     formats: tuple[str, ...] = ("fp8", "fp4")
     granularity: str = "gemm"
