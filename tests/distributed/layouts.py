@@ -92,7 +92,7 @@ MODELS: dict[str, Model] = {
         "experts-shared-world-1",
         f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid",
-        "--snip-budget fp4=0.4",
+        "--snip-budget fp4=0.4 --snip-estimator noise",
         probed=4,
         at=AT + 1,
         ragged=True,

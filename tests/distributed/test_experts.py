@@ -29,7 +29,8 @@ STARVED = shlex.split(
     " --num-layers 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
 )
 SNIP = shlex.split(
-    "--snip --snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-budget fp4=0.9"
+    "--snip --snip-estimator noise "
+    "--snip-first-update 2 --snip-update-interval 100 --snip-lag 1 --snip-wait 120 --snip-budget fp4=0.9"
 )
 
 

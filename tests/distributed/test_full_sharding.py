@@ -30,7 +30,8 @@ SHARDED = {
 by = pytest.mark.parametrize("by", SHARDED)
 MIXTURE = f"{LATENT} {EXPERTS} --expert-model-parallel-size 2"
 UPDATED = (
-    "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 4 --snip-lag 1"
+    "--snip --snip-estimator noise "
+    "--snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 4 --snip-lag 1"
     " --snip-wait 120"
 )
 Train = Callable[..., list[dict[str, Any]]]

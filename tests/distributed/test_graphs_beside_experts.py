@@ -18,7 +18,8 @@ EXPERTS = shlex.split(
     " --moe-layer-freq [0]*1+[1]*3 --bf16 --transformer-impl local --global-batch-size 8"
 )
 SNIP = shlex.split(
-    "--snip --snip-budget fp4=0.5 --snip-first-update 3 --snip-update-interval 6 --snip-lag 2 --snip-wait 120"
+    "--snip --snip-estimator noise "
+    "--snip-budget fp4=0.5 --snip-first-update 3 --snip-update-interval 6 --snip-lag 2 --snip-wait 120"
 )
 GRAPHS = shlex.split("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess")
 

@@ -21,7 +21,8 @@ from snip_megatron.runtime.run_data import read_maps
 STEPS = 6
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 UPDATED = (
-    "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 3 --snip-lag 1"
+    "--snip --snip-estimator noise "
+    "--snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 1 --snip-update-interval 3 --snip-lag 1"
     " --snip-wait 120"
 )
 Train = Callable[..., list[dict[str, Any]]]

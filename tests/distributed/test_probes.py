@@ -46,7 +46,8 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 }
 # Everything pinned to bf16: updates run, maps are solved and adopted, and change nothing.
 PROBES = shlex.split(
-    "--snip --snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
+    "--snip --snip-estimator noise "
+    "--snip-budget fp4=0 --snip-pin *=bf16 --snip-first-update 3 --snip-update-interval 3 --snip-lag 2"
     " --snip-settings probe_tokens=48"
 )
 STEPS = 9  # two updates, adopted
@@ -123,7 +124,17 @@ def test_a_map_that_quantises_does_leave_one(runs: Runs) -> None:
 
 
 # -- the scale of gradients ------------------------------------------------------------------------------------
-MEASURE_ONCE = ("--snip", "--snip-first-update", "1", "--snip-update-interval", "100", "--snip-lag", "50")
+MEASURE_ONCE = (
+    "--snip",
+    "--snip-estimator",
+    "noise",
+    "--snip-first-update",
+    "1",
+    "--snip-update-interval",
+    "100",
+    "--snip-lag",
+    "50",
+)
 
 
 @pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --snip-probe-microbatches 2"])

@@ -87,7 +87,8 @@ ON_TWO = {
 }
 BF16 = "--snip --snip-policy bf16"
 UPDATED = (
-    "--snip --snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 4 --snip-update-interval 12 --snip-lag 2"
+    "--snip --snip-estimator noise "
+    "--snip-budget fp4=0.5 --snip-formats fp8,fp4 --snip-first-update 4 --snip-update-interval 12 --snip-lag 2"
     " --snip-wait 120"
 )
 RECIPE = (

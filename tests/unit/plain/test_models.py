@@ -30,7 +30,7 @@ def train(
 ) -> tuple[PlainSnip, list[float]]:
     """Train four steps with an update before the third. The model is wrapped after it is converted."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    snip = convert(model, optimizer, first_update=2, update_interval=100, **options)
+    snip = convert(model, optimizer, **{"first_update": 2, "update_interval": 100, "estimator": "noise"} | options)
     model, losses = wrap(model), []
     for step, tokens in enumerate(TOKENS[:4]):
 
@@ -97,7 +97,7 @@ def test_hooks_inside_of_a_checkpoint_see_the_stream_once(reentrant: bool) -> No
         training = Training()
         if recomputed:
             training.model.__class__, training.model.reentrant = Recomputed, reentrant
-        training.snip = convert(training.model, training.optimizer, first_update=2)
+        training.snip = convert(training.model, training.optimizer, first_update=2, estimator="noise")
         training.run(range(3))
         tables.append(training.snip.table.arrays)
     for name, column in tables[0].items():

@@ -128,7 +128,7 @@ def test_an_update_without_a_gradient_is_dropped(capsys: pytest.CaptureFixture[s
 
 def test_the_table_holds_the_norms_that_autograd_gives() -> None:
     """X, W, G, ∇W and the residual stream of every linear, by hooks of torch alone."""
-    training = Training(first_update=4, update_interval=100)
+    training = Training(first_update=4, update_interval=100, estimator="noise")
     training.run(range(4))
     model, seen, stream = training.model, {}, []
     linears = [m for block in model.blocks for m in (block.qkv, block.proj, block.up, block.down)]
@@ -185,7 +185,7 @@ def test_sgd_of_bf16_weights_accumulates_gradients() -> None:
     training = Training()
     training.model.bfloat16()
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)
-    training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2)
+    training.snip = convert(training.model, training.optimizer, first_update=2, microbatches=2, estimator="noise")
     training.run(range(3))
     assert training.snip.table.arrays["drift2"].all()
     assert training.snip.map.version == 1
@@ -297,7 +297,7 @@ class Parallel(example.Block):
 def test_attention_beside_the_mlp_is_one_branch() -> None:
     training = Training()
     training.model.blocks = nn.ModuleList(Parallel() for _ in range(2))
-    training.snip = convert(training.model, training.optimizer, first_update=0, estimator="fisher")
+    training.snip = convert(training.model, training.optimizer, first_update=0)
     training.run(range(1))
     places = {row.id.path: (row.sub_block, row.role) for row in training.snip.registry.rows if row.id.layer == 1}
     assert places == {"qkv": (1, "reads"), "proj": (1, "between"), "up": (1, "reads"), "down": (1, "writes")}
@@ -318,8 +318,8 @@ def test_blocks_that_cannot_be_measured_are_refused_at_the_first_step() -> None:
 def test_an_unknown_optimizer_is_refused_by_name() -> None:
     model = example.Model()
     with pytest.raises(SnipError, match="optimizer RMSprop"):
-        convert(model, torch.optim.RMSprop(model.parameters()))
-    convert(model, torch.optim.RMSprop(model.parameters()), estimator="fisher")
+        convert(model, torch.optim.RMSprop(model.parameters()), estimator="noise")
+    convert(model, torch.optim.RMSprop(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,8 @@ def test_an_optimizer_whose_update_is_another_one_is_refused(kind: Any, options:
     model = example.Model()
     optimizer = kind([{"params": model.blocks.parameters()}, {"params": model.norm.parameters(), **options}])
     with pytest.raises(SnipError, match=f"optimizer {message}"):
-        convert(model, optimizer)
-    convert(model, optimizer, estimator="fisher")
+        convert(model, optimizer, estimator="noise")
+    convert(model, optimizer)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "auto"}, {"policy": "late-all"}])

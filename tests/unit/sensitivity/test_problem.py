@@ -44,7 +44,7 @@ def order_per_flop(problem: Problem) -> list[str]:
 
 def test_items_costs_and_savings() -> None:
     table = make_table(layers=2, stages=2)
-    problem, scores = build_problem(table, SolveRequest())
+    problem, scores = build_problem(table, SolveRequest(estimator="noise"))
     assert [i.id for i in problem.items[:4]] == [
         "decoder.layers.0.self_attention.linear_qkv:fprop",
         "decoder.layers.0.self_attention.linear_qkv:dgrad",

@@ -37,7 +37,7 @@ def request(**fields: object) -> SolveRequest:
 @pytest.mark.parametrize("granularity", ["gemm", "layer"])
 def test_costs_and_savings_are_those_of_the_cost_model(granularity: str) -> None:
     table = make_table(layers=3, formats=("fp8", "fp8_tensor"))
-    problem, scores = build_problem(table, request(granularity=granularity))
+    problem, scores = build_problem(table, request(granularity=granularity, estimator="noise"))
     assert problem.budget == Budget("speedup", 1.3)
     model = load_cost_model("h200")
     for item in problem.items:
