@@ -1,4 +1,4 @@
-"""``snip calibrate``: measures the seconds of GEMMs on this device, as the table of a ``time`` cost model."""
+"""``snip calibrate``: measures the seconds of GEMMs on this device, and writes them as a table (``snip.timings/1``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write the table. Returns 0. Raises SnipError on bad input."""
-    started = time.monotonic()
+    start = time.monotonic()
     formats = _parse_formats(args.formats)
     if not 0 < args.time < 1e6:
         raise SnipError(f"--time {args.time}: must be a number of seconds above 0")
@@ -48,13 +48,11 @@ def run(args: argparse.Namespace) -> int:
     workload = grid_workload(device.type)
     measurer = _measurer(device, args.gemm, formats)
     compilation = compile_kernels(measurer, workload)
-    left = args.time - (time.monotonic() - started)
-    table = calibrate(measurer, workload, _about(), left, compilation)
+    remaining = args.time - (time.monotonic() - start)
+    table = calibrate(measurer, workload, _origin(), remaining, compilation)
     deliver("--out", args.out, table.to_json())
     line = f"snip calibrate: {table.device}, {table.backend}, {len(table.gemms)} shapes in"
-    print(
-        f"{line} {time.monotonic() - started:.0f} s", *table.about["notes"], sep="\nsnip calibrate: ", file=sys.stderr
-    )
+    print(f"{line} {time.monotonic() - start:.0f} s", *table.about["notes"], sep="\nsnip calibrate: ", file=sys.stderr)
     return 0
 
 
@@ -63,7 +61,7 @@ def _measurer(device: Any, gemm: str, formats: tuple[Format, ...]) -> Measurer:
     from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
     from snip_megatron.timing.measure import Measurer, clock_for
 
-    # Launches are not timed, so that C++ need not repeat them: numbers alone are checked.
+    # The check of host launches is skipped, because they are not timed.
     with plain_arguments():
         gemm = resolve_gemm(gemm, formats, te_linears=True)
         backend = select_backend(gemm, formats, checks=False).backend
@@ -82,8 +80,8 @@ def _parse_formats(text: str) -> tuple[Format, ...]:
     return tuple(Format(name) for name in names)
 
 
-def _about() -> dict[str, Any]:
-    """Return date, commit and command for the table."""
+def _origin() -> dict[str, Any]:
+    """Return date, commit and command, which the table records."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("SNIP_COMMIT") or "unknown",

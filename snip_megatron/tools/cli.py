@@ -1,4 +1,7 @@
-"""``snip``: runs a command, a module with ``add_arguments(parser)`` and ``run(args) -> exit code``."""
+"""``snip``: runs one of its commands. A command is a module with ``add_arguments(parser)`` and ``run(args)``.
+
+``run`` returns the exit code. Only the module of the command that runs is imported.
+"""
 
 import argparse
 import errno
@@ -27,24 +30,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
     "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),
-    "export": ("snip_megatron.tools.export", "write a map or a checkpoint in the format of another tool"),
+    "export": ("snip_megatron.tools.export", "write a map in the format of another tool"),
 }
 REMOVED = {"compare": "benchmarks.quality.compare", "validate-proxy": "benchmarks.quality.validate_proxy"}
 """Commands of earlier releases, and the module of the repository that replaces each."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments in one line without the usage, which ``--help`` prints."""
+    """Reports wrong arguments in one line, without the usage, which ``--help`` prints."""
 
     def error(self, message: str) -> NoReturn:
-        words = " ".join(map(cut, message.split(" ")))  # argparse quotes arguments however long they are
+        words = " ".join(map(cut, message.split(" ")))  # argparse quotes arguments of any length
         self.exit(2, f"{self.prog}: {words} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding such as Latin-1 lacks signs that tables use
+    if isinstance(sys.stdout, io.TextIOWrapper):  # encodings such as Latin-1 lack signs of the tables
         sys.stdout.reconfigure(errors="replace")
     top = _Parser(prog="snip", description="SNIP for Megatron: choose which GEMM runs in FP4, FP8 or BF16.")
     top.add_argument("--version", action="version", version=f"snip {__version__}")
@@ -53,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] and arguments[0] in REMOVED:
             raise SnipError(f"was removed; use python -m {REMOVED[arguments[0]]} in a clone of the repository")
-        if arguments[:1] and arguments[0] in COMMANDS:  # the modules of other commands are not imported
+        if arguments[:1] and arguments[0] in COMMANDS:
             importlib.import_module(COMMANDS[arguments[0]][0]).add_arguments(subparsers[arguments[0]])
         args, unknown = top.parse_known_args(arguments)
-        if unknown:  # argparse itself would name the help of snip, which lacks the arguments of the command
+        if unknown:  # argparse itself would refer to snip --help, which lacks the arguments of the command
             subparsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
-        print(end="", flush=True)  # a failed write is reported here and not by the interpreter when it ends
+        print(end="", flush=True)  # a failed write raises here, not when the interpreter ends
         return code
     except SnipError as error:
         print(f"snip {arguments[0]}: {error}", file=sys.stderr)

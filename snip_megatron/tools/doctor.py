@@ -37,7 +37,7 @@ EXTRAS = (
     (Requirement("transformers>=5"), "text", "--tokenizer-type HuggingFaceTokenizer"),
     (Requirement("tokenizers>=0.22"), "text", "snip prepare-data"),
     (Requirement("tqdm>=4.66"), "text", "snip prepare-data"),
-    (Requirement("plotly>=6"), "report", "a report, snip compare or snip validate-proxy"),
+    (Requirement("plotly>=6"), "report", "a report"),
     (Requirement("wandb>=0.22"), "wandb", "--wandb-project"),
     (Requirement("tensorboard>=2.19"), "tensorboard", "--tensorboard-dir"),
 )

@@ -16,7 +16,7 @@ from snip_megatron.tools.argument_check import Training, check_arguments
 from snip_megatron.tools.cli import positive
 from snip_megatron.tools.launch import last_value
 
-_SHARED = (
+_TRAINING_OPTIONS = (
     "budget", "formats", "granularity", "stage_tolerance", "pin", "policy", "estimator", "q", "schedule", "deploy",
     "update_interval", "probe_microbatches",
 )  # fmt: skip
@@ -25,14 +25,14 @@ _FLAGS = {
     "no-distributed-optimizer": "every data parallel rank holds the whole state of the optimizer",
 }
 _SIZES = ("tp", "pp", "dp", "seq-length", "micro-batch-size", "global-batch-size", "recompute")
-_ELSEWHERE = {
+_IGNORED_ARGUMENTS = {
     "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--mock-data",
     "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size", "--te-rng-tracker",
     "--cuda-graph-impl", "--cuda-graph-modules", "--moe-permute-fusion", "--moe-router-fusion", "--tp-comm-overlap",
     "--wandb-project",
 }  # fmt: skip
-"""What of a training needs its data, tokenizer, logger or Transformer Engine, and changes nothing that is planned."""
-_MOST = 10**11
+"""Arguments of a training that need its data, tokenizer, logger or Transformer Engine, and change nothing in a plan."""
+_MAX_COUNT = 10**11
 _BANDWIDTH = positive("a bandwidth from 1e-6 to 1e9 GB/s", 1e9, above=1e-6)
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip plan``. Those that Megatron has too have the same names."""
     _add_model(parser.add_argument_group("model, parallel layout and batch").add_argument)
     text = "as in training, where the names begin with --snip-"
-    add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_SHARED)
+    add_options(parser.add_argument_group(text), SnipConfig, prefix="--", only=_TRAINING_OPTIONS)
     _add_losses(parser.add_argument_group("losses and length of the run").add_argument)
     _add_hardware(parser.add_argument_group("hardware").add_argument)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write the plan as JSON (snip.plan/1)")
@@ -94,12 +94,17 @@ def run(args: argparse.Namespace) -> int:
 
     check_folder("--json", args.json)
     model = load_cost_model(args.timings)
-    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _SHARED}
-    given = given_arguments(args.megatron or ()) | given
-    training = Training(_named(args)) if args.megatron is None else _built(args)
+    options = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _TRAINING_OPTIONS}
+    options = given_arguments(args.megatron or ()) | options
+    training = Training(_named_layout(args)) if args.megatron is None else _check_training(args)
     assert isinstance(training.layout, Layout)
-    ends = args.train_iters or training.train_iters
-    request = parse_request(given, model, statistics=args.statistics, train_iters=ends, recipe=training.recipe)
+    request = parse_request(
+        options,
+        model,
+        statistics=args.statistics,
+        train_iters=args.train_iters or training.train_iters,
+        recipe=training.recipe,
+    )
     if args.train_iters is not None and request.config.phases is None:
         raise SnipError(
             f"--train-iters {args.train_iters} has no effect with --schedule static: give --schedule auto or a file of"
@@ -114,8 +119,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _named(args: argparse.Namespace) -> Layout:
-    """Return the layout of a model that the planner knows."""
+def _named_layout(args: argparse.Namespace) -> Layout:
+    """Return the layout of a model that the planner knows by name."""
     from snip_megatron.planner.models import load_llama
 
     if args.model is None:
@@ -137,26 +142,27 @@ def _named(args: argparse.Namespace) -> Layout:
     ).checked()
 
 
-def _built(args: argparse.Namespace) -> Training:
-    """Return what the arguments of a training ask for, with the layout of the model that they build."""
+def _check_training(args: argparse.Namespace) -> Training:
+    """Let Megatron read the arguments of a training, and return it with the layout of the model that it builds."""
     for name in ("model", *_SIZES, *_FLAGS):
         if getattr(args, name.replace("-", "_")):
             raise SnipError(f"--{name} cannot be combined with --megatron, whose arguments say it")
     words = args.megatron
-    named = last_value(words, "--vocab-size") or ""
-    vocabulary = args.vocab_size or (int(named) if named.isdecimal() else 0)
+    vocab_size = last_value(words, "--vocab-size") or ""
+    vocabulary = args.vocab_size or (int(vocab_size) if vocab_size.isdecimal() else 0)
     if not vocabulary:
         raise SnipError("--megatron: the tokenizer decides the vocabulary; give its size, --vocab-size N before it")
     local = last_value(words, "--transformer-impl") == "local"
-    left_out = _ELSEWHERE if local else {*_ELSEWHERE, "--transformer-impl"}
-    kept, keep = [], True
+    ignored = _IGNORED_ARGUMENTS if local else {*_IGNORED_ARGUMENTS, "--transformer-impl"}
+    arguments, selected = [], True
     for word in words:
-        keep = word.partition("=")[0] not in left_out if word[:2] == "--" else keep
-        kept += [word] * keep
-    kept += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
-    # What SNIP replaces needs nothing of this machine, and what it cannot run beside is refused.
-    kept += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
-    training = check_arguments(kept, args.gpus, {})
+        if word.startswith("--"):
+            selected = word.partition("=")[0] not in ignored
+        arguments += [word] * selected
+    arguments += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary)]
+    # Under SNIP, arguments that it replaces need nothing of this machine, and arguments that it does not support fail.
+    arguments += [] if "--snip" in words else ["--snip", "--snip-policy", "bf16"]
+    training = check_arguments(arguments, args.gpus, {})
     if isinstance(training.layout, str):
         raise SnipError(f"--megatron: {training.layout}")
     layout = replace(
@@ -169,6 +175,6 @@ def _built(args: argparse.Namespace) -> Training:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= _MOST):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 1 to {_MOST}")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= _MAX_COUNT):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number from 1 to {_MAX_COUNT}")
     return int(text)

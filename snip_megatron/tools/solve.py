@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from snip_megatron.runtime.stored_problems import StoredUpdate
     from snip_megatron.solver import Problem
 
-_REPLACED = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
-"""Options of a training that a solve of its statistics may replace."""
+_REPLACEABLE = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
+"""Options of a training that may be replaced when its statistics are solved again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", type=seconds, metavar="S", help="wall-clock seconds that a solve may take; default: 60")
     add("--budget", metavar="KIND=X", help="as --snip-budget of a training; default: the budget of the problem")
     stored = parser.add_argument_group("solve a run's statistics with other settings")
-    add_stored = stored.add_argument
-    add_stored("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
-    add_options(stored, SnipConfig, prefix="--", only=_REPLACED, default="the run's")
+    stored.add_argument("--step", type=int, metavar="N", help="step of an earlier update; default: the latest update")
+    add_options(stored, SnipConfig, prefix="--", only=_REPLACEABLE, default="the run's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,38 +54,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:
-    """Return the problem to solve, and the update of a run that it came from or None."""
+    """Return the problem to solve, and the stored update that it is from. The update is None for a problem file."""
     from snip_megatron.precision.budget import Budget
     from snip_megatron.precision.strict_json import read_file
     from snip_megatron.runtime.stored_problems import find_stored, is_statistics, rebuild
     from snip_megatron.solver import Problem
 
     with plain_arguments():
-        change = _change(args)
+        changes = _changes(args)
     stored = find_stored(args.problem, args.step)
-    asked = None if args.budget is None else Budget.parse(args.budget, "--budget")
+    budget = None if args.budget is None else Budget.parse(args.budget, "--budget")
     if stored is None:
-        if change or is_statistics(args.problem):
-            what = "--policy and the like" if change else "statistics"
-            raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {what} need")
+        if changes or is_statistics(args.problem):
+            subject = "--policy and the like" if changes else "statistics"
+            raise SnipError(f"{args.problem}: lies in no run directory, whose config.json {subject} need")
         problem = Problem.from_json(read_file(args.problem), where=str(args.problem))
-        if asked is not None and asked.timed != problem.budget.timed:  # neither says anything about the other's budget
+        if budget is not None and budget.timed != problem.budget.timed:  # both belong to the other kind of budget
             problem = replace(problem, stage_tolerance=None, fixed_cost=())
-    elif change or not stored.path("problems").exists() or is_statistics(args.problem):
-        return rebuild(stored, change, asked), stored
+    elif changes or not stored.path("problems").exists() or is_statistics(args.problem):
+        return rebuild(stored, changes, budget), stored
     else:
         problem = stored.problem()
-        # Another budget asks for one map, and costs are FLOPs for fp4= budgets and seconds for the others.
-        if asked is not None and (problem.phases or asked.timed != problem.budget.timed):
-            return rebuild(stored, change, asked), stored
-    return problem if asked is None else replace(problem, budget=asked), stored
+        # Another budget is met by one map, and costs are FLOPs under fp4= and seconds under the other budgets.
+        if budget is not None and (problem.phases or budget.timed != problem.budget.timed):
+            return rebuild(stored, changes, budget), stored
+    return problem if budget is None else replace(problem, budget=budget), stored
 
 
-def _change(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the run's own request that the arguments replace."""
-    given = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACED}
-    if "pin" in given:
-        given["pins"] = parse_pins(given.pop("pin"))
-    if "stage_tolerance" in given:
-        given["stage_tolerance"] = parse_tolerance(given["stage_tolerance"])
-    return given
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the run's request that the arguments replace."""
+    changes = {name: value for name, value in given_options(args, SnipConfig, "").items() if name in _REPLACEABLE}
+    if "pin" in changes:
+        changes["pins"] = parse_pins(changes.pop("pin"))
+    if "stage_tolerance" in changes:
+        changes["stage_tolerance"] = parse_tolerance(changes["stage_tolerance"])
+    return changes
