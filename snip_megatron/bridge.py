@@ -116,7 +116,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def on_eval_start(self, context: Any) -> None:
         """Run the validation without CUDA graphs."""
         if self._run is not None:
-            self._run.without_graphs.enter_context(self._run.graphs.beside(context.model))
+            self._run.without_graphs.enter_context(self._run.graphs.bypassed(context.model))
 
     def on_eval_end(self, context: Any) -> None:
         """Record the validation loss."""

@@ -68,7 +68,7 @@ class Evaluation:
 
     def wrap(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_eagerly(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-            with self.graphs.beside(model):
+            with self.graphs.bypassed(model):
                 return evaluate(forward_step_func, data_iterator, model, *rest, **named)
 
         def evaluate_with_snip(forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:

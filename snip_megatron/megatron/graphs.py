@@ -55,8 +55,8 @@ class GraphedRun:
         chunks = [chunk_of[id(linear.weight)] for linear in self._graphed]
         self._graphs.set_accumulating(self._accumulating)
         registry.device = DeviceStep(self._graphed, chunks, next(iter(registry)).weight.device)
-        # A capture collects garbage twice, each time through all objects. Those of the modules imported so far live as
-        # long as the process: without them, a new capture holds the training up for less time.
+        # A capture collects garbage twice, each time through all objects. Objects of imported modules live as long as
+        # the process. Without them, a new capture delays the training less.
         gc.collect()
         gc.freeze()
         self._frozen = True
@@ -116,7 +116,7 @@ class GraphedRun:
 
         return counted
 
-    def captures(self) -> tuple[str, float, Mapping[str, Any]] | None:
+    def take_captures(self) -> tuple[str, float, Mapping[str, Any]] | None:
         """Return ("capture" or "recapture", seconds, further fields) if graphs were captured since the last call."""
         if self._graphs is None:
             return None
@@ -127,18 +127,18 @@ class GraphedRun:
         self._captured_before = True
         return kind, seconds, fields
 
-    # -- beside the graphs ---------------------------------------------------------------------------------------
+    # -- without graphs --------------------------------------------------------------------------------------------
     @contextmanager
-    def beside(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Run the passes inside this context, which are probes or validations, without graphs."""
+    def bypassed(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Run the passes inside this context without graphs. They are probes or validations."""
         if self._graphs is None:
             yield
             return
         with compat.graphs_bypassed(model, self._args):
             yield
 
-    def probed(self, call: StepCall) -> StepCall:
-        """Return ``call`` with the schedule that a probe runs, which has no graph."""
+    def without_graph(self, call: StepCall) -> StepCall:
+        """Return ``call`` with a schedule for probes, which replays no graph."""
         if self._graphs is None:
             return call
         return replace(call, forward_backward_func=compat.schedule_without_graph(call.forward_backward_func))

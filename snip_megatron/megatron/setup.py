@@ -243,11 +243,11 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            step = self._host_step(self.graphs.probed(call))
+            step = self._host_step(self.graphs.without_graph(call))
             sequences = self._probes.fit(step, controller.state.sequences)
             if isinstance(sequences, Unmeasured):
                 return sequences
-            with self.graphs.beside(call.model):
+            with self.graphs.bypassed(call.model):
                 return self._probes.run(step, clip, sequences)
 
         controller.before_step(call.step, probe)
@@ -258,7 +258,7 @@ class SnipRun:
             return result
         if self._probes is not None:
             self._probes.has_trained = True
-        captures = self.graphs.captures()
+        captures = self.graphs.take_captures()
         if captures is not None:
             controller.captured(call.step, *captures)
         elif self._coordinator is not None:

@@ -1,8 +1,8 @@
-"""Compiles the kernels of a run beside its first steps, which run in bf16.
+"""Compiles the kernels of a run during its first steps, which run in bf16.
 
 The kernels are those of every format that a linear of this rank may get, and those of probes. The code of training runs
-once on small tensors of its own, which lists them. Processes of low priority then compile them, together for the ranks
-of a node. Training waits only for the kernels of a map that is in force at its first step.
+once on small tensors to list them. Processes of low priority then compile them, each a share of the kernels of all
+ranks. Training waits only for the kernels of a map that is in force at its first step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
-"""Most rows with which kernels are listed: more than a probe samples. Kernels depend on multiples of 16 alone."""
+"""Largest number of rows with which kernels are listed. A probe samples fewer. Kernels depend on multiples of 16 only."""
 
 
 @dataclass
 class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
-    ``drift`` says whether updates evaluate AdamW's drift. ``times`` runs once what the first update times; None if this
-    rank times nothing.
+    ``drift`` says whether updates evaluate AdamW's drift. ``times`` runs once the calls that the first update times. None
+    if this rank times nothing.
     """
 
     registry: LinearRegistry
@@ -97,24 +97,29 @@ class WarmUp:
 
     def complete(self) -> Mapping[str, float]:
         """See :class:`Kernels`. From now on, C++ launches the kernels of linears outside of CUDA graphs."""
-        found = self._compilation
-        if found is None:
+        compilation = self._compilation
+        if compilation is None:
             return {}
         self._check()
-        if found.left:
+        if compilation.left:
             print(
-                f"snip: processes that compile kernels died or hung: {found.left} of {found.kernels} kernels of rank"
+                f"snip: processes that compile kernels died or hung: {compilation.left} of"
+                f" {compilation.kernels} kernels of rank"
                 f" {dist.get_rank()} are compiled at their first launch",
                 flush=True,
             )
-        if found.seconds:
-            say(f"{found.kernels} kernels are compiled after {found.seconds:.0f} s")
+        if compilation.seconds:
+            say(f"{compilation.kernels} kernels are compiled after {compilation.seconds:.0f} s")
         if self._replays:
             say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
-        return {"kernels": found.kernels, "compiled": found.compiled, "processes": found.processes}
+        return {
+            "kernels": compilation.kernels,
+            "compiled": compilation.compiled,
+            "processes": compilation.processes,
+        }
 
     def _check(self) -> None:
-        """Check the backend before a map uses it, once, when the kernels for it are compiled."""
+        """Check the backend once, when its kernels are compiled and before a map uses it."""
         formats = self._formats_in_use
         fault = self.registry.context.backend.check("cuda", formats) if formats and not self._checked else None
         self._checked = True
@@ -138,7 +143,7 @@ class WarmUp:
             say(f"compiled in {time.perf_counter() - started:.1f} s")
 
     def _compiling(self, variants: Iterable[str | Source]) -> Compilation:
-        """Start to compile this rank's share of ``variants``, which are those of all ranks."""
+        """Start to compile this rank's share of ``variants``, the kernels of all ranks."""
         from triton.runtime import driver
 
         from snip_megatron.numerics.quantize.kernels.compiler import Compilation
@@ -158,7 +163,7 @@ class WarmUp:
             if self.times is not None and not in_force:
                 self.times()
         if self._formats_in_use and (listing.kernels or not in_force):
-            with list_launches() as compared:  # small matrices, which stand for themselves
+            with list_launches() as compared:  # of small matrices, whose sizes are not replaced
                 backend.check("cuda", self._formats_in_use)
                 for fmt in self._replayed_formats if self._replays and not in_force else ():
                     wrong_numbers(backend, "cuda", [fmt])
@@ -175,9 +180,9 @@ class WarmUp:
 
     # -- what is run -------------------------------------------------------------------------------------------
     def run_once(self, *, in_force: bool = False) -> None:
-        """Run everything that steps, probes and adoptions of this rank may run, once for each kind of linear.
+        """Run once, for each kind of linear, all GEMMs and kernels of steps, probes and adoptions on this rank.
 
-        Those of a map ``in_force`` are run alone.
+        If ``in_force``, only those of the map in force are run.
         """
         updates, sharded = (
             self.config.updates and not in_force,
@@ -206,7 +211,7 @@ class WarmUp:
 
     def _kinds(self, *, in_force: bool) -> Iterator[tuple[LinearHandle, list[Formats]]]:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
-        found: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
+        kinds: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self.registry:
             key = (
                 tuple(handle.weight.shape),
@@ -214,14 +219,14 @@ class WarmUp:
                 handle.expert is None,
                 handle.state.beside_swiglu,
             )
-            _, formats = found.setdefault(key, (handle, {}))
+            _, formats = kinds.setdefault(key, (handle, {}))
             formats |= dict.fromkeys([handle.formats] if in_force else self._formats(handle))
-        for handle, formats in found.values():
+        for handle, formats in kinds.values():
             if not in_force or set(formats) != {ALL_BF16}:
                 yield handle, list(formats)
 
     def _formats(self, handle: LinearHandle) -> Iterable[Formats]:
-        """Yield the formats in force, and those that an update, a later phase or a replay may choose."""
+        """Yield the formats in force, and those that an update, a later phase or a replay may adopt."""
         yield handle.formats
         for replayed in self._replayed:
             yield replayed.formats_of(handle.name)
@@ -240,5 +245,5 @@ class WarmUp:
 
     @functools.cached_property
     def _pinned(self) -> dict[str, list[Format]]:
-        found = pinned_formats(self.registry.names, self.request.pins)
-        return {option: [fmt] for option, fmt in found.items()}
+        pinned = pinned_formats(self.registry.names, self.request.pins)
+        return {option: [fmt] for option, fmt in pinned.items()}

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 import zlib
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,46 @@ def replicas() -> None:
         return result
 
     SnipRun.around_step = around_step_and_write  # type: ignore[method-assign]
+
+
+def count() -> None:
+    """Rank 0 writes to ``SENT`` how many bytes each training step reduces and scatters, or exchanges by all-to-all."""
+    from snip_megatron.megatron import compat
+
+    sent: Counter[str] = Counter()
+    steps: list[dict[str, int]] = []
+
+    def size(tensors: Any) -> int:
+        return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(size, tensors))
+
+    def counted(method: str, kind: str, place: int) -> Any:
+        original = getattr(dist.ProcessGroup, method)
+
+        def call(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+            sent[kind] += size(args[place]) * (group.size() if place == 0 else 1)  # place 0 is this rank's part
+            return original(group, *args, **named)
+
+        return call
+
+    for method, kind, place in (
+        ("_reduce_scatter_base", "reduce_scatter", 0),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter", 0),
+        ("alltoall_base", "all_to_all", 1),
+    ):
+        setattr(dist.ProcessGroup, method, counted(method, kind, place))
+
+    def wrap(train_step: Any) -> Any:
+        def step(*args: Any, **named: Any) -> Any:
+            sent.clear()
+            result = train_step(*args, **named)
+            steps.append(dict(sent))
+            return result
+
+        return step
+
+    compat.wrap_train_step(wrap)
+    if os.environ["RANK"] == "0":
+        atexit.register(lambda: Path(os.environ["SENT"]).write_text(json.dumps(steps)))
 
 
 def rates() -> None:

@@ -1,14 +1,17 @@
 """Gradients that data parallel ranks sum in FP8: the bits of a readable sum, on every way through a training."""
 
+import json
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import differences
+from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
+from layouts import figures
 from summed_gradients import LENGTHS
-from trainings import Trainings
 from warm_ranks import WarmRanks
 
 from snip_megatron.numerics.quantize import fake_quantize
@@ -35,11 +38,28 @@ def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
             assert float((found - exact)[known].norm() / exact[known].norm()) < 0.05
 
 
+@dataclass(frozen=True)
+class Run:
+    """Figures, last checkpoint and bytes of each step of a training on two ranks. Every second step is saved."""
+
+    figures: list[tuple[int, float, float]]
+    checkpoint: dict[str, Any]
+    sent: list[dict[str, int]]
+
+
+def train(warm: WarmRanks, folder: Path, name: str, *extra: str) -> Run:
+    run, saved, sent = folder / name, folder / f"{name}-saved", folder / f"{name}-sent.json"
+    where = ("--snip", *POLICY, "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
+    args = tiny_llama_args(*MODEL, *where, *extra, iters=STEPS)
+    env = {"ALTER": "count", "SENT": str(sent)}
+    warm.succeed(2, args, module="altered_pretrain", env=env, tmp=folder / f"{name}-ranks", timeout=300)
+    return Run(figures(run), read_checkpoint(saved, STEPS), json.loads(sent.read_text()))
+
+
 def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
     """Beside FP32: a quarter of the bytes, other numbers, and the same ones after a resume, which overlaps them."""
-    trainings = Trainings(warm, tmp_path, (*MODEL, *POLICY), STEPS)
     quantised = ("--snip-gradient-reduction", "fp8")
-    plain, reduced = trainings.train("fp32"), trainings.train("fp8", *quantised)
+    plain, reduced = train(warm, tmp_path, "fp32"), train(warm, tmp_path, "fp8", *quantised)
     for one, other in zip(plain.sent, reduced.sent, strict=True):
         assert "reduce_scatter" not in other
         assert other["all_to_all"] / one["reduce_scatter"] == pytest.approx(1.03125 / 4, rel=1e-3)
@@ -49,8 +69,8 @@ def test_trainings(warm: WarmRanks, tmp_path: Path) -> None:
         assert other == pytest.approx(one, rel=1e-2)
     assert plain.figures[0][1] == reduced.figures[0][1]  # the loss before the first update of the weights
 
-    resume = ("--load", str(trainings.saved("fp8")), "--ckpt-step", "2", "--overlap-grad-reduce")
-    resumed = trainings.train("resumed", *quantised, *resume)
+    resume = ("--load", str(tmp_path / "fp8-saved"), "--ckpt-step", "2", "--overlap-grad-reduce")
+    resumed = train(warm, tmp_path, "resumed", *quantised, *resume)
     assert resumed.figures == reduced.figures[2:]
     assert differences(resumed.checkpoint, reduced.checkpoint) == []
 
