@@ -41,15 +41,16 @@ if TYPE_CHECKING:
 
 _MOST_PROCESSES = 8
 _ROWS = 1024
-"""Largest number of rows with which kernels are listed. A probe samples fewer. Kernels depend on multiples of 16 only."""
+"""Largest number of rows with which kernels are listed. A probe samples fewer. Kernels depend on multiples of 16."""
 
 
 @dataclass
 class WarmUp:
     """The kernels of this rank, as :class:`snip_megatron.runtime.host.Kernels`.
 
-    ``drift`` says whether updates evaluate AdamW's drift. ``times`` runs once the calls that the first update times. None
-    if this rank times nothing.
+    Attributes:
+        drift: Whether updates evaluate AdamW's drift.
+        times: Runs once the calls that the first update times. None if this rank times nothing.
     """
 
     registry: LinearRegistry
