@@ -135,4 +135,6 @@ def test_any_events_can_be_loaded_and_drawn(tmp_path_factory, events):
         run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
         for step, kind, fields in events:
             run.event(step, kind, **{k: v for k, v in fields.items() if k != "wait_s"})
-    assert "</html>" in render(load_run(path))
+    run = load_run(path)
+    assert len(run.events) == len(events)
+    assert "</html>" in render(run)
