@@ -154,9 +154,9 @@ class Layout:
         """Tokens are taken to be spread evenly over experts."""
         tokens, tp, sequence_parallel = self.tokens, self.tp, self.sequence_parallel
         if row.experts > 1:
-            own = self.etp or tp
-            tokens = max(1, tokens * row.active * self.ep * own // (tp * row.experts))
-            tp, sequence_parallel = own, False
+            etp = self.etp or tp
+            tokens = max(1, tokens * row.active * self.ep * etp // (tp * row.experts))
+            tp, sequence_parallel = etp, False
         grouped = row.experts > 1 and self.grouped_experts
         n, k = row.n, row.k
         split = {Side.OUTPUT: n, Side.INPUT: k, Side.NEITHER: 0}[row.sharded]
@@ -206,6 +206,8 @@ class Layout:
             yield f"--tp {tp}: must be a multiple or divisor of the {model.groups} key-value heads of {model.name}"
         if self.sequence_parallel and self.seq_length % tp:
             yield f"--sequence-parallel: --seq-length {self.seq_length} cannot be split over --tp {tp} ranks"
-        each, batch = self.micro_batch_size * self.dp, f"--global-batch-size {self.global_batch_size}"
-        if self.global_batch_size % each:
-            yield f"{batch}: must be a multiple of --micro-batch-size × --dp, {each}"
+        step = self.micro_batch_size * self.dp
+        if self.global_batch_size % step:
+            yield (
+                f"--global-batch-size {self.global_batch_size}: must be a multiple of --micro-batch-size × --dp, {step}"
+            )

@@ -80,12 +80,12 @@ class StageMemory:
 
 
 def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None) -> StageMemory:
-    """Predict the memory of a stage. ``config`` is that of the updates, which probe; None for a run without updates."""
+    """Predict the memory of a stage. ``config`` is that of the updates, which probe. It is None for a run without."""
     single = dataclasses.replace(layout, micro_batch_size=1)
     parameters = layout.stage_parameters(stage)
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
     layers = layout.stages[stage]
-    kept, again = _activations(layout, layers, formats_of)
+    saved, recomputed = _activations(layout, layers, formats_of)
     return StageMemory(
         parameters=float(_WEIGHT * parameters),
         gradients=float(layout.gradient_bytes * parameters),
@@ -93,9 +93,9 @@ def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: Snip
         quantised_weights=sum(
             quantised_weight(layout.shapes[row.name], formats_of(row)) for layer in layers for row in layer
         ),
-        activations=kept * layout.in_flight(stage),
+        activations=saved * layout.in_flight(stage),
         logits=_logits(layout, stage),
-        working=again + _working(layout),
+        working=recomputed + _working(layout),
         probe=_probe(layout, stage, config),
         least_probe=_probe(single, stage, config) + _logits(single, stage) + _working(single),
     )
@@ -116,28 +116,28 @@ def _elements(layout: Layout, row: LinearRow, features: int) -> float:
 
 def _activations(layout: Layout, layers: Sequence[Sequence[LinearRow]], formats_of: FormatsOf) -> tuple[float, float]:
     """Return the bytes that layers keep of one microbatch, and those of the largest layer that is recomputed whole."""
-    kept = again = 0.0
+    saved = recomputed = 0.0
     for layer in layers:
         if layout.recompute == "full" and layout.recomputed(layer[0]):
-            kept += 2.0 * layout.stream
-            again = max(again, layer_activations(layout, layer, formats_of))
+            saved += 2.0 * layout.stream
+            recomputed = max(recomputed, layer_activations(layout, layer, formats_of))
         else:
-            kept += layer_activations(layout, layer, formats_of)
-    return kept, again
+            saved += layer_activations(layout, layer, formats_of)
+    return saved, recomputed
 
 
 def layer_activations(layout: Layout, layer: Sequence[LinearRow], formats_of: FormatsOf) -> float:
     """Return the bytes that a layer keeps of one microbatch for its backward, if that does not recompute it whole."""
-    kept = 2.0 * layout.stream * len({row.sub_block for row in layer})  # the inputs of norms
+    saved = 2.0 * layout.stream * len({row.sub_block for row in layer})  # the inputs of norms
     for row in layer:
         if layout.recompute == "selective" and layout.recomputed(row):
             continue
         shape = layout.shapes[row.name]
-        kept += saved_input(layout, row, formats_of(row))
-        kept += 0.0 if row.role is Role.WRITES else 2.0 * _elements(layout, row, shape.n)
+        saved += saved_input(layout, row, formats_of(row))
+        saved += 0.0 if row.role is Role.WRITES else 2.0 * _elements(layout, row, shape.n)
         if after_attention(row) and not _recomputes_attention(layout):
-            kept += 2.0 * _elements(layout, row, shape.k) + 4.0 * layout.tokens * layout.model.heads / layout.tp
-    return kept
+            saved += 2.0 * _elements(layout, row, shape.k) + 4.0 * layout.tokens * layout.model.heads / layout.tp
+    return saved
 
 
 def after_attention(row: LinearRow) -> bool:
@@ -189,15 +189,16 @@ def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
     """
     if config is None or not config.updates:
         return 0.0
-    each, layers = probe_microbatches(layout, config), layout.stages[stage]
+    microbatches, layers = probe_microbatches(layout, config), layout.stages[stage]
     rows = [row for layer in layers for row in layer]
     shapes = [(layout.shapes[row.name], layout.passes(row)) for row in rows]
-    own = ProbedShapes(
+    probed = ProbedShapes(
         linears=[LinearRows(shape.tokens, shape.n, shape.k) for shape, count in shapes for _ in range(count)],
         tokens=layout.tokens,
         hidden=layout.model.hidden,
         boundaries=len({row.sub_block for row in rows}),
         element=_WEIGHT,
     )
-    kept, again = _activations(layout, layers, lambda row: ALL_BF16)
-    return own.samples(config.probe_tokens, each) + kept * layout.in_flight(stage, each) + again + own.recording
+    saved, recomputed = _activations(layout, layers, lambda row: ALL_BF16)
+    passes = saved * layout.in_flight(stage, microbatches) + recomputed
+    return probed.samples(config.probe_tokens, microbatches) + passes + probed.recording

@@ -1,4 +1,4 @@
-"""What a plan knows of a model, and the sizes of known Llama models."""
+"""The sizes of a model that a plan needs, and those of known Llama models."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ def load_llama(name: str) -> Llama:
     """Return a Llama's sizes by name (``70b``, ``llama-70b``). Raises SnipError if the name is unknown."""
     model = MODELS.get(name.lower()) or MODELS.get(f"llama-{name.lower()}")
     if model is None:
-        names = ", ".join(known.removeprefix("llama-") for known in MODELS)
+        names = ", ".join(name.removeprefix("llama-") for name in MODELS)
         raise SnipError(
             f"model {cut(name)}: unknown; choose one of {names}, or give the arguments of another one to Megatron"
             " (--megatron ...)"

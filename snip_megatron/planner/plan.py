@@ -168,9 +168,9 @@ def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format]) -> Fl
     draws = np.exp(rng.normal(0, _SPREAD, (len(rows), len(Gemm))))
     loss = _MEDIAN_LOSS * (depth * kind)[:, None] * np.array(_GEMM) * draws
     spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_FORMAT_LOSS))))
-    known = list(_FORMAT_LOSS)
+    drawn = list(_FORMAT_LOSS)
     relative = np.array([_FORMAT_LOSS[fmt.base] for fmt in formats])
-    losses: FloatArray = loss[..., None] * (relative * spread[..., [known.index(fmt.base) for fmt in formats]])
+    losses: FloatArray = loss[..., None] * (relative * spread[..., [drawn.index(fmt.base) for fmt in formats]])
     return losses
 
 

@@ -53,9 +53,9 @@ def _stages(plan: Body) -> str:
     for stage in plan["stages"]:
         chunks = " ".join(f"{first}–{last}" for first, last in stage["chunks"]) or "–"
         memory = stage["bytes"]
-        own = memory["map"]
-        fixed = own["parameters"] + own["gradients"] + own["optimizer"]
-        gib = [fixed, own["activations"], *(memory[name]["training"] for name in variants)]
+        under_map = memory["map"]
+        fixed = under_map["parameters"] + under_map["gradients"] + under_map["optimizer"]
+        gib = [fixed, under_map["activations"], *(memory[name]["training"] for name in variants)]
         rows.append(
             [
                 str(stage["stage"]),
@@ -63,7 +63,7 @@ def _stages(plan: Body) -> str:
                 f"{stage['parameters'] / 1e9:.3f}",
                 f"{stage['flops'] / 1e15:.2f}",
                 *(f"{part / _GIB:.1f}" for part in gib),
-                f"{own['probing_least'] / _GIB:.1f}–{own['probing'] / _GIB:.1f}",
+                f"{under_map['probing_least'] / _GIB:.1f}–{under_map['probing'] / _GIB:.1f}",
                 *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
                 f"{stage['busy']['map']:.0%}",
             ]

@@ -148,7 +148,7 @@ class StageTime:
 
     @property
     def other(self) -> float:
-        return math.fsum(each for name, each in self.seconds.items() if name != "linears")
+        return math.fsum(seconds for name, seconds in self.seconds.items() if name != "linears")
 
     @property
     def total(self) -> float:
@@ -213,8 +213,8 @@ class StepModel:
 
     def linear(self, row: LinearRow, formats: Formats) -> float:
         """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
-        each, shape = dict(zip(Gemm, formats, strict=True)), self.layout.shapes[row.name]
-        return seconds_of(each, partial(self._gemm, row), partial(self.model.joint, shape))
+        by_gemm, shape = dict(zip(Gemm, formats, strict=True)), self.layout.shapes[row.name]
+        return seconds_of(by_gemm, partial(self._gemm, row), partial(self.model.joint, shape))
 
     def _gemm(self, row: LinearRow, gemm: Gemm, fmt: Format) -> float:
         key = (self.layout.shapes[row.name], gemm, fmt)
@@ -243,7 +243,9 @@ class StepModel:
                 layout.shapes[row.name].microbatches * self._exchanged(row) for row, _ in linears
             ),
             "experts": layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
-            "stock": math.fsum(self.model.stock(layout.shapes[row.name]) for row, each in linears if each == ALL_BF16),
+            "stock": math.fsum(
+                self.model.stock(layout.shapes[row.name]) for row, formats in linears if formats == ALL_BF16
+            ),
             "pipeline": layout.microbatches * self._pipeline(stage),
         }
         return StageTime(seconds)

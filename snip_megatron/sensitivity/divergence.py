@@ -167,8 +167,8 @@ def _exits(table: StatisticsTable) -> NDArray[np.bool_]:
     paths = [row.id.path.rpartition(".") for row in table.linears]
     modules = np.array([module for module, _, _ in paths])
     stems = np.array([f"{module}.{last.split('_up')[0].split('_down')[0]}" for module, _, last in paths])
-    for own in (modules, stems):
-        narrow = reads & (own[None, :] == own[:, None])
+    for names in (modules, stems):
+        narrow = reads & (names[None, :] == names[:, None])
         reads = np.where(narrow.any(axis=1, keepdims=True), narrow, reads)
     return reads
 

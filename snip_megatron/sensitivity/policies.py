@@ -71,8 +71,7 @@ def _snip(table: StatisticsTable, request: SolveRequest, loss: FloatArray, weigh
     - ``paper``: ΔL/ΣΔL + ΔW/ΣΔW. Each sum is over all options in the lowest format.
     """
     if request.estimator not in ESTIMATORS:
-        known = ", ".join(ESTIMATORS)
-        raise SnipError(f"--snip-estimator {cut(request.estimator)}: unknown; choose one of {known}")
+        raise SnipError(f"--snip-estimator {cut(request.estimator)}: unknown; choose one of {', '.join(ESTIMATORS)}")
     if request.q == "split":
         backward = weight.copy()
         backward[:, :DGRAD] = 0.0
@@ -136,8 +135,8 @@ def _layer_id(table: StatisticsTable, request: SolveRequest) -> FloatArray:
 def _tail(table: StatisticsTable, request: SolveRequest) -> FloatArray:
     """Protects the last 15 % of the blocks, at least one."""
     layers = [row.id.layer for row in table.linears]
-    kept = 1 + max(layers) - tail_blocks(1 + max(layers))
-    return _per_linear(float(layer >= kept) for layer in layers)
+    first = 1 + max(layers) - tail_blocks(1 + max(layers))
+    return _per_linear(float(layer >= first) for layer in layers)
 
 
 def _layer_type(table: StatisticsTable, request: SolveRequest) -> FloatArray:
@@ -185,8 +184,7 @@ def policy_scores(table: StatisticsTable, request: SolveRequest, loss: FloatArra
     if request.policy in _RULES:
         return _rule(table, request, _RULES[request.policy](table, request))
     if request.policy not in _SCORES:
-        known = ", ".join(POLICIES)
-        raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {known}")
+        raise SnipError(f"--snip-policy {cut(request.policy)}: unknown; choose one of {', '.join(POLICIES)}")
     return _SCORES[request.policy](table, request, loss, weight)
 
 
@@ -210,8 +208,8 @@ def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, 
         return _all(Format.BF16), _all(Format.BF16)
     if policy in ("uniform-fp8", "uniform-fp4"):
         bits, default = (8, Format.FP8) if policy == "uniform-fp8" else (4, Format.FP4)
-        own = [fmt for fmt in candidates if fmt.bits == bits and fmt.base is fmt]
-        fmt = own[0] if own and default not in own else default
+        matching = [fmt for fmt in candidates if fmt.bits == bits and fmt.base is fmt]
+        fmt = matching[0] if matching and default not in matching else default
         return _all(fmt), _all(fmt)
     low = next((fmt for fmt in candidates if fmt in _HADAMARD), Format.NVFP4)
     if policy == "nvidia":
@@ -224,11 +222,11 @@ def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, 
 
 def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[str, str]] = ()) -> frozenset[Format]:
     """Return all formats that maps of a policy may have: of its fixed map or the candidates, and those of pins."""
-    own: set[Format] = set(map(Format, formats))
+    in_maps: set[Format] = set(map(Format, formats))
     if policy in FIXED:
         most, last = fixed_formats(policy, formats)
-        own = {*most.values(), *last.values()}
-    return frozenset(own | {Format(fmt) for _, fmt in pins})
+        in_maps = {*most.values(), *last.values()}
+    return frozenset(in_maps | {Format(fmt) for _, fmt in pins})
 
 
 def fixed_map(
@@ -243,8 +241,8 @@ def fixed_map(
     most, last = fixed_formats(policy, formats)
     layer = {name: LinearId.parse(name).layer for name in linears}
     blocks = 1 + max(layer.values(), default=0)
-    kept = blocks - tail_blocks(blocks)
-    of_layer = {name: last if at >= kept else most for name, at in layer.items()}
+    tail = blocks - tail_blocks(blocks)
+    of_layer = {name: last if at >= tail else most for name, at in layer.items()}
     choices = {option_id(name, gemm): by_gemm[gemm] for name, by_gemm in of_layer.items() for gemm in Gemm}
     return PrecisionMap(choices=choices | pinned_formats(layer, pins))
 
@@ -257,11 +255,11 @@ def _all(fmt: Format) -> dict[Gemm, Format]:
 def late_shares(
     request: SolveRequest, flops: Mapping[str, float], unquantised: float = 0.0
 ) -> tuple[tuple[PrecisionMap, float], tuple[PrecisionMap, float]]:
-    """Return the map of the first steps and the map of the last steps, pinned as asked, with their fp4 shares.
+    """Return the map of the first steps and the map of the last steps, with pins applied, and their fp4 shares.
 
     ``flops`` are those a token of one GEMM by the linear's name, ``unquantised`` those of all GEMMs that no map covers.
-    Raises SnipError if no candidate format has four bits, a pin is invalid, or the average share that the request's
-    budget asks for is above that of the first map, so that no plan reaches it.
+    Raises SnipError if no candidate format has four bits, if a pin is invalid, or if the budget is above the share of
+    the first map, so that no plan reaches it.
     """
     low = {gemm: Format(request.formats[request.lowest(gemm)]) for gemm in Gemm}
     if any(fmt.bits > 4 for fmt in low.values()):

@@ -75,11 +75,11 @@ def _cost_factors(flops: Sequence[tuple[int, float]], request: SolveRequest) -> 
     Unquantised FLOPs of a stage without candidates are spread over all stages in proportion.
     """
     stages = sorted({stage for stage, _ in flops})
-    own = {stage: math.fsum(f for s, f in flops if s == stage) for stage in stages}
-    known = request.unquantised_stage_flops or {}
-    extra = {stage: float(known.get(stage, 0.0)) for stage in stages}
-    elsewhere = math.fsum(value for stage, value in known.items() if stage not in own) / math.fsum(own.values())
-    return {stage: 1.0 + extra[stage] / own[stage] + elsewhere for stage in stages}
+    candidates = {stage: math.fsum(f for s, f in flops if s == stage) for stage in stages}
+    unquantised = request.unquantised_stage_flops or {}
+    elsewhere = math.fsum(value for stage, value in unquantised.items() if stage not in candidates)
+    spread = elsewhere / math.fsum(candidates.values())
+    return {stage: 1.0 + float(unquantised.get(stage, 0.0)) / candidates[stage] + spread for stage in stages}
 
 
 def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_per_step: int) -> Problem:
@@ -165,14 +165,14 @@ def make_problem(
     indices = [i for i, option in enumerate(options) if option.flops]
     solved, losses = [options[i] for i in indices], scores[indices, :, None]
     if (phases := request.phases) is None:
-        items = [_item(option, request, own) for option, own in zip(solved, losses, strict=True)]
+        items = [_item(option, request, row) for option, row in zip(solved, losses, strict=True)]
         return Problem(request.budget, tuple(items), request.tolerance)
     share = (request.standing_share * fprop_share[indices])[..., None]
     losses = losses * (share * np.array(phases.standing) + (1.0 - share) * np.array(phases.carried))
-    each = zip(solved, losses, _keeps(solved, phases), strict=True)
+    rows = zip(solved, losses, _keeps(solved, phases), strict=True)
     return Problem(
         request.budget,
-        tuple(_item(option, request, own, keeps) for option, own, keeps in each),
+        tuple(_item(option, request, row, keeps) for option, row, keeps in rows),
         request.tolerance,
         phases=tuple(Phase(steps, target) for steps, target in zip(phases.steps, phases.budgets, strict=True)),
         spent=_spent(request, phases),
@@ -181,8 +181,8 @@ def make_problem(
 
 def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
     """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
-    known = [o.flops for o in options if o.flops]
-    flops = np.array([o.flops or np.mean(known) for o in options])
+    mean = np.mean([option.flops for option in options if option.flops])
+    flops = np.array([option.flops or mean for option in options])
     for column, fmt in enumerate(request.formats):
         if fmt in FOUR_BIT:
             q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)
@@ -209,8 +209,8 @@ def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np
     for bits in sorted({Format(f).bits for f in formats}, reverse=True):
         columns = [i for i, f in enumerate(formats) if Format(f).bits == bits]
         projected[..., columns] = np.maximum(projected[..., columns], floor[..., None])
-        own = projected[..., columns] if candidate is None else np.where(candidate, projected, np.inf)[..., columns]
-        least = own.min(axis=-1)
+        allowed = projected if candidate is None else np.where(candidate, projected, np.inf)
+        least = allowed[..., columns].min(axis=-1)
         floor = np.where(np.isfinite(least), least, floor)
     return projected
 
@@ -224,7 +224,7 @@ def rounded(scores: FloatArray) -> FloatArray:
 def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
     """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
 
-    The order depends on the seed and the number of options alone, so it is the same for every policy (README.md, ties).
+    The order depends on the seed and the number of options alone, so it is the same for every policy (README.md).
     """
     order = np.random.default_rng([seed % 2**64, 1]).permutation(len(scores))
     per_flop = scores / size
@@ -274,7 +274,7 @@ def _joint(option: Option, formats: Sequence[Format], request: SolveRequest) -> 
         }
         for other in SHARING
     }
-    return {other: own for other, own in savings.items() if own}
+    return {other: by_format for other, by_format in savings.items() if by_format}
 
 
 def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, ...]]:
@@ -290,7 +290,8 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
                     f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(glob))} matches no option;"
                     f" the first option is {options[0].id}"
                 )
-        keeps = [own if any(hits[i] for hits in matches) else (*own, p) for i, own in enumerate(keeps)]
+        changes = [any(hits) for hits in zip(*matches, strict=True)] or [False] * len(options)
+        keeps = [kept if change else (*kept, p) for kept, change in zip(keeps, changes, strict=True)]
     return keeps
 
 

@@ -1,6 +1,6 @@
 """Sums over one operand of a linear: its squares and the squared errors of candidate formats, in plain torch.
 
-``kernels/sums.py`` has Triton kernels with the same names and results. Where training rounds stochastically, a squared
+``sums.py`` has Triton kernels with the same names and results. Where training rounds stochastically, a squared
 error is its expectation over the draws. It depends on the values alone, so all layouts find the same.
 """
 
@@ -51,14 +51,14 @@ def tensor_sums(
         stochastic: whether x is a gradient, which some formats round stochastically.
         amax: max|·| (0-dim) of the tensor that x is a shard of, for formats with one scale per tensor. Default: that of
             x.
-        rotations: how formats with a Hadamard transform transform x; None: without sign changes. Their errors are those
-            of the transformed tensor, whose norms are the same.
-        d: any floating dtype [R, C]. If given, the inner products of its rows with x and with errors of x, rounded to
-            nearest, are summed as well.
+        rotations: how formats with a Hadamard transform transform x, by default without sign changes. Their errors are
+            those of the transformed tensor, whose norms are the same.
+        d: any floating dtype [R, C]. The inner products of its rows with x and with errors of x, rounded to nearest, are
+            summed as well. They are not if d is None.
 
     Raises SnipError if a format, the dtype or the number of dimensions is not supported.
     """
-    known, first = rotations or {}, Gemm.DGRAD if stochastic else Gemm.FPROP
+    first = Gemm.DGRAD if stochastic else Gemm.FPROP
     none = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     rows, cols, dots = [], [], [] if d is None else [(d * x.float()).sum(1, dtype=torch.float64)]
     for fmt in formats:
@@ -66,7 +66,7 @@ def tensor_sums(
         if first in resolve(fmt).gemms:
             row = squared_errors(x, fmt, stochastic=stochastic, amax=amax)
         if Gemm.WGRAD in resolve(fmt).gemms:
-            operand, whole = rotate_operand(x, fmt, 0, known.get(fmt), amax)
+            operand, whole = rotate_operand(x, fmt, 0, (rotations or {}).get(fmt), amax)
             col = squared_errors(operand, fmt, axis=0, stochastic=stochastic, amax=whole)
         rows.append(row.sum(dtype=torch.float64))
         cols.append(col.sum(0, dtype=torch.float64))
@@ -79,13 +79,13 @@ def tensor_sums(
 
 def weight_sums(w: Tensor, formats: Sequence[str], *, amax: Tensor | None = None) -> Tensor:
     """Return ‖W‖² and ‖Q(W) − W‖² of each format in blocks, float64 [1 + F]. Arguments as of :func:`tensor_sums`."""
-    found = [sum_squares(w)]
+    sums = [sum_squares(w)]
     for fmt in formats:
         if Gemm.FPROP in resolve(fmt).gemms:
-            found.append(squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64))
+            sums.append(squared_errors(w, fmt, block=True, amax=amax).sum(dtype=torch.float64))
         else:  # a format of wgrad alone, which reads no weight
-            found.append(torch.zeros_like(found[0]))
-    return torch.stack(found)
+            sums.append(torch.zeros_like(sums[0]))
+    return torch.stack(sums)
 
 
 def sum_squares(x: Tensor, dim: int | None = None) -> Tensor:

@@ -55,19 +55,19 @@ class OutputErrorDots:
         values: G_t·E_t of the sampled tokens, [formats, sampled].
         rows: indices of the sampled tokens, [sampled].
         norms2: ‖G_t‖²‖X_t‖² of every token, [T].
-        known: D_t·X_t, then D_t·δX_t of each format, of every token, [1 + formats, T]. None if all tokens are sampled.
+        dots: D_t·X_t, then D_t·δX_t of each format, of every token, [1 + formats, T]. None if all tokens are sampled.
     """
 
     values: Tensor
     rows: Tensor
     norms2: Tensor
-    known: Tensor | None
+    dots: Tensor | None
 
     def squared(self) -> Tensor:
         """Return Σ_t (G_t·E_t)² over all tokens, [formats]. It is exact if all tokens are sampled."""
-        if self.known is None:
+        if self.dots is None:
             return self.values.square().sum(1)
-        of_x_errors, of_quantized_x = self.known[1:], self.known[:1] + self.known[1:]
+        of_x_errors, of_quantized_x = self.dots[1:], self.dots[:1] + self.dots[1:]
         sample = of_quantized_x[:, self.rows]
         rest = self.values - of_x_errors[:, self.rows]
         shrinkage = _quotient((rest * sample).sum(1), sample.square().sum(1))[:, None]
@@ -176,8 +176,8 @@ class LinearRecorder:
         self._add("s2", norms2.sum())
         self._sample(x, g, of_x, of_g)
         values, rows = self._record_outputs(x, w, g, amax)
-        known = None if x_sums.dots is None else _scaled(x_sums.dots, of_products)
-        self.dots.append(OutputErrorDots(_scaled(values, of_products), rows, norms2, known))
+        dots = None if x_sums.dots is None else _scaled(x_sums.dots, of_products)
+        self.dots.append(OutputErrorDots(_scaled(values, of_products), rows, norms2, dots))
 
     def _sample(self, x: Tensor, g: Tensor, of_x: float, of_g: float) -> None:
         rows = sample_rows(x.shape[0], self.sample_tokens, x.device)

@@ -49,7 +49,7 @@ class ProbeGroups:
         """Split recorders by their groups, without groups that this rank and its peers have no recorder of."""
         kinds = [self] if self.experts is None else [self, self.experts]
         split = [(groups, [r for r in recorders if self.of(r.handle) is groups]) for groups in kinds]
-        return [(groups, own) for groups, own in split if own]
+        return [(groups, some) for groups, some in split if some]
 
     @property
     def tp_rank(self) -> int:
@@ -114,9 +114,9 @@ class PartialTable:
             values = flat.cpu().numpy()
             with np.errstate(all="ignore"):  # StatisticsTable.non_finite finds what is not finite
                 for array, row, value in self._added:
-                    own, values = values[: value.numel()].reshape(value.shape), values[value.numel() :]
+                    part, values = values[: value.numel()].reshape(value.shape), values[value.numel() :]
                     column = array.rpartition(".")[2]
-                    self.arrays[array][row] += own * (self._scale2 if column in _GRADIENT_COLUMNS else 1.0)
+                    self.arrays[array][row] += part * (self._scale2 if column in _GRADIENT_COLUMNS else 1.0)
             self._added.clear()
         if not dist.is_initialized():  # a process of its own
             return
@@ -168,13 +168,13 @@ def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder], g
 
     Collective: one all-reduce in each tensor parallel group, over which G_t·E_t is a partial sum.
     """
-    for own, some in groups.split(recorders):
-        dots = [one for recorder in some for one in recorder.dots]
-        if group_size(own.tp) > 1 and dots:
-            partial = [part for one in dots for part in (one.values, one.norms2, one.known) if part is not None]
-            sums = iter(_summed(partial, own.tp))
+    for reduced_over, some in groups.split(recorders):
+        dots = [dots for recorder in some for dots in recorder.dots]
+        if group_size(reduced_over.tp) > 1 and dots:
+            partial = [part for d in dots for part in (d.values, d.norms2, d.dots) if part is not None]
+            sums = iter(_summed(partial, reduced_over.tp))
             dots = [
-                OutputErrorDots(next(sums), d.rows, next(sums), None if d.known is None else next(sums)) for d in dots
+                OutputErrorDots(next(sums), d.rows, next(sums), None if d.dots is None else next(sums)) for d in dots
             ]
         rest = iter(dots)
         for recorder in some:
@@ -189,22 +189,22 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> 
 
     For experts, the sums of each expert alone are reduced as well, because the table adds up all experts of a layer.
     """
-    for own, some in groups.split(recorders):
-        if own is not groups:
+    for reduced_over, some in groups.split(recorders):
+        if reduced_over is not groups:
             for recorder in some:
                 recorder.expert_sums = recorder.local_expert_sums()
-            _reduce(some, ("expert_sums",), own.tp)
-            _reduce(some, ("expert_sums",), own.dp)
-        _reduce(some, ("x_cols", "g_cols", "dx_cols", "dg_cols"), own.dp)
+            _reduce(some, ("expert_sums",), reduced_over.tp)
+            _reduce(some, ("expert_sums",), reduced_over.dp)
+        _reduce(some, ("x_cols", "g_cols", "dx_cols", "dg_cols"), reduced_over.dp)
 
 
 def _reduce(recorders: Sequence[LinearRecorder], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
     if group_size(group) == 1:
         return
-    whole = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], group))
+    sums = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], group))
     for recorder in recorders:
         for name in names:
-            setattr(recorder, name, next(whole))
+            setattr(recorder, name, next(sums))
 
 
 def _summed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:

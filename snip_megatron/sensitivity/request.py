@@ -152,13 +152,14 @@ class SolveRequest(JsonFields):
         budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder
             linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage; or the largest Σ of scores
             that the fastest map may have, in the policy's unit (nats).
-        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None: no stage constraint.
-        times: predicted seconds of every GEMM, required by ``speedup`` and ``loss``.
+        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. There is no stage constraint if it is
+            None.
+        times: predicted seconds of every GEMM. ``speedup`` and ``loss`` require them.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
-            (MTP, experts). None if there are none.
-        phases: the remaining phases of the run, over which the budget is the average. None: one map for all of it.
+            (MTP, experts).
+        phases: the remaining phases of the run, over which the budget is the average. The run has one map if it is None.
     """
 
     policy: str = "snip"
@@ -180,8 +181,8 @@ class SolveRequest(JsonFields):
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
-            known = ", ".join(GRANULARITIES)
-            raise SnipError(f"granularity {quoted(self.granularity)}: unknown; choose one of {known}")
+            names = ", ".join(GRANULARITIES)
+            raise SnipError(f"granularity {quoted(self.granularity)}: unknown; choose one of {names}")
         for _, fmt in self.pins:
             Format(fmt)
         why = candidates_fault(self.formats, granularity=self.granularity, share=not self.budget.timed)
@@ -206,8 +207,8 @@ class SolveRequest(JsonFields):
         return tuple(fmt for fmt in self.formats if gemm in Format(fmt).gemms)
 
     def lowest(self, gemm: Gemm | None) -> int:
-        """Return the index in ``formats`` of the candidate with the fewest bits: the first of equals, and no variant if
-        there is another. ``gemm`` is as in :meth:`formats_of`.
+        """Return the index in ``formats`` of the candidate with the fewest bits. Ties go to formats that are no variant,
+        and then to the first. ``gemm`` is as in :meth:`formats_of`.
         """
-        own = [Format(fmt) for fmt in self.formats_of(gemm)]
-        return self.formats.index(min(own, key=lambda fmt: (fmt.bits, fmt.base is not fmt)))
+        candidates = map(Format, self.formats_of(gemm))
+        return self.formats.index(min(candidates, key=lambda fmt: (fmt.bits, fmt.base is not fmt)))

@@ -67,16 +67,14 @@ class OptionTimes(JsonFields):
         return cls(model.name, table(model.seconds), joint=table(model.joint), stock=stock)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
-        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if they are not
-        known.
-        """
+        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if the times lack them."""
         if gemm is None:
             return self._of_gemms(linear, dict.fromkeys(Gemm, fmt))
-        known = _of_linear(self.seconds, linear)
-        if known is None:
+        by_gemm = _of_linear(self.seconds, linear)
+        if by_gemm is None:
             raise SnipError(f"{linear}: its predicted time is not known")
         try:
-            return known[gemm.value][fmt]
+            return by_gemm[gemm.value][fmt]
         except KeyError:
             raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
 
@@ -97,7 +95,7 @@ class OptionTimes(JsonFields):
             formats = {gemm: precision_map.format_of(name, gemm).value for gemm in Gemm}
             both = self.of(name, None, Format.BF16.value), self._of_gemms(name, formats)
             parts.setdefault(stage, []).append(both)
-        return {k: (math.fsum(b for b, _ in own), math.fsum(a for _, a in own)) for k, own in parts.items()}
+        return {k: (math.fsum(b for b, _ in pairs), math.fsum(a for _, a in pairs)) for k, pairs in parts.items()}
 
     def step_speedup(
         self,
@@ -107,8 +105,8 @@ class OptionTimes(JsonFields):
         ran: tuple[PrecisionMap, float] | None = None,
     ) -> float | None:
         """Return the predicted speedup of the whole step, or None if the rest of the step is not known."""
-        found = self.step_seconds(precision_map, stages, bf16_s, ran)
-        return None if found is None else found[0] / found[1]
+        seconds = self.step_seconds(precision_map, stages, bf16_s, ran)
+        return None if seconds is None else seconds[0] / seconds[1]
 
     def step_seconds(
         self,
@@ -117,11 +115,12 @@ class OptionTimes(JsonFields):
         bf16_s: float | None = None,
         ran: tuple[PrecisionMap, float] | None = None,
     ) -> tuple[float, float] | None:
-        """Return the seconds of a step in bf16 and under a map; None if not known.
+        """Return the seconds of a step in bf16 and under a map. None if the rest of the step is not known.
 
-        Those in bf16 are ``bf16_s`` if they were measured. What a map saves is predicted either way: against steps in
-        bf16, or against those of a map that ``ran``, given with its measured seconds, in which the waits of the host
-        are those under a map.
+        Args:
+            bf16_s: measured seconds of a step in bf16, which are returned as they are.
+            ran: a map that has run, and its measured seconds. What ``precision_map`` saves is predicted against them,
+                because the host waits there as under a map; by default against steps in bf16.
         """
         if not stages or not set(stages.values()) <= set(self.rest):
             return None
@@ -134,7 +133,7 @@ class OptionTimes(JsonFields):
             return measured, measured
 
         def under(linears: Mapping[int, tuple[float, float]]) -> float:
-            return self.bubble * max(self.rest[k] + own for k, (_, own) in linears.items())
+            return self.bubble * max(self.rest[k] + seconds for k, (_, seconds) in linears.items())
 
         after, base, base_s = under(times), before, measured
         if ran is not None:

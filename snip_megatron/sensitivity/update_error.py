@@ -143,9 +143,10 @@ def _error_sums(
 
     ``gradient`` is the local main gradient in recorded units, any shape.
     """
-    own, factor, noise = gradient.reshape(-1)[state.start : state.end], scale.gradient * scale.clip, scale.variance**0.5
+    local = gradient.reshape(-1)[state.start : state.end]
+    factor, noise = scale.gradient * scale.clip, scale.variance**0.5
     if isinstance(state, AdamWState) and has_kernels(gradient) and gradient.numel() < _MOST_ELEMENTS:
-        return adamw_error_sums(own, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
+        return adamw_error_sums(local, state, sizes, RHO_GRID.tolist(), factor=factor, noise=noise, words=words)
     width = len(sizes.cols)
     rows = slice(state.start // width, -(-state.end // width))
     first = rows.start * width
@@ -156,7 +157,7 @@ def _error_sums(
         return torch.outer(row_factor[rows], col_factor).view(-1)[elements]
 
     z = error_signs(sizes.seed, sizes.rows[rows], sizes.cols).view(-1)[elements]
-    g = gradient_of_a_step(own.float() * factor, state, noise)
+    g = gradient_of_a_step(local.float() * factor, state, noise)
     update = state.direction(g)
     drift2 = state.squared_error(g, product(unit_rows, unit_cols) * z, RHO_GRID.tolist(), update)
     candidates = []

@@ -26,7 +26,7 @@ saturates.
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` flattened, in float32 or its own dtype if that is wider."""
+    """Return ``tensor`` flattened, in float32, or in its dtype if that is wider."""
     return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -211,13 +211,13 @@ class MuonState(Update):
     ) -> torch.Tensor:
         """See :class:`Update`. Evaluates at most len(MUON_SAMPLES) scales; others are interpolated in logarithms."""
         base = self.direction(g) if base is None else base
-        every = np.asarray(scales, dtype=np.float64)
-        order = np.argsort(every)
-        chosen = order[np.unique(np.rint((len(order) - 1) * np.array(MUON_SAMPLES)).astype(int))]
-        seen = torch.stack([sum_squares(self.direction(g + every[i] * unit) - base) for i in chosen])
-        known, values = every[chosen], seen.cpu().numpy()
-        if len(every) > len(known) and (known > 0.0).all() and (values > 0.0).all():
-            found = np.exp(np.interp(np.log(every), np.log(known), np.log(values)))
+        sizes = np.asarray(scales, dtype=np.float64)
+        order = np.argsort(sizes)
+        samples = sizes[order[np.unique(np.rint((len(order) - 1) * np.array(MUON_SAMPLES)).astype(int))]]
+        sampled = torch.stack([sum_squares(self.direction(g + size * unit) - base) for size in samples])
+        values = sampled.cpu().numpy()
+        if len(sizes) > len(samples) and (samples > 0.0).all() and (values > 0.0).all():
+            errors = np.exp(np.interp(np.log(sizes), np.log(samples), np.log(values)))
         else:
-            found = np.interp(every, known, values)
-        return torch.from_numpy(found).to(seen.device)
+            errors = np.interp(sizes, samples, values)
+        return torch.from_numpy(errors).to(sampled.device)

@@ -316,7 +316,7 @@ def test_the_sum_over_shards_is_the_whole(
     first, second = (recorder for recorder, _ in parts)
     for i, other in enumerate(second.dots):  # what the all-reduce over the tensor parallel group does
         own = first.dots[i]
-        known = None if own.known is None or other.known is None else own.known + other.known
+        known = None if own.dots is None or other.dots is None else own.dots + other.dots
         assert (known is None) == (tokens == T)
         first.dots[i] = second.dots[i] = OutputErrorDots(
             own.values + other.values, own.rows, own.norms2 + other.norms2, known
