@@ -53,8 +53,8 @@ def tensor_sums(
             x.
         rotations: how formats with a Hadamard transform transform x, by default without sign changes. Their errors are
             those of the transformed tensor, whose norms are the same.
-        d: any floating dtype [R, C]. The inner products of its rows with x and with errors of x, rounded to nearest, are
-            summed as well. They are not if d is None.
+        d: any floating dtype [R, C]. The inner products of its rows with x and with errors of x, rounded to nearest,
+            are summed as well if d is given.
 
     Raises SnipError if a format, the dtype or the number of dimensions is not supported.
     """

@@ -152,14 +152,15 @@ class SolveRequest(JsonFields):
         budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder
             linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage; or the largest Σ of scores
             that the fastest map may have, in the policy's unit (nats).
-        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. There is no stage constraint if it is
-            None.
+        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None puts no
+            constraint on stages.
         times: predicted seconds of every GEMM. ``speedup`` and ``loss`` require them.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         deterministic_time: CP-SAT's deterministic limit in seconds.
         unquantised_stage_flops: pipeline stage → FLOPs per training step in decoder linears that are no candidates
             (MTP, experts).
-        phases: the remaining phases of the run, over which the budget is the average. The run has one map if it is None.
+        phases: the remaining phases of the run, over which the budget is the average. If it is None, the run has one
+            map.
     """
 
     policy: str = "snip"
@@ -207,8 +208,8 @@ class SolveRequest(JsonFields):
         return tuple(fmt for fmt in self.formats if gemm in Format(fmt).gemms)
 
     def lowest(self, gemm: Gemm | None) -> int:
-        """Return the index in ``formats`` of the candidate with the fewest bits. Ties go to formats that are no variant,
-        and then to the first. ``gemm`` is as in :meth:`formats_of`.
+        """Return the index in ``formats`` of the candidate with the fewest bits. Ties go to formats that are no
+        variant, and then to the first. ``gemm`` is as in :meth:`formats_of`.
         """
         candidates = map(Format, self.formats_of(gemm))
         return self.formats.index(min(candidates, key=lambda fmt: (fmt.bits, fmt.base is not fmt)))

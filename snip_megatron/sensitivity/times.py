@@ -67,7 +67,7 @@ class OptionTimes(JsonFields):
         return cls(model.name, table(model.seconds), joint=table(model.joint), stock=stock)
 
     def of(self, linear: str, gemm: Gemm | None, fmt: str) -> float:
-        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if the times lack them."""
+        """Return the seconds of one GEMM, or of all three if ``gemm`` is None. Raises SnipError if they are missing."""
         if gemm is None:
             return self._of_gemms(linear, dict.fromkeys(Gemm, fmt))
         by_gemm = _of_linear(self.seconds, linear)
