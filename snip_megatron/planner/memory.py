@@ -1,4 +1,4 @@
-"""Predicted memory on one GPU of each pipeline stage: parameters, saved activations by format, probes."""
+"""Predicted memory on one GPU of each pipeline stage: parameters, saved activations by format, and probes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Predicted seconds of a training step. The cost model predicts the linears, simple rules the rest (README.md)."""
+"""Predicted seconds of a training step. The cost model predicts the linears, simple rules predict the rest."""
 
 import math
 from collections.abc import Iterable
@@ -262,8 +262,8 @@ class StepModel:
     def _layer_bytes(self, rows: Iterable[LinearRow]) -> float:
         """Return the bytes that element-wise kernels read and write in one microbatch.
 
-        A norm begins each sub-block and an addition ends it. Attention turns queries and keys. Elsewhere a kernel makes
-        the X of the linear that ends a branch from the Y of the one that begins it, with a gate in it or without.
+        A norm begins each sub-block and an addition ends it. Attention rotates queries and keys. Elsewhere an
+        activation makes the X of the linear that ends a branch from the Y of the one that begins it.
         """
         layout, model = self.layout, self.layout.model
         heads = layout.tokens * model.head_size * (model.heads // layout.tp + max(1, model.groups // layout.tp))

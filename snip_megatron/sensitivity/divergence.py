@@ -1,4 +1,4 @@
-"""The divergences of every option: its effect on the loss of its step, and on the optimizer's next update.
+"""The divergences of every option: the effect on the loss of its step, and on the optimizer's next update.
 
 **Loss divergence** ΔL: only fprop has one. dgrad and wgrad do not change the loss of their step.
 
@@ -158,9 +158,9 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
 def _exits(table: StatisticsTable) -> NDArray[np.bool_]:
     """Return through which linears the gradient of each linear's input leaves its sub-block, bool [linears, linears].
 
-    They read the residual stream, in the same sub-block. Beside others stand the two latent projections of attention,
-    and shared experts: of those a linear reaches what has its module, and within it its name up to ``_up`` or
-    ``_down``. Where its module reads no stream, it reaches all.
+    These linears read the residual stream in the same sub-block. There may be several: the two latent projections of
+    attention, or experts and shared experts. A linear then reaches those of its module, and among them those whose
+    names are equal up to ``_up`` or ``_down``. If its module reads no stream, it reaches all.
     """
     sub, role = _places(table)
     reads: NDArray[np.bool_] = (sub[None, :] == sub[:, None]) & (role[None, :] == 0)

@@ -1,4 +1,4 @@
-"""Policies: the functions that score options. ``snip`` is the method, the others are baselines (docs/how-it-works.md).
+"""Policies: functions that score options, and maps that need no scores. ``snip`` is the method (docs/how-it-works.md).
 
 Each policy computes one score per option for the same solver at the same granularity. An option that a policy protects
 gets a high score; no choice is excluded. A policy that does not know the size of an option scores it in proportion to
@@ -151,7 +151,7 @@ def _backward_first(table: StatisticsTable, request: SolveRequest, loss: FloatAr
     """dgrad and wgrad go to four bits first, in the seeded order; then fprops, by loss divergence."""
     top = float(loss.max())
     scores = loss / top if top > 0.0 else loss.copy()
-    # The floor places even an fprop of loss divergence 0 after every dgrad and wgrad. Those score 0, or 1e-9 of the
+    # The floor places even an fprop of loss divergence 0 after every dgrad and wgrad, which score 0, or 1e-9 of the
     # largest score once ties are broken.
     scores[:, FPROP] += _rule(table, request, np.full((len(table.linears), len(Gemm)), 1e-6))[:, FPROP]
     scores[:, DGRAD:] = 0.0
@@ -232,7 +232,7 @@ def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[st
 def fixed_map(
     policy: str, linears: Iterable[str], pins: Sequence[tuple[str, str]] = (), formats: Sequence[str] = ()
 ) -> PrecisionMap | None:
-    """Return the map of a policy of :data:`FIXED` with (glob, format) ``pins`` applied, or None for other policies.
+    """Return the map of a policy of :data:`FIXED` with (glob, format) ``pins`` applied. None for other policies.
 
     ``formats`` are the candidates. Raises SnipError if a pin matches nothing.
     """

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDE_COPIES = 6
-"""FP32 copies of the largest operand that the reference holds at a time while it records a linear. Kernels need
-less.
-"""
+"""FP32 copies of the largest operand that torch holds at a time while it records a linear. Kernels need less."""
 _FLOAT32 = 4
 
 
@@ -29,7 +27,7 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class ProbedShapes:
-    """One rank's share of what a probe records: linears, each expert on its own, and residual boundaries.
+    """One rank's share of what a probe records: its linears, of which each expert is one, and residual boundaries.
 
     ``tokens`` × ``hidden`` is the residual stream of a microbatch, ``element`` the bytes of a weight or activation.
     """
@@ -41,7 +39,7 @@ class ProbedShapes:
     element: int = 2
 
     def samples(self, probe_tokens: int, microbatches: int) -> float:
-        """Bytes of the rows sampled to the end of the update: X and G of linears, h and r of boundaries."""
+        """Return the bytes of the sampled rows: X and G of linears, h and r of boundaries."""
         of_linears = sum(min(probe_tokens, linear.rows) * (linear.n + linear.k) for linear in self.linears)
         of_stream = min(probe_tokens, self.tokens) * self.boundaries * 2 * self.hidden
         return float(self.element * microbatches * (of_linears + of_stream))

@@ -1,4 +1,4 @@
-"""Builds the solver's Problem from statistics and a request: options, costs, scores, pins, ties, phases."""
+"""The solver's Problem of one update, from statistics and a request."""
 
 import dataclasses
 import math
@@ -34,12 +34,12 @@ class Option:
     """One choice to make.
 
     Attributes:
-        linear, gemm: the GEMM of a linear; None for the linear's three GEMMs together.
-        flops: FLOPs in a training step, which four bits save of the budget; 0 for the wgrad of a frozen linear, which
+        gemm: the GEMM of the linear. None stands for its three GEMMs together.
+        flops: FLOPs in a training step, which four bits save of the budget. The wgrad of a frozen linear has none, and
             is no item of a Problem.
         cost: ``flops`` plus the option's part of those FLOPs of its stage that no choice covers. So Σ cost is all of
             the decoder's linears, overall and on every stage: the denominator of the fp4 share.
-        pinned: format that a pin fixes, or None.
+        pinned: format that a pin fixes.
     """
 
     linear: str
@@ -91,8 +91,8 @@ def _without_scores(linears: Sequence[LinearRow], request: SolveRequest, tokens_
 def reachable_share(linears: Sequence[LinearRow], request: SolveRequest, *, tokens_per_step: int = 1) -> float:
     """Return the highest budget in [0, 1] that pins, unquantised linears and the stage constraint allow.
 
-    ``tokens_per_step`` scales the FLOPs of the linears to those of ``unquantised_stage_flops``; it has no effect
-    without these. Raises SnipError if a pin matches nothing.
+    ``tokens_per_step`` scales the FLOPs of the linears to those of ``unquantised_stage_flops``. Raises SnipError if a
+    pin matches nothing.
     """
     fault = infeasibility(_without_scores(linears, request, tokens_per_step).at(1.0))
     return 1.0 if fault is None else fault.reachable or 0.0
@@ -131,7 +131,7 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     forward = per_option(np.where(np.arange(len(Gemm))[:, None] == FPROP, scores, 0.0), request)
     fprop_share = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
     candidates = np.array([[fmt in request.formats_of(option.gemm) for fmt in request.formats] for option in options])
-    q = _settled(monotone(q, request.formats, candidates), options, request)
+    q = _break_ties(monotone(q, request.formats, candidates), options, request)
     columns = {
         "delta_loss": per_option(delta_loss, request),
         "delta_weight": per_option(delta_weight, request),
@@ -179,18 +179,18 @@ def make_problem(
     )
 
 
-def _settled(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
+def _break_ties(q: FloatArray, options: Sequence[Option], request: SolveRequest) -> FloatArray:
     """Return scores [options, formats] rounded, with ties of four-bit formats broken."""
     mean = np.mean([option.flops for option in options if option.flops])
     flops = np.array([option.flops or mean for option in options])
     for column, fmt in enumerate(request.formats):
         if fmt in FOUR_BIT:
-            q[:, column] = _without_ties(q[:, column], flops / flops.mean(), request.seed)
+            q[:, column] = _separate_ties(q[:, column], flops / flops.mean(), request.seed)
     return rounded(q)
 
 
 def per_option(values: FloatArray, request: SolveRequest) -> FloatArray:
-    """[linears, 3, formats] → [options, formats]: GEMM after GEMM, or their sum at granularity ``layer``."""
+    """Return values [linears, 3, formats] as [options, formats]. At granularity ``layer`` GEMMs are summed."""
     if request.granularity == "layer":
         summed: FloatArray = values.sum(axis=1)
         return summed
@@ -201,8 +201,7 @@ def monotone(scores: FloatArray, formats: tuple[str, ...], candidate: NDArray[np
     """Raise scores [..., formats] so that fewer bits never score better than all formats of more bits.
 
     Measured or sampled scores may violate this (how-it-works.md, Q: one score per option). Formats of equal bits keep
-    their order.
-    ``candidate``, of the scores' shape, says which formats an option may take; the others limit nothing.
+    their order. ``candidate``, of the scores' shape, says which formats an option may take. The others limit nothing.
     """
     projected = scores.copy()
     floor = np.full(scores.shape[:-1], -np.inf)
@@ -221,7 +220,7 @@ def rounded(scores: FloatArray) -> FloatArray:
     return np.array([float(f"{value:.3e}") for value in scores.ravel()], dtype=np.float64).reshape(scores.shape)
 
 
-def _without_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
+def _separate_ties(scores: FloatArray, size: FloatArray, seed: int) -> FloatArray:
     """Separate options of equal score *per FLOP* in one seeded order. Scores are rounded to 4 digits.
 
     The order depends on the seed and the number of options alone, so it is the same for every policy (README.md).
@@ -296,7 +295,7 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
 
 
 def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
-    """Return the past steps and their average, or None.
+    """Return the past steps and their average. None if no step is past, or if the budget bounds the loss.
 
     A bound on the loss has no average. Shares are limited to 1, which rounding may exceed.
     """

@@ -1,4 +1,4 @@
-"""Reduces every rank's sums to one table, with a single float64 all-reduce for each stage of the probe.
+"""The reduction of every rank's sums to one table, with one float64 all-reduce for each stage of the probe.
 
 Each rank adds its own share to the rows of its linears. Exactly one rank reports a replicated tensor. The sum over all
 ranks is therefore the global sum on every parallel layout.
@@ -26,7 +26,7 @@ _GRADIENT_COLUMNS = frozenset(
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks in a group; 1 in a process that has not initialised torch.distributed."""
+    """Return the number of ranks in a group. It is 1 in a process that has not initialised torch.distributed."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -34,7 +34,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 class ProbeGroups:
     """The process groups that a probe reduces over, before all ranks: data parallel ranks hold distinct tokens.
 
-    ``experts`` are the groups of the weights of experts, whose data parallel ranks are those with the same experts;
+    ``experts`` are the groups of the weights of experts, whose data parallel ranks are those with the same experts.
     None if the model has no experts.
     """
 
@@ -43,10 +43,11 @@ class ProbeGroups:
     experts: ProbeGroups | None = None
 
     def of(self, handle: LinearHandle) -> ProbeGroups:
+        """Return the groups of a linear."""
         return self if handle.expert is None or self.experts is None else self.experts
 
     def split(self, recorders: Sequence[LinearRecorder]) -> list[tuple[ProbeGroups, list[LinearRecorder]]]:
-        """Split recorders by their groups, without groups that this rank and its peers have no recorder of."""
+        """Split recorders by their groups. Leaves out groups of which this rank and its peers have no recorder."""
         kinds = [self] if self.experts is None else [self, self.experts]
         split = [(groups, [r for r in recorders if self.of(r.handle) is groups]) for groups in kinds]
         return [(groups, some) for groups, some in split if some]

@@ -81,7 +81,7 @@ class PhasedRequest(JsonFields):
     Attributes:
         begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
         budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach on its own,
-            in addition to the average over the run. None: no requirement.
+            in addition to the average over the run. None if only the average counts.
         change: as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used.
         standing, carried: weights of the standing loss, 0 but in the last phase of a run (``STANDING_WEIGHTS``), and of
             the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout the phase,

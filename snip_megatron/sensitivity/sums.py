@@ -139,8 +139,9 @@ def sample_rows(total: int, count: int, device: torch.device | None = None) -> T
 
 
 def _places(x: Tensor, formats: Sequence[str]) -> dict[str, int] | None:
-    """Return the index of each kernel's format in ``formats``, −1 if it is absent. None if torch sums instead: on the
-    device of ``x`` no kernel runs, or a format has none.
+    """Return the index of each kernel's format in ``formats``, −1 if it is absent.
+
+    None if torch sums instead, because no kernel runs on the device of ``x``, or a format has none.
     """
     candidates = [resolve(fmt) for fmt in formats]
     if not has_kernels(x) or not _PLACE_NAMES.keys() >= set(candidates):

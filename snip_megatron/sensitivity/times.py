@@ -19,8 +19,9 @@ SHARING = (Gemm.FPROP, Gemm.DGRAD)
 
 @dataclass(frozen=True)
 class OptionTimes(JsonFields):
-    """Predicted times as plain figures. They are sent to the sidecar and stored with a run, which can then be solved
-    again without the cost model.
+    """Predicted times as plain figures.
+
+    They are sent to the sidecar and stored with a run, which can then be solved again without the cost model.
 
     Attributes:
         model: name of the cost model: ``flops``, or the device that was measured.
@@ -29,8 +30,8 @@ class OptionTimes(JsonFields):
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
         joint: as ``seconds``, of fprop and dgrad: what a step saves if wgrad is in the same format, because one call
             quantises the operand of both. Empty if not known.
-        stock: name of a linear or path → seconds by which a step of bf16 alone is longer, in which Megatron's own code
-            runs. Only :meth:`step_seconds` counts them.
+        stock: name of a linear or path → seconds by which a step of bf16 alone is longer, because Megatron's code runs
+            there. Only :meth:`step_seconds` counts them.
         bubble: seconds of a step divided by those in which its slowest stage works.
     """
 
@@ -145,7 +146,7 @@ class OptionTimes(JsonFields):
 def seconds_of[F](
     formats: Mapping[Gemm, F], seconds: Callable[[Gemm, F], float], saved: Callable[[Gemm, F], float]
 ) -> float:
-    """Return the seconds of a linear's GEMMs: of each alone, without what those save that share a call with wgrad."""
+    """Return the seconds of a linear's GEMMs: those of each alone, less what sharing a call with wgrad saves."""
     shared = (saved(gemm, formats[gemm]) for gemm in SHARING if formats[gemm] == formats[Gemm.WGRAD])
     return math.fsum(seconds(gemm, fmt) for gemm, fmt in formats.items()) - math.fsum(shared)
 

@@ -1,4 +1,4 @@
-"""The next update of each supported optimizer, and its update error: how far an error of the gradient changes it.
+"""The next update of each supported optimizer, and how far an error of the gradient changes it.
 
 ΔW = ‖u(g+δ) − u(g)‖ / ‖W‖ (how-it-works.md, Weight divergence). u is the step that the optimizer takes from its own
 state, without learning rate and weight decay. A state object covers the elements [start, end) of the flattened local
@@ -18,7 +18,7 @@ import torch
 from snip_megatron.sensitivity.sums import sum_squares
 
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Positions in a sorted list of error sizes at which Muon's update error is evaluated; the others are interpolated.
+"""Positions in a sorted list of error sizes at which Muon's update error is evaluated. The others are interpolated.
 
 Each evaluation takes one orthogonalisation. The update error is proportional to small errors, and bends where it
 saturates.
@@ -43,7 +43,7 @@ class Update(ABC):
 
     @abstractmethod
     def mean(self) -> torch.Tensor | None:
-        """Return the optimizer's own estimate of the mean gradient, or None before its first step."""
+        """Return the optimizer's estimate of the mean gradient. None before its first step."""
 
     @abstractmethod
     def direction(self, g: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Update(ABC):
     def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)]. ``base`` is u(g) if known."""
+        """Return ‖u(g + ρ·unit) − u(g)‖² for each ρ in ``scales``, float64 [len(scales)]. ``base`` is u(g)."""
         base = self.direction(g) if base is None else base
         return torch.stack([sum_squares(self.direction(g + rho * unit) - base) for rho in scales])
 
@@ -61,7 +61,7 @@ def gradient_of_a_step(g: torch.Tensor, state: Update, noise: float) -> torch.Te
     """Bring the gradient of the probe to the noise level of a training step's gradient.
 
     A probe has fewer tokens than a step, so its gradient deviates more from the mean gradient. The best available
-    estimate of that mean is the optimizer's own average, towards which ``g`` is interpolated. ``noise`` is sqrt(tokens
+    estimate of that mean is the optimizer's average, towards which ``g`` is interpolated. ``noise`` is sqrt(tokens
     of the probe / tokens of a step). Returns ``g`` unchanged if it is 1 or more, or before the first step.
     """
     mean = state.mean() if noise < 1.0 else None
@@ -110,7 +110,7 @@ class AdamWState(Update):
 
 @dataclass(frozen=True)
 class SgdState(Update):
-    """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov; u = g before the first step, b is None."""
+    """SGD with momentum: u = μ·b + (1 − d)·g, or g + μ·u with Nesterov. Before the first step b is None and u = g."""
 
     momentum_buffer: torch.Tensor | None
     momentum: float
@@ -137,7 +137,7 @@ class SgdState(Update):
         return 1.0 if self.momentum_buffer is None else 1.0 - self.dampening
 
     def mean(self) -> torch.Tensor | None:
-        """Return the buffer divided by the sum of its weights, or None if there is no momentum or no step yet."""
+        """Return the buffer divided by the sum of its weights. None if there is no momentum or no step yet."""
         if self.momentum_buffer is None or self.momentum <= 0.0 or self.step == 0:
             return None
         first = self.momentum ** (self.step - 1)  # dampening does not apply to the first gradient
@@ -145,10 +145,10 @@ class SgdState(Update):
         return self.momentum_buffer / (first + (1.0 - self.dampening) * later)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        moved = g * self._share
+        average = g * self._share
         if self.momentum_buffer is not None:
-            moved = moved + self.momentum * self.momentum_buffer
-        return g + self.momentum * moved if self.nesterov else moved
+            average = average + self.momentum * self.momentum_buffer
+        return g + self.momentum * average if self.nesterov else average
 
     def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
@@ -201,10 +201,10 @@ class MuonState(Update):
         return None if self.step == 0 else self.momentum_buffer / (1.0 - self.momentum**self.step)
 
     def direction(self, g: torch.Tensor) -> torch.Tensor:
-        moved = torch.lerp(self.momentum_buffer, g, 1.0 - self.momentum)
+        average = torch.lerp(self.momentum_buffer, g, 1.0 - self.momentum)
         if self.nesterov:
-            moved = torch.lerp(g, moved, self.momentum)
-        return self.orthogonalize(moved.view(self.shape)).reshape(-1)
+            average = torch.lerp(g, average, self.momentum)
+        return self.orthogonalize(average.view(self.shape)).reshape(-1)
 
     def squared_error(
         self, g: torch.Tensor, unit: torch.Tensor, scales: Sequence[float], base: torch.Tensor | None = None
