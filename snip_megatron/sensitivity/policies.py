@@ -34,10 +34,21 @@ Q_RULES = ("split", "paper")
 """Values of ``--snip-q``; the first is the default."""
 
 FIXED = ("uniform-fp8", "uniform-fp4", "bf16", "nvidia", "mxfp8-forward")
-"""Policies with a fixed map."""
+"""Policies with a fixed map.
+
+``nvidia`` is the recipe of NVIDIA's NVFP4 training (arXiv 2509.25149): the last 15 % of the blocks in bf16, all other
+GEMMs in four bits, Hadamard transforms in wgrad, gradients rounded stochastically. ``mxfp8-forward`` has fprop in mxfp8
+and the backward in four bits, as a recipe that Transformer Engine ships.
+"""
 
 LATE = ("late-forward", "late-all")
-"""Policies with a fixed plan of two maps."""
+"""Policies with a fixed plan of two maps.
+
+Everything runs in four bits, and in better formats for the last steps, as many as the average share allows.
+
+``late-all`` follows NVIDIA's training of a 12 B model, which ends in a higher precision. The appendix of its report
+prefers to switch only the forward GEMMs.
+"""
 
 TAIL_SHARE = 0.15
 """Share of the blocks, from the end, that NVIDIA's NVFP4 recipe keeps in bf16."""
@@ -193,15 +204,15 @@ _HADAMARD = {Format.NVFP4: Format.NVFP4_HADAMARD, Format.MXFP4: Format.MXFP4_HAD
 
 
 def tail_blocks(blocks: int) -> int:
-    """Return how many of ``blocks`` blocks, from the end, are kept in bf16: at least one."""
+    """Return how many blocks, of ``blocks`` and from the end, stay in bf16. It is at least one."""
     return max(1, round(TAIL_SHARE * blocks))
 
 
 def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, Format], dict[Gemm, Format]]:
     """Return the formats of a policy of :data:`FIXED` by GEMM: those of most blocks, and those of the last ones.
 
-    Of the candidates ``formats``, ``uniform-fp8`` takes the 8-bit one, or fp8; ``uniform-fp4`` the 4-bit one, or fp4;
-    the recipes the 4-bit one of nvfp4 and mxfp4, or nvfp4.
+    ``formats`` are the candidates. ``uniform-fp8`` takes the candidate of 8 bits, by default fp8. ``uniform-fp4`` takes
+    that of 4 bits, by default fp4. The recipes take nvfp4 or mxfp4, whichever is a candidate, by default nvfp4.
     """
     candidates = [Format(name) for name in formats]
     if policy == "bf16":
