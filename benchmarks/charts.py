@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 from benchmarks.quality import pareto
-from benchmarks.quality.gaps import found
+from benchmarks.quality.gaps import policy_rows
 from benchmarks.svg import Bar, bar_chart
 
 RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
@@ -140,7 +140,7 @@ def mixtures() -> str:
 
 
 def _recovered(file: str, budget: float | None, label: str) -> float:
-    (row,) = [r for r in found(RESULTS / f"quality/{file}.json") if (r.label, r.budget) == (label, budget)]
+    (row,) = [r for r in policy_rows(RESULTS / f"quality/{file}.json") if (r.label, r.budget) == (label, budget)]
     return statistics.fmean(row.recovered["map"].values())
 
 

@@ -30,12 +30,12 @@ FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 TOLD = ("compile", "postpone", "dropped", "probe", "collect", "adopt", "recapture")
 
 
-def started(name: str, given: Sequence[str], steps: int, caches: Path) -> dict[str, Any]:
+def started(name: str, contender: Sequence[str], steps: int, caches: Path) -> dict[str, Any]:
     """Run one training. Returns its seconds and events."""
     folder = Path(tempfile.mkdtemp(dir=caches))
-    run = ["--snip-dir", str(folder / "run"), "--snip-overwrite"] if "--snip" in given else []
+    run = ["--snip-dir", str(folder / "run"), "--snip-overwrite"] if "--snip" in contender else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
-    command += ["snip_megatron.pretrain_gpt", *LLAMA, "--train-iters", str(steps), *given, *run]
+    command += ["snip_megatron.pretrain_gpt", *LLAMA, "--train-iters", str(steps), *contender, *run]
     variables = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cache"}
     variables["DG_JIT_CACHE_DIR"] = "deepgemm"
     environment = os.environ | {variable: str(caches / place) for variable, place in variables.items()}
@@ -64,20 +64,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     parser.add_argument("megatron", nargs="*", help="arguments for Megatron, after --")
-    asked = parser.parse_args()
-    base, found = [*MODELS[asked.model].arguments, *asked.megatron], {}
+    arguments = parser.parse_args()
+    base, runs = [*MODELS[arguments.model].arguments, *arguments.megatron], {}
     snip = ["--snip", *UPDATES]
     with tempfile.TemporaryDirectory() as folder:
         for name, caches, more, steps in (
             ("bf16", "bf16", [], 2),
             ("fp8", "fp8", FP8, 2),
-            ("snip", "snip", snip, asked.steps),
-            ("snip again", "snip", snip, asked.steps),
+            ("snip", "snip", snip, arguments.steps),
+            ("snip again", "snip", snip, arguments.steps),
         ):
             place = Path(folder) / caches
             place.mkdir(exist_ok=True)
-            found[name] = started(name, [*base, *more], steps, place)
-    write(asked.out, header(asked.commit) | {"model": asked.model, "runs": found})
+            runs[name] = started(name, [*base, *more], steps, place)
+    write(arguments.out, header(arguments.commit) | {"model": arguments.model, "runs": runs})
     return 0
 
 

@@ -56,8 +56,8 @@ def recorded[T](call: Callable[[], T]) -> tuple[T, list[Row], list[Gap]]:
         for event in profile.key_averages()
     ]
     device = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
-    own = [event for event in profile.events() if event.device_type == device]
-    times = [(event.time_range.start, event.time_range.end, event.name) for event in own]
+    events_of_device = [event for event in profile.events() if event.device_type == device]
+    times = [(event.time_range.start, event.time_range.end, event.name) for event in events_of_device]
     return result, [row for row in rows if row[2] > 0], gaps_between(times)
 
 

@@ -79,10 +79,10 @@ class Links:
         command += ["-m", "benchmarks.jobs.links", "--measure", "--device", self._device]
         environment = {**os.environ, **LINKS[link]}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        found = re.search(r"GB/s: ([0-9.]+)", done.stdout)
-        if done.returncode or found is None:
+        printed = re.search(r"GB/s: ([0-9.]+)", done.stdout)
+        if done.returncode or printed is None:
             raise RuntimeError(f"bandwidth over {link}: exit code {done.returncode}: {done.stderr[-800:]}")
-        return float(found[1])
+        return float(printed[1])
 
     def row(self, link: str, name: str) -> dict[str, Any]:
         """Train a contender. Returns its median step time over the second half and its losses, or why it failed."""
@@ -90,16 +90,16 @@ class Links:
         try:
             folder = self._folder / f"{link} {name}".replace(" ", "_").replace(",", "")
             runs = Runs(torchrun, folder, self._size, self._megatron)
-            given = shlex.split(CONTENDERS[name])
-            given += ["--snip-dir", str(folder / "run")] if given and given[0] == "--snip" else []
-            printed = runs.train("run", LAYOUTS[LAYOUT], self._steps, *self._size.timed, *given)
+            contender = shlex.split(CONTENDERS[name])
+            contender += ["--snip-dir", str(folder / "run")] if contender and contender[0] == "--snip" else []
+            printed = runs.train("run", LAYOUTS[LAYOUT], self._steps, *self._size.timed, *contender)
         except RuntimeError as error:
             return {"failed": str(error)[-800:]}
         finally:
             for variable in LINKS[link]:
                 os.environ.pop(variable, None)
         ms = step_times(printed)
-        losses = [float(found) for found in _LOSS.findall(printed)]
+        losses = [float(loss) for loss in _LOSS.findall(printed)]
         return {"ms": statistics.median(ms[len(ms) // 2 :]), "steps_ms": ms, "losses": losses}
 
 

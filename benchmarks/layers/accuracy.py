@@ -24,13 +24,13 @@ BOUNDS: dict[str, dict[str, float]] = {
 }
 
 
-def relative_error(exact: Tensor, found: Tensor) -> float:
-    """Return ‖found − exact‖ / ‖exact‖."""
-    return float((found.double() - exact).norm() / exact.norm())
+def relative_error(exact: Tensor, actual: Tensor) -> float:
+    """Return ‖actual − exact‖ / ‖exact‖."""
+    return float((actual.double() - exact).norm() / exact.norm())
 
 
-def decibel(exact: Tensor, found: Tensor) -> float:
-    error = relative_error(exact, found)
+def decibel(exact: Tensor, actual: Tensor) -> float:
+    error = relative_error(exact, actual)
     return math.inf if error == 0 else -20 * math.log10(error)
 
 
@@ -83,21 +83,21 @@ def gemm_errors(problem: Problem, backend: GemmBackend, fmt: Format) -> dict[str
     }
 
 
-def _error(a: Operand, b: Operand, rows: Tensor, found: Tensor) -> float:
-    return relative_error(product(a.dequantize()[rows], b.dequantize().t()), found[rows])
+def _error(a: Operand, b: Operand, rows: Tensor, actual: Tensor) -> float:
+    return relative_error(product(a.dequantize()[rows], b.dequantize().t()), actual[rows])
 
 
 def violations(row: dict[str, Any]) -> list[str]:
     """Return one line for each figure that is out of bounds. NaN is out of bounds."""
-    found = []
+    faults = []
     for contender, values in row["sqnr_db"].items():
         who, _, fmt = contender.partition(" ")
         bound = BOUNDS["sqnr_db_te" if who == "te" else "sqnr_db"]["bf16" if who == "bf16" else fmt]
-        found += [f"{contender} {name}: {v:.2f} dB, at least {bound}" for name, v in values.items() if not v >= bound]
+        faults += [f"{contender} {name}: {v:.2f} dB, at least {bound}" for name, v in values.items() if not v >= bound]
     for fmt, values in row["gemm_error"].items():
         for name, value in values.items():
             kind = "gemm_error_fast" if fmt == "fp8_tensor" and name in ("fprop", "dgrad") else "gemm_error"
             bound = BOUNDS[kind][fmt]
             if not value <= bound:
-                found.append(f"{fmt} {name}: error {value:.2e}, at most {bound:.0e}")
-    return found
+                faults.append(f"{fmt} {name}: error {value:.2e}, at most {bound:.0e}")
+    return faults

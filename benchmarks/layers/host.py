@@ -53,16 +53,16 @@ def step(contender: Any) -> None:
 
 def working(found: dict[str, Contender], failed: dict[str, str]) -> dict[str, Contender]:
     """Return the contenders that run. The reasons of the others are added to ``failed``."""
-    kept = {}
+    runnable = {}
     for name, contender in found.items():
         try:
             for _ in range(4):
                 step(contender)
             torch.cuda.synchronize()
-            kept[name] = contender
+            runnable[name] = contender
         except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
             failed[name] = f"{type(error).__name__}: {error}"[:500]
-    return kept
+    return runnable
 
 
 def measure(found: dict[str, Contender], rounds: int) -> dict[str, list[float]]:

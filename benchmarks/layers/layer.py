@@ -171,13 +171,13 @@ def peak_memory(step: Callable[[], object]) -> int:
 # -- measurement ---------------------------------------------------------------------------------------------------
 def contenders(arguments: argparse.Namespace) -> dict[str, tuple[Stack, Format | None]]:
     snip = Stack(arguments, convert=True)
-    found: dict[str, tuple[Stack, Format | None]] = {
+    contenders_by_name: dict[str, tuple[Stack, Format | None]] = {
         STOCK: (Stack(arguments), None),
         "snip bf16": (snip, Format.BF16),
     }
     fused = Stack(arguments, convert=True, fusions="auto")
-    found |= {f"snip {fmt.value}": (snip, fmt) for fmt in FORMATS}
-    return found | {f"snip {fmt.value} fused": (fused, fmt) for fmt in FUSED}
+    contenders_by_name |= {f"snip {fmt.value}": (snip, fmt) for fmt in FORMATS}
+    return contenders_by_name | {f"snip {fmt.value} fused": (fused, fmt) for fmt in FUSED}
 
 
 def run_step(stack: Stack, fmt: Format | None, microbatches: int = MICROBATCHES) -> None:

@@ -54,13 +54,13 @@ def sets_of(names: Sequence[str], seed: int) -> list[Set]:
     inner, outer = [], []
     for pair in itertools.combinations(names, 2):
         (inner if _block(pair[0]) == _block(pair[1]) else outer).append(pair)
-    found = [Set("single", (name,)) for name in names]
-    found += [Set("pair in a block", pair) for pair in inner]
-    found += [Set("pair of two blocks", pair) for pair in draw.sample(outer, min(len(inner), len(outer)))]
-    found += [Set("block", tuple(members)) for members in _groups(names, _block)]
-    found += [Set("kind", tuple(members)) for members in _groups(names, lambda name: LinearId.parse(name).path)]
-    found += [Set("random", tuple(draw.sample(names, len(names) // 2))) for _ in range(12)]
-    return [*found, Set("all", tuple(names))]
+    sets = [Set("single", (name,)) for name in names]
+    sets += [Set("pair in a block", pair) for pair in inner]
+    sets += [Set("pair of two blocks", pair) for pair in draw.sample(outer, min(len(inner), len(outer)))]
+    sets += [Set("block", tuple(members)) for members in _groups(names, _block)]
+    sets += [Set("kind", tuple(members)) for members in _groups(names, lambda name: LinearId.parse(name).path)]
+    sets += [Set("random", tuple(draw.sample(names, len(names) // 2))) for _ in range(12)]
+    return [*sets, Set("all", tuple(names))]
 
 
 def _block(name: str) -> int:
@@ -68,10 +68,10 @@ def _block(name: str) -> int:
 
 
 def _groups(names: Sequence[str], key: Callable[[str], Any]) -> list[list[str]]:
-    found: dict[Any, list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for name in names:
-        found.setdefault(key(name), []).append(name)
-    return list(found.values())
+        groups.setdefault(key(name), []).append(name)
+    return list(groups.values())
 
 
 class Model:
@@ -84,9 +84,9 @@ class Model:
         """Return Σ p, and Σ √(p p') over the pairs in a block."""
         total = pairs = 0.0
         for members in _groups(list(names), _block):
-            own = [self.predicted[name] for name in members]
-            total += sum(own)
-            pairs += sum((a * b) ** 0.5 for a, b in itertools.combinations(own, 2))
+            rises = [self.predicted[name] for name in members]
+            total += sum(rises)
+            pairs += sum((a * b) ** 0.5 for a, b in itertools.combinations(rises, 2))
         return total, pairs
 
     def rise(self, names: Iterable[str]) -> float:
@@ -117,8 +117,8 @@ class Model:
 
     @staticmethod
     def _others(flops: Mapping[str, float], best: Sequence[str]) -> list[list[str]]:
-        left = [name for name in flops if name not in best]
-        return [[], *([name] for name in left), *map(list, itertools.combinations(left, 2))]
+        others = [name for name in flops if name not in best]
+        return [[], *([name] for name in others), *map(list, itertools.combinations(others, 2))]
 
 
 def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Sequence[range]) -> None:
@@ -127,10 +127,10 @@ def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Se
     from benchmarks.quality.truth import Trial
 
     trials = tuple(Trial(Gemm.FPROP, each.names, Format.FP4) for each in sets)
-    found: list[list[float]] = []
+    rises_of_parts: list[list[float]] = []
 
     def keep(trials: Any, drift2: Any, loss: Any, *rest: Any) -> Any:
-        found.append([float(value) for value in loss])
+        rises_of_parts.append([float(value) for value in loss])
 
     with (
         mock.patch.object(room, "plan_trials", return_value=trials),
@@ -139,7 +139,7 @@ def measured(oracle: Any, step: Any, result: Any, sets: Sequence[Set], parts: Se
     ):
         for part in parts:
             oracle.measure(step, result.table, part, result.scale)
-    for each, *rises in zip(sets, *found, strict=True):
+    for each, *rises in zip(sets, *rises_of_parts, strict=True):
         each.rise = tuple(rises)
 
 
@@ -177,12 +177,12 @@ def update(oracle: Any, step: Any, result: Any, seed: int) -> dict[str, Any]:
 
 def _ratios(sets: Sequence[Set], kind: str, predicted: Model, singles: Model) -> dict[str, float]:
     """Return what is measured of the sets of a kind over what SNIP predicts, and over the sum of measured singles."""
-    own = [each for each in sets if each.kind == kind]
-    rise = sum(statistics.fmean(each.rise) for each in own)
-    sums = [sum(model.terms(each.names)[0] for each in own) for model in (predicted, singles)]
-    halves = [sum(each.rise[half] for each in own) for half in (0, 1)]
+    members = [each for each in sets if each.kind == kind]
+    rise = sum(statistics.fmean(each.rise) for each in members)
+    sums = [sum(model.terms(each.names)[0] for each in members) for model in (predicted, singles)]
+    halves = [sum(each.rise[half] for each in members) for half in (0, 1)]
     return {
-        "sets": len(own),
+        "sets": len(members),
         "measured_over_predicted": rise / sums[0],
         "measured_over_singles": rise / sums[1],
         "second_half_over_first": halves[1] / halves[0],
@@ -194,19 +194,19 @@ def _error(model: Model, sets: Sequence[Set]) -> float:
     return float(np.sqrt(np.mean([(model.rise(each.names) / each.rise[1] - 1) ** 2 for each in sets])))
 
 
-def train(asked: argparse.Namespace, done: Callable[[list[dict[str, Any]]], None]) -> None:
+def train(options: argparse.Namespace, done: Callable[[list[dict[str, Any]]], None]) -> None:
     """Train. ``done`` gets the figures of all updates so far after each of them."""
-    arguments = megatron_arguments(asked, 2 * asked.half)
-    arguments += ["--snip-probe-microbatches", str(asked.half)]
+    arguments = megatron_arguments(options, 2 * options.half)
+    arguments += ["--snip-probe-microbatches", str(options.half)]
     begun = prepared(arguments)
     from benchmarks.quality.oracle import after_each_probe
     from snip_megatron.megatron import entry
 
-    found: list[dict[str, Any]] = []
+    updates: list[dict[str, Any]] = []
 
     def measure(oracle: Any, config: Any, step: Any, result: Any) -> None:
-        found.append(update(oracle, step, result, len(found)))
-        done(found)
+        updates.append(update(oracle, step, result, len(updates)))
+        done(updates)
 
     with after_each_probe(measure):
         entry.run(begun)
@@ -216,14 +216,14 @@ def main() -> int:
     """Run the benchmark. Returns the exit code."""
     parser = arguments_of(__doc__)
     parser.add_argument("--half", type=int, default=4, help="microbatches of each half of the batch")
-    asked = parser.parse_args()
-    about = header(asked.commit) | {"arguments": {k: str(v) for k, v in vars(asked).items()}}
+    options = parser.parse_args()
+    about = header(options.commit) | {"arguments": {k: str(v) for k, v in vars(options).items()}}
 
     def done(updates: list[dict[str, Any]]) -> None:
         show(updates[-1])
-        write(asked.out, {**about, "updates": updates})
+        write(options.out, {**about, "updates": updates})
 
-    train(asked, done)
+    train(options, done)
     return 0
 
 

@@ -127,11 +127,11 @@ def _train(args: argparse.Namespace, experiments: list[Experiment], datas: list[
         pool = Pool(slots, dict(ENVIRONMENT), deadline)
         comparison = Comparison(parts, pool, work, describe(gpus))
         stopped = stop_on_signals(pool)
-        left = comparison.run()
+        missing = comparison.run()
         for part in parts:
             part.results.save()
             _report(part.results, args.out)
-    return _exit_code(comparison, left, stopped)
+    return _exit_code(comparison, missing, stopped)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,10 +189,10 @@ def _locked(path: Path, busy: str) -> Iterator[IO[str]]:
 
 def _ranks(experiments: list[Experiment]) -> int:
     """Return the number of ranks of a run. Raises SnipError if it is not the same in all experiments."""
-    found = {experiment.training.ranks for experiment in experiments}
-    if len(found) > 1:
-        raise SnipError(f"training.ranks: {', '.join(map(str, sorted(found)))}: compare these experiments one by one")
-    return found.pop()
+    counts = {experiment.training.ranks for experiment in experiments}
+    if len(counts) > 1:
+        raise SnipError(f"training.ranks: {', '.join(map(str, sorted(counts)))}: compare these experiments one by one")
+    return counts.pop()
 
 
 def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | None]:
@@ -209,14 +209,14 @@ def devices(gpus: list[str], ranks: int, per_device: int | None) -> list[str | N
     return [group for _ in range(per_device) for group in groups]
 
 
-def _exit_code(comparison: Comparison, left: int, stopped: list[int]) -> int:
-    if left:
-        print(f"compare: {left} runs are left; the same command with --resume goes on", file=sys.stderr)
+def _exit_code(comparison: Comparison, missing: int, stopped: list[int]) -> int:
+    if missing:
+        print(f"compare: {missing} runs are left; the same command with --resume goes on", file=sys.stderr)
     if stopped:
         return 128 + stopped[0]
     if comparison.failed:
         return SOME_FAILED
-    return INCOMPLETE if left else 0
+    return INCOMPLETE if missing else 0
 
 
 def _result_path(out: Path, experiment: Experiment) -> Path:
@@ -256,14 +256,14 @@ def select_gpus(wanted: str) -> list[str]:
     """Return the GPUs that ``--gpus`` selects. An empty list means the CPU. Raises SnipError on a bad value."""
     if wanted == "0":
         return []
-    found = visible_gpus()
+    visible = visible_gpus()
     if wanted == "auto":
-        return found
+        return visible
     if not wanted.isdecimal():
         raise SnipError(f"--gpus {cut(wanted)}: expected auto or a number")
-    if int(wanted) > len(found):
-        raise SnipError(f"--gpus {wanted}: this machine has {len(found)}")
-    return found[: int(wanted)]
+    if int(wanted) > len(visible):
+        raise SnipError(f"--gpus {wanted}: this machine has {len(visible)}")
+    return visible[: int(wanted)]
 
 
 def stop_on_signals(pool: Pool) -> list[int]:

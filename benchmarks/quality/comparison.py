@@ -135,9 +135,9 @@ class Comparison:
             self._say(f"{outcome.job.name} failed: {outcome.error} (log: {outcome.job.log})")
             return
         self._say(f"{outcome.job.name}: {outcome.seconds:.0f} s")
-        made = [p for p in self.parts if p.warm and f"warm checkpoint {p.warm.folder.name}" == outcome.job.name]
-        self._queue(made)
-        for part in made:
+        waiting = [p for p in self.parts if p.warm and f"warm checkpoint {p.warm.folder.name}" == outcome.job.name]
+        self._queue(waiting)
+        for part in waiting:
             part.results.save()
 
     def _take_run(self, outcome: Outcome, run: Run) -> None:
@@ -153,10 +153,10 @@ class Comparison:
             fields["error"] = outcome.error
             self._say(f"{run.title} failed: {outcome.error} (log: {outcome.job.log})")
         for part in self.parts:
-            own = next((r for r in part.runs if part.identity(r) == identity), None)
-            if own is not None:
+            same = next((r for r in part.runs if part.identity(r) == identity), None)
+            if same is not None:
                 sha = part.warm.sha256 if part.warm is not None and run.kind == "from_warm" else None
-                part.results.runs[identity] = record(own, identity, warm_sha256=sha, **fields)
+                part.results.runs[identity] = record(same, identity, warm_sha256=sha, **fields)
                 part.results.save()
         shutil.rmtree(self.work / "runs" / identity / "cache", ignore_errors=True)
 
@@ -166,10 +166,10 @@ class Comparison:
         if now - self._shown_at < PROGRESS_S:
             return
         self._shown_at = now
-        left = len(self._queued) - self._ended
+        remaining = len(self._queued) - self._ended
         failed = f", {self.failed} failed" if self.failed else ""
         spent = now - self._started_at
-        rest = f", about {spent / self._ended * left:.0f} s left" if self._ended else ""
+        rest = f", about {spent / self._ended * remaining:.0f} s left" if self._ended else ""
         self._say(
             f"{self._ended} of {len(self._queued)} runs ended, {self.pool.busy} at work{failed}, {spent:.0f} s{rest}"
         )

@@ -82,8 +82,8 @@ class Candidate(JsonFields):
     @classmethod
     def from_dict(cls, body: Any, where: str) -> Self:
         """Read an object, or the name of a policy, which is also the default of its label."""
-        given = {"policy": body} if isinstance(body, str) else strict_json.mapping(body, where)
-        return super().from_dict({"label": given.get("policy"), **given}, where)
+        fields = {"policy": body} if isinstance(body, str) else strict_json.mapping(body, where)
+        return super().from_dict({"label": fields.get("policy"), **fields}, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,8 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
         raise SnipError(f"{where}: the runs to train stand under from_warm, from_scratch or both")
     rest = {key: value for key, value in body.items() if key not in ("schema", "comment", *PHASES)}
     planned = [{"kind": phases[0].kind, **each} if isinstance(each, dict) else each for each in rest.get("planned", ())]
-    found = Experiment.from_dict({"name": name, **rest, "planned": planned}, f"{where}: experiment")
-    experiment = dataclasses.replace(found, phases=phases)
+    settings = Experiment.from_dict({"name": name, **rest, "planned": planned}, f"{where}: experiment")
+    experiment = dataclasses.replace(settings, phases=phases)
     model(experiment.model)
     for fault in _faults(experiment):
         raise SnipError(f"{where}: {fault}")
@@ -171,8 +171,8 @@ def parse_experiment(body: Any, where: str, name: str) -> Experiment:
 
 def _phase(body: Any, where: str, kind: str) -> Phase:
     rest = dict(strict_json.mapping(body, where))
-    given = strict_json.array(rest.pop("policies", []), f"{where}.policies")
-    candidates = tuple(Candidate.from_dict(each, f"{where}.policies[{i}]") for i, each in enumerate(given))
+    policies = strict_json.array(rest.pop("policies", []), f"{where}.policies")
+    candidates = tuple(Candidate.from_dict(each, f"{where}.policies[{i}]") for i, each in enumerate(policies))
     return dataclasses.replace(Phase.from_dict({**rest, "kind": kind}, where), candidates=candidates)
 
 

@@ -44,15 +44,15 @@ def main() -> int:
     parser.add_argument("--map", action="append", default=[], help="NAME=file of a map whose fprops are a set")
     parser.add_argument("--updates", nargs=2, default=["201", "50"], help="step of the first, and steps to the next")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    about, experiment, rows = header(None), load_experiment(given.experiment), list[dict[str, Any]]()
-    data, batch = load_data(given.data, experiment.tokenizer), experiment.training
-    maps = {name: PrecisionMap.from_json(Path(file).read_text()) for name, file in (m.split("=") for m in given.map)}
+    options = parser.parse_args()
+    about, experiment, rows = header(None), load_experiment(options.experiment), list[dict[str, Any]]()
+    data, batch = load_data(options.data, experiment.tokenizer), experiment.training
+    maps = {name: PrecisionMap.from_json(Path(file).read_text()) for name, file in (m.split("=") for m in options.map)}
     arguments = fill(
         training_arguments(experiment, data, (experiment.warm or Warm(0)).seed), {"data": str(data.folder)}
     )
     arguments += f"""--eval-interval {NEVER} --eval-iters 0 --snip --snip-budget fp4=0.8 --snip-formats fp8,fp4
-        --snip-first-update {given.updates[0]} --snip-update-interval {given.updates[1]} --snip-lag 1
+        --snip-first-update {options.updates[0]} --snip-update-interval {options.updates[1]} --snip-lag 1
         --snip-wait 60""".split()
     begun = prepared(arguments)
     from benchmarks.quality import oracle as room
@@ -68,7 +68,7 @@ def main() -> int:
             row = {"raw": first + each.rise[0], "first": first, "second": each.rise[0], "predicted": expected}
             rows.append({"step": result.table.step, "set": each.kind, "linears": len(each.names), **row})
             print(f"step {result.table.step} {each.kind}", {k: round(1e3 * v, 3) for k, v in row.items()}, "mnat")
-        write(given.out, about | {"sets": rows})
+        write(options.out, about | {"sets": rows})
 
     with room.after_each_probe(measure):
         entry.run(begun)

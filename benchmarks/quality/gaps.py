@@ -49,7 +49,7 @@ def gap(row: Row, validation: str = "map") -> Gap:
     return Gap(mean, low, high, len(values))
 
 
-def found(path: Path, kind: str = "from_warm") -> list[Row]:
+def policy_rows(path: Path, kind: str = "from_warm") -> list[Row]:
     """Return the policies of a result, with their gaps. Raises SnipError if the file is none."""
     return [row for row in rows(list(load_results(path).runs.values())) if row.kind == kind and row.gap["map"]]
 
@@ -59,14 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Gaps to bf16 in mnat, with 95 %% intervals")
     parser.add_argument("results", nargs="+", type=Path, help="result files of compare")
     parser.add_argument("--most", type=float, default=2.0, help="bound in mnat (default: 2)")
-    asked = parser.parse_args(argv)
-    for path in asked.results:
-        print(f"{path.name}\n\n| policy | budget | gap, own | at most {asked.most:g} | gap, bf16 | runs |")
+    arguments = parser.parse_args(argv)
+    for path in arguments.results:
+        print(f"{path.name}\n\n| policy | budget | gap, own | at most {arguments.most:g} | gap, bf16 | runs |")
         print("|---|---|---|---|---|---|")
-        for row in found(path):
-            own, plain = gap(row), gap(row, "bf16")
+        for row in policy_rows(path):
+            gap_in_map, gap_in_bf16 = gap(row), gap(row, "bf16")
             budget = "–" if row.budget is None else f"{100 * row.budget:g} %"
-            print(f"| {row.label} | {budget} | {own} | {own.verdict(asked.most)} | {plain} | {own.runs} |")
+            verdict = gap_in_map.verdict(arguments.most)
+            print(f"| {row.label} | {budget} | {gap_in_map} | {verdict} | {gap_in_bf16} | {gap_in_map.runs} |")
         print()
     return 0
 

@@ -99,12 +99,12 @@ class Oracle:
                 step.rewind()
                 self._registry.start_step(step.step)
                 passes = plain if trial is None else both
-                made = _Call(step, self._registry, trial, passes, len(microbatches), random).run()
+                call = _Call(step, self._registry, trial, passes, len(microbatches), random).run()
                 for owner in owners:
                     self._read(step, owner, scale, None if trial is None else drift2[index - 1])
                 if trial is not None:  # tensor parallel ranks see the same loss, and shards of G and E
-                    change = made.loss if self._tp_rank == 0 else 0.0
-                    loss[index - 1] = (change + made.first_order) * scale.gradient
+                    change = call.loss if self._tp_rank == 0 else 0.0
+                    loss[index - 1] = (change + call.first_order) * scale.gradient
         for sums in (drift2, loss):
             dist.all_reduce(sums)
         w2 = np.concatenate([table.linear["w2"], table.arrays["sink_w2"]])
@@ -126,12 +126,12 @@ class Oracle:
             dist.all_reduce(gradient, group=groups.dp)
         if owner.update is None or not (self._host.sharded or groups.dp_rank == 0):
             return
-        own = gradient.reshape(-1)[owner.update.start : owner.update.end] * (scale.gradient * scale.clip)
+        shard = gradient.reshape(-1)[owner.update.start : owner.update.end] * (scale.gradient * scale.clip)
         if drift2 is None:
-            owner.gradient = own
+            owner.gradient = shard
         else:
             assert owner.gradient is not None
-            drift2[owner.row] += owner.update.squared_error(owner.gradient, own, [1.0])[0]
+            drift2[owner.row] += owner.update.squared_error(owner.gradient, shard, [1.0])[0]
 
 
 class _Call:
@@ -180,30 +180,30 @@ class _Call:
     # -- Megatron's forward step -------------------------------------------------------------------------------
     def _forward_step(self, data_iterator: Any, model: torch.nn.Module, *rest: Any) -> Outputs:
         chunk = self._chunk[id(model)]
-        self._current = own = self._passes[self._forwards[chunk]]
+        self._current = running = self._passes[self._forwards[chunk]]
         self._forwards[chunk] += 1
         # Dropout draws the same masks for a microbatch with and without the option.
-        if (chunk, own.microbatch) in self._random:
-            compat.set_rng_state(self._random[chunk, own.microbatch])
+        if (chunk, running.microbatch) in self._random:
+            compat.set_rng_state(self._random[chunk, running.microbatch])
         else:
-            self._random[chunk, own.microbatch] = compat.rng_state()
+            self._random[chunk, running.microbatch] = compat.rng_state()
         output, loss_function = self._step.call.forward_step_func(data_iterator, model, *rest)
-        output.register_hook(partial(self._begin_backward, own))
-        return output, partial(self._loss, own, loss_function)
+        output.register_hook(partial(self._begin_backward, running))
+        return output, partial(self._loss, running, loss_function)
 
-    def _begin_backward(self, own: _Pass, gradient: torch.Tensor) -> None:
-        self._current = own
-        self._auxiliary.multiply(own.sign * self._loss_factor)
+    def _begin_backward(self, running: _Pass, gradient: torch.Tensor) -> None:
+        self._current = running
+        self._auxiliary.multiply(running.sign * self._loss_factor)
 
-    def _loss(self, own: _Pass, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
+    def _loss(self, running: _Pass, loss_function: Callable[..., Any], output: torch.Tensor) -> Any:
         """Compute the loss times the sign of the pass, and note how the option changes it."""
-        if self._trial is not None and self._trial.gemm is Gemm.FPROP and own.sign:
-            if own.sign > 0:
+        if self._trial is not None and self._trial.gemm is Gemm.FPROP and running.sign:
+            if running.sign > 0:
                 self._output = output.detach()
             else:
                 self._note_change(loss_function, output)
         loss, *others = loss_function(output)
-        return (loss * (own.sign * self._loss_factor), *others)
+        return (loss * (running.sign * self._loss_factor), *others)
 
     @torch.no_grad()
     def _note_change(self, loss_function: Callable[..., Any], output: torch.Tensor) -> None:
@@ -218,17 +218,17 @@ class _Call:
 
     # -- linears -----------------------------------------------------------------------------------------------
     def _forced(self, handle: LinearHandle) -> Override:
-        trial, own = self._trial, self._current
-        nothing = Override(microbatch=own.microbatch)
-        if trial is None or not own.sign or handle.name not in trial.linears:
+        trial, running = self._trial, self._current
+        nothing = Override(microbatch=running.microbatch)
+        if trial is None or not running.sign or handle.name not in trial.linears:
             return nothing
         if trial.format is None:
-            return Override(microbatch=own.microbatch, perturb=trial.gemm) if own.sign > 0 else nothing
-        if own.sign > 0:
-            return Override(_only(trial.gemm, trial.format), own.microbatch)
+            return Override(microbatch=running.microbatch, perturb=trial.gemm) if running.sign > 0 else nothing
+        if running.sign > 0:
+            return Override(_only(trial.gemm, trial.format), running.microbatch)
         if trial.gemm is not Gemm.FPROP:
             return nothing
-        return Override(microbatch=own.microbatch, compare=trial.format, report=self._note_first_order)
+        return Override(microbatch=running.microbatch, compare=trial.format, report=self._note_first_order)
 
     def _note_first_order(self, dot: torch.Tensor) -> None:
         """Note ⟨G, E⟩ of this rank's shards. G is of the pass whose loss is multiplied by −1."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from benchmarks.common import ROOT
-from benchmarks.quality.gaps import Gap, found, gap
+from benchmarks.quality.gaps import Gap, gap, policy_rows
 from benchmarks.svg import OTHER, OWN, document, line, text
 
 RESULTS = ROOT / "benchmarks/results"
@@ -76,14 +76,16 @@ def measured() -> Iterator[Point]:
     gaps: dict[tuple[str, str], tuple[Gap, str]] = {}
     for model, name in LOSSES.items():
         path = RESULTS / name
-        gaps |= {(model, row.label): (gap(row), path.name) for row in found(path) if len(row.gap["map"]) >= FEWEST}
+        gaps |= {
+            (model, row.label): (gap(row), path.name) for row in policy_rows(path) if len(row.gap["map"]) >= FEWEST
+        }
     for name, (job, contender, label) in HOPPER.items():
         ms = json.loads((RESULTS / job).read_text())["ms"]
         time = ms[contender] / ms.get("bf16_graphs", ms.get("bf16"))
-        own = {model: gaps[model, label] for model in LOSSES if label is not None and (model, label) in gaps}
-        for model, (value, file) in own.items():
+        points = {model: gaps[model, label] for model in LOSSES if label is not None and (model, label) in gaps}
+        for model, (value, file) in points.items():
             yield Point(name, "", time, value, model, name in OURS, (Path(job).name, file))
-        if not own:
+        if not points:
             yield Point(name, "", time, None, "", name in OURS, (Path(job).name,))
 
 
@@ -91,10 +93,10 @@ def forecast() -> Iterator[Point]:
     """Yield the points of Blackwell."""
     plan, losses = RESULTS / FORECAST, RESULTS / NVFP4
     bf16, eight, four = (json.loads(plan.read_text())["steps"][name]["seconds"] for name in ("bf16", "fp8", "map"))
-    for row in found(losses):
+    for row in policy_rows(losses):
         if len(row.gap["map"]) >= FEWEST and (row.label in NAMES or row.label == "bf16"):
-            kept = KEPT_BF16.get(row.label, 0.0)
-            seconds = kept * bf16 + row.share * four + (1.0 - kept - row.share) * eight
+            bf16_share = KEPT_BF16.get(row.label, 0.0)
+            seconds = bf16_share * bf16 + row.share * four + (1.0 - bf16_share - row.share) * eight
             share = "" if row.budget is None else f"{100 * row.budget:g} % fp4"
             files, name = (plan.name, losses.name), NAMES.get(row.label, row.label)
             yield Point(name, share, seconds / bf16, gap(row), "26M", row.label in OURS, files)
@@ -132,17 +134,17 @@ class Panel:
         series: dict[tuple[str, str], list[Point]] = {}
         for point in sorted(points, key=lambda point: point.time):
             series.setdefault((point.name, point.model), []).append(point)
-        for (name, model), own in series.items():
-            colour = OWN if own[0].ours else OTHER
-            if own[0].gap is None:
-                x = self.x(own[0].time)
+        for (name, model), members in series.items():
+            colour = OWN if members[0].ours else OTHER
+            if members[0].gap is None:
+                x = self.x(members[0].time)
                 self.parts.append(line(x, TOP, x, TOP + HIGH, colour, "3 4"))
                 turned = f'transform="rotate(-90 {x - 4} {TOP + 6})"'
                 self.parts.append(text(x - 4, TOP + 6, name, turned, anchor="end", size=10.5, colour=colour))
                 continue
-            places = [(self.x(point.time), self.y(point.gap.mean)) for point in own if point.gap is not None]
+            places = [(self.x(point.time), self.y(point.gap.mean)) for point in members if point.gap is not None]
             self.parts += [line(*a, *b, colour) for a, b in itertools.pairwise(places)]
-            self.parts += [self._point(point, colour) for point in own]
+            self.parts += [self._point(point, colour) for point in members]
             if model == "26M":
                 index, down = LABELS.get(name, (0, 4))
                 (x, y), edge = places[index], self.left + 0.85 * WIDE
@@ -152,11 +154,11 @@ class Panel:
     def _point(self, point: Point, colour: str) -> str:
         assert point.gap is not None
         x, y, fill = self.x(point.time), self.y(point.gap.mean), colour if point.model == "26M" else "white"
-        told = f"{point.name} {point.share}: {point.time:.3f} of bf16's step, {point.gap} mnat ({point.model},"
-        told += f" {point.gap.runs} runs); {', '.join(point.files)}"
+        tooltip = f"{point.name} {point.share}: {point.time:.3f} of bf16's step, {point.gap} mnat ({point.model},"
+        tooltip += f" {point.gap.runs} runs); {', '.join(point.files)}"
         interval = line(x, self.y(point.gap.low), x, self.y(point.gap.high), colour)
         circle = f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
-        return f"<g><title>{escape(told)}</title>{interval}{circle}</g>"
+        return f"<g><title>{escape(tooltip)}</title>{interval}{circle}</g>"
 
 
 def picture(hopper: Sequence[Point], blackwell: Sequence[Point]) -> str:

@@ -36,21 +36,21 @@ from snip_megatron.pretrain_gpt import parse_snip_arguments
 OTHER = "all of the next microbatch"
 
 
-def megatron_arguments(asked: argparse.Namespace, microbatches: int = 2) -> list[str]:
+def megatron_arguments(options: argparse.Namespace, microbatches: int = 2) -> list[str]:
     """Return the command line of the training, of so many microbatches a step."""
-    every, batch = asked.steps // asked.updates, microbatches * asked.sequences
-    found = shlex.split(f"""
-        --train-iters {asked.steps} --micro-batch-size {asked.sequences} --global-batch-size {batch}
-        --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters {asked.steps // 10} --weight-decay 0.1
+    every, batch = options.steps // options.updates, microbatches * options.sequences
+    schedule = shlex.split(f"""
+        --train-iters {options.steps} --micro-batch-size {options.sequences} --global-batch-size {batch}
+        --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters {options.steps // 10} --weight-decay 0.1
         --adam-beta2 0.95 --clip-grad 1.0 --seed 1234 --num-workers 0 --eval-iters 0 --eval-interval 1000000
-        --log-interval {every} --snip --snip-budget fp4={asked.budget} --snip-formats fp8,fp4
+        --log-interval {every} --snip --snip-budget fp4={options.budget} --snip-formats fp8,fp4
         --snip-first-update {every - 1} --snip-update-interval {every} --snip-lag 1 --snip-wait 600
     """)
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
-    if asked.data is not None:
-        data = ["--train-data-path", f"{asked.data}/train", "--valid-data-path", f"{asked.data}/valid"]
-        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{asked.data}/tokenizer"]
-    return [*model(asked.model).arguments(asked.length), *data, *found]
+    if options.data is not None:
+        data = ["--train-data-path", f"{options.data}/train", "--valid-data-path", f"{options.data}/valid"]
+        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{options.data}/tokenizer"]
+    return [*model(options.model).arguments(options.length), *data, *schedule]
 
 
 def prepared(arguments: list[str]) -> Any:
@@ -64,25 +64,25 @@ def prepared(arguments: list[str]) -> Any:
     return startup.prepare(arguments, parse_snip_arguments(arguments).snip_no_compat)
 
 
-def train(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train, and return for each update what the tables of its probes are, by their sequences."""
-    begun = prepared(megatron_arguments(asked))
+    begun = prepared(megatron_arguments(options))
     from snip_megatron.megatron import entry
     from snip_megatron.runtime.probe import ProbeRunner
 
-    run, found = ProbeRunner.run, []
+    run, tables = ProbeRunner.run, []
 
     def several(runner: ProbeRunner, step: Any, clip: float, sequences: int) -> Any:
         counts = [n for n in range(1, sequences + 1) if sequences % n == 0]
         probed = {str(n): run(runner, step, clip, n) for n in counts}
         with mock.patch.object(step, "run", _of_the_next_microbatch(step)):
             probed[OTHER] = run(runner, step, clip, sequences)
-        found.append({name: result.table for name, result in probed.items()})
+        tables.append({name: result.table for name, result in probed.items()})
         return probed[str(sequences)]
 
     with mock.patch.object(ProbeRunner, "run", several):
         entry.run(begun)
-    return found
+    return tables
 
 
 def _of_the_next_microbatch(step: Any) -> Callable[[int, int], None]:
@@ -140,11 +140,11 @@ def arguments_of(description: str | None) -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the benchmark. Returns the exit code."""
-    asked = arguments_of(__doc__).parse_args()
+    options = arguments_of(__doc__).parse_args()
     from benchmarks.common import header, write
 
-    about = header(asked.commit)
-    updates = [compared(tables, asked.budget) for tables in train(asked)]
+    about = header(options.commit)
+    updates = [compared(tables, options.budget) for tables in train(options)]
     mean = {
         name: {kind: statistics.fmean(update[name][kind] for update in updates) for kind in updates[0][name]}
         for name in updates[0]
@@ -153,7 +153,8 @@ def main() -> int:
     for name, figures in mean.items():
         print(f"{name:>28} " + " ".join(f"{value:9.4f}" for value in figures.values()))
     write(
-        asked.out, {**about, "arguments": {k: str(v) for k, v in vars(asked).items()}, "mean": mean, "updates": updates}
+        options.out,
+        {**about, "arguments": {k: str(v) for k, v in vars(options).items()}, "mean": mean, "updates": updates},
     )
     return 0
 

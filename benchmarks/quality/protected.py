@@ -56,11 +56,13 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run directories")
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for path in given.results:
+    for path in arguments.results:
         for identity, run in load_results(path).runs.items():
-            maps, problems = (list(step_files(given.runs / identity, kind).values()) for kind in ("maps", "problems"))
+            maps, problems = (
+                list(step_files(arguments.runs / identity, kind).values()) for kind in ("maps", "problems")
+            )
             if run["budget"] is None or len(maps) != 1 or not problems:
                 continue
             items = Problem.from_json(problems[0].read_bytes(), where=str(problems[0])).items
@@ -68,7 +70,7 @@ def main() -> int:
             named = {"experiment": path.stem} | {name: run[name] for name in ("label", "budget", "seed")}
             rows.append(named | figures(chosen, {item.id: item.cost for item in items}))
             print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}))
-    write(given.out, header(given.commit) | {"rows": rows})
+    write(arguments.out, header(arguments.commit) | {"rows": rows})
     return 0
 
 

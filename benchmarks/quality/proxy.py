@@ -82,8 +82,8 @@ class Validation:
     points: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     def of(self, quantity: str, estimator: str) -> Comparison | None:
-        found = (c for c in self.comparisons if (c.quantity, c.estimator) == (quantity, estimator))
-        return next(found, None)
+        matches = (c for c in self.comparisons if (c.quantity, c.estimator) == (quantity, estimator))
+        return next(matches, None)
 
     @property
     def estimators(self) -> list[str]:
@@ -99,10 +99,10 @@ def find_tables(source: Path) -> list[Path]:
     """
     if source.is_file():
         return [source]
-    found = list(step_files(source, "stats").values())
-    if not found:
+    tables = list(step_files(source, "stats").values())
+    if not tables:
         raise SnipError(f"{source}: no run directory with statistics (stats/step_<N>.npz), and no statistics file")
-    return found
+    return tables
 
 
 def _estimated(loss: FloatArray, drift: FloatArray) -> _Scores:
@@ -219,11 +219,11 @@ def _correlations(validation: Validation) -> str:
     names = validation.estimators
     lines = [f"| quantity | options | {' | '.join(names)} |", "|---|---" + "|---" * len(names) + "|"]
     for quantity in QUANTITIES:
-        found = [validation.of(quantity, name) for name in names]
-        counts = [c for c in found if c is not None]
+        comparisons = [validation.of(quantity, name) for name in names]
+        counts = [c for c in comparisons if c is not None]
         if counts:
             options = f"{counts[0].options} ({min(c.trusted for c in counts)} above noise)"
-            cells = ["–" if c is None else _pair(c.rho, c.trusted_rho) for c in found]
+            cells = ["–" if c is None else _pair(c.rho, c.trusted_rho) for c in comparisons]
             lines.append(f"| {quantity} | {options} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -172,10 +172,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     parser.add_argument("--commit", help="what is measured, where the tree has no .git")
     arguments = parser.parse_args()
-    found = limits([json.loads(path.read_text(encoding="utf-8")) for path in arguments.results])
-    write(arguments.out, header(arguments.commit) | found)
-    print({name: round(value, 4) for name, value in found["model"].items()})
-    for row in found["rows"]:
+    result = limits([json.loads(path.read_text(encoding="utf-8")) for path in arguments.results])
+    write(arguments.out, header(arguments.commit) | result)
+    print({name: round(value, 4) for name, value in result["model"].items()})
+    for row in result["rows"]:
         predicted = ", ".join(f"{name} {each['recovered']:.3f}" for name, each in row["predicted"].items())
         print(f"{100 * row['budget']:g} %: auto {row['auto measured']:.3f} in training; predicted: {predicted}")
 

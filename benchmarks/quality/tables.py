@@ -24,9 +24,9 @@ def markdown(results: Results) -> str:
     table = rows(list(results.runs.values()))
     parts = [f"# {results.experiment['name']}", _origin(results)]
     for kind, title in TITLES.items():
-        own = _ordered(results, [row for row in table if row.kind == kind])
-        if own:
-            parts += [f"## {title}", _policies(own)]
+        of_kind = _ordered(results, [row for row in table if row.kind == kind])
+        if of_kind:
+            parts += [f"## {title}", _policies(of_kind)]
     planned = results.experiment.get("planned", [])
     if announced := differences(table, planned):
         count = planned_count(planned)
@@ -71,12 +71,12 @@ def _policies(table: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _differences(found: Sequence[Difference]) -> str:
+def _differences(pairs: Sequence[Difference]) -> str:
     lines = [
         "| validated in | budget | difference, gap recovered | mean | 95 % interval | p (Holm) | the first is |",
         "|---|---|---|---|---|---|---|",
     ]
-    for d in found:
+    for d in pairs:
         formats = "the map's formats" if d.validation == "map" else d.validation
         lines.append(f"| {formats} | {100 * d.budget:g} % | {d.ours} − {d.theirs} | {_figures(d)} |")
     return "\n".join(lines)
@@ -98,7 +98,10 @@ def _origin(results: Results) -> str:
         f"- commit {_list(e['commit'] for e in done)}; {_list(e['hardware'] for e in done)}; torch"
         f" {_list(e['torch'] for e in done)}; {_list(e['date'] for e in done)}",
         f"- text: {results.data['tokens']:,} training tokens, sha256 {str(results.data['sha256'])[:16]}",
-        *(f"- warm checkpoint: {made['steps']} steps, weights sha256 {sha[:16]}" for sha, made in results.warm.items()),
+        *(
+            f"- warm checkpoint: {facts['steps']} steps, weights sha256 {sha[:16]}"
+            for sha, facts in results.warm.items()
+        ),
         f"- runs side by side: {_list(e['side_by_side'] for e in done)}",
         "- gap: validation loss − that of bf16; recovered: 1 − gap / gap of uniform-fp4; mean ± std over runs",
     ]
