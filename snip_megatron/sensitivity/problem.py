@@ -17,8 +17,8 @@ from snip_megatron.sensitivity.policies import divergences, policy_scores
 from snip_megatron.sensitivity.request import PhasedRequest, SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.times import SHARING
-from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
+from snip_megatron.solver.solution import infeasibility
 
 Scores = dict[str, dict[str, dict[str, float]]]
 """Option id → format → {"delta_loss", "delta_weight", "q"}. q is the loss of the Problem's choice."""

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, quoted
-from snip_megatron.solver.infeasible import infeasibility
 from snip_megatron.solver.problem import Problem
-from snip_megatron.solver.solution import Solution
+from snip_megatron.solver.solution import Solution, infeasibility
 from snip_megatron.solver.table import GAP, Floats, Ints, Table
 
 if TYPE_CHECKING:
@@ -52,34 +51,32 @@ def solve(
 
     if time_limit_s is None:
         time_limit_s = DEFAULT_SECONDS if deterministic_time is None else math.inf
-    most = math.inf if deterministic_time is None else deterministic_time
-    limits = Limits(started + time_limit_s, most, seed)
+    limits = Limits(started + time_limit_s, math.inf if deterministic_time is None else deterministic_time, seed)
     table = Table.build(problem)
-    found = search(table, limits, exact=solver == "cpsat")
-    if found is None:
-        fault = infeasibility(problem)
-        solution = Solution({}, "infeasible", problem.budget, fault=fault)
+    outcome = search(table, limits, exact=solver == "cpsat")
+    if outcome is None:
+        solution = Solution({}, "infeasible", problem.budget, fault=infeasibility(problem))
     else:
-        solution = _solution(problem, table, found)
+        solution = _solution(problem, table, outcome)
     return replace(solution, solve_seconds=time.perf_counter() - started, deterministic_seconds=limits.used)
 
 
-def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
-    """Return what was found. Every figure except the bound is computed from the choices."""
+def _solution(problem: Problem, table: Table, outcome: Outcome) -> Solution:
+    """Return the solution of an outcome. Every figure except the bound is computed from the choices."""
     budget, rows = problem.budget, table.rows
-    savings = table.savings(found.assignment)
+    savings = table.savings(outcome.assignment)
     unit = rows.reference or 1.0
     times = rows.reference - unit * table.phase_saving(savings)
-    chosen = _chosen(table, found.assignment)
+    chosen = _formats(table, outcome.assignment)
     losses = [_loss(problem, p, formats) for p, formats in enumerate(chosen)]
     if budget.kind == "loss":
         total = float(table.steps.sum())
         objective = math.fsum((table.steps * times).tolist())
-        bound = rows.reference * total + unit * found.bound
+        bound = rows.reference * total + unit * outcome.bound
     else:
-        objective, bound = table.total_loss(found.assignment), table.least + found.bound
-    status = "optimal" if found.gap <= GAP else "feasible"
-    each = tuple(
+        objective, bound = table.total_loss(outcome.assignment), table.least + outcome.bound
+    status = "optimal" if outcome.gap <= GAP else "feasible"
+    phases = tuple(
         Solution(
             choices={item.id: formats[item.id] for item in problem.items},
             status=status,
@@ -97,22 +94,23 @@ def _solution(problem: Problem, table: Table, found: Outcome) -> Solution:
     )
     bound = min(objective, bound)
     if not problem.phases:
-        return replace(each[0], objective=objective, bound=bound, gap=found.gap)
+        return replace(phases[0], objective=objective, bound=bound, gap=outcome.gap)
     return Solution(
         choices={},
         status=status,
         budget=budget,
         achieved=_average(problem, table, savings, times),
         loss=math.fsum(losses),
-        phases=each,
+        phases=phases,
         steps=tuple(phase.steps for phase in problem.phases),
         objective=objective,
         bound=bound,
-        gap=found.gap,
+        gap=outcome.gap,
     )
 
 
-def _chosen(table: Table, assignment: Ints) -> list[dict[str, Format]]:
+def _formats(table: Table, assignment: Ints) -> list[dict[str, Format]]:
+    """Return item id → format of every phase."""
     chosen: list[dict[str, Format]] = [{} for _ in table.steps]
     for columns, (first, last), j in zip(table.columns, table.span.tolist(), assignment.tolist(), strict=True):
         for p in range(first, last):
@@ -121,13 +119,14 @@ def _chosen(table: Table, assignment: Ints) -> list[dict[str, Format]]:
 
 
 def _loss(problem: Problem, phase: int, formats: Mapping[str, Format]) -> float:
+    """Return Σ loss of a phase, correctly rounded."""
     return math.fsum(
         next(c.losses[phase] for c in item.choices if c.format is formats[item.id]) for item in problem.items
     )
 
 
 def _average(problem: Problem, table: Table, savings: Floats, times: Floats) -> float:
-    """Return the mean share of the run, or its reference time / time, with what is spent."""
+    """Return the mean share of the run, or its reference time / time, including what is spent."""
     done, achieved = (0, 1.0) if problem.spent is None else (problem.spent.steps, problem.spent.achieved)
     if problem.budget.kind == "fp4":
         shares = [_share(float(saved), float(table.cost[0])) for saved in savings[:, 0]]

@@ -1,4 +1,4 @@
-"""The result of a solve: the choices, the objective with its bound, and what was proven."""
+"""The result of a solve: the choices with their objective and its bound, or why no choices meet the budget."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from snip_megatron.precision import Format, PrecisionMap
-from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.budget import MAX_SPEEDUP, Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
+from snip_megatron.solver.problem import Problem
+from snip_megatron.solver.table import Floats, Table
+
+_DIGITS = 1e9  # reachable values are rounded so that a budget of the printed value can be met
 
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """Why a budget cannot be met, in one line; the stage that limits it, or that can save the least, None for a budget
-    of kind ``loss``; and the highest feasible target or speedup, or the smallest feasible loss, None if there is none.
+    """Why a budget cannot be met.
+
+    Attributes:
+        why: the reason in one line.
+        stage: the stage that limits the budget, or that can save the least. None for a budget of kind ``loss``.
+        reachable: the highest feasible target or speedup, or the smallest feasible loss. None if there is none.
     """
 
     why: str
@@ -111,3 +121,81 @@ class Solution:
             target=self.budget.value,
             achieved=self.achieved,
         )
+
+
+# -- no solution -------------------------------------------------------------------------------------------------
+def infeasibility(problem: Problem) -> Infeasibility | None:
+    """Return why no choices meet the budget, or None if some do.
+
+    What can be reached follows from the choices that save most, or under ``loss`` from those of the least loss.
+    """
+    table = Table.build(problem)
+    if problem.budget.kind == "loss":
+        if table.least <= problem.budget.value:
+            return None
+        return Infeasibility(f"the smallest reachable loss is {table.least:.17g}", None, table.least)
+    fastest = table.fastest_assignment()
+    return None if table.is_feasible(fastest) else _explained(problem, table, table.savings(fastest))
+
+
+def _explained(problem: Problem, table: Table, savings: Floats) -> Infeasibility:
+    """Return why even the largest savings [P, K + 1] do not meet the budget."""
+    phase_saving, limit = table.phase_saving(savings), _highest_budget(problem, table)
+    lowest, why = _lowest(problem, table, savings[0])
+    what = "target" if problem.budget.kind == "fp4" else problem.budget.kind
+    if not problem.phases:
+        if limit is None:
+            return Infeasibility(f"{why}; no {what} is reachable", lowest, None)
+        return Infeasibility(f"{why}; the highest reachable {what} is {limit:.12g}", lowest, limit)
+    for p, (reached, floor) in enumerate(zip(phase_saving.tolist(), table.floor.tolist(), strict=True)):
+        if reached < floor:
+            if problem.budget.kind == "speedup":
+                reached = 1 / (1 - reached) if reached < 1 else math.inf
+            shown = math.floor(min(reached, _DIGITS) * _DIGITS) / _DIGITS
+            return Infeasibility(
+                f"phase {p} reaches at most {shown:.9g} (lowest stage: {lowest}), less than its own target of"
+                f" {problem.phases[p].target:g}",
+                lowest,
+                None,
+            )
+    spent = "" if problem.spent is None else f" after {problem.spent.steps} steps at {problem.spent.achieved:.6g}"
+    if limit is None:
+        return Infeasibility(f"no {what} over the whole run is reachable{spent}", lowest, None)
+    why = f"the highest reachable {what} over the whole run is {limit:.12g}"
+    return Infeasibility(f"{why}{spent} (lowest stage: {lowest})", lowest, limit)
+
+
+def _lowest(problem: Problem, table: Table, savings: Floats) -> tuple[int, str]:
+    """Return the stage that saves the least and what it reaches in words, from the savings of a step, [K + 1]."""
+    values = savings / table.rows.divisor + table.rows.offset
+    if problem.budget.kind == "speedup":
+        rows = table.rows
+        times = dict(problem.fixed_cost) | {
+            stage: rows.reference - float(value) * (rows.reference or 1.0)
+            for stage, value in zip(table.stages, values[1:], strict=True)
+        }
+        slowest = max(times, key=lambda stage: (times[stage], -stage))
+        return slowest, f"stage {slowest} costs at least {times[slowest]:.6g}"
+    cost = table.cost[1:]
+    shares = np.where(cost > 0, savings[1:] / np.where(cost > 0, cost, 1.0), np.where(savings[1:] < 0, -np.inf, np.inf))
+    at = int(shares.argmin())
+    why = f"stage {table.stages[at]} saves at most {shares[at]:.6g} of its cost"
+    by_stage = table.rows.hard[1 + at] or (table.rows.counted[1 + at] and values[1 + at] < values[0])
+    return table.stages[at], why if by_stage else f"all stages together save too little (lowest: {why})"
+
+
+def _highest_budget(problem: Problem, table: Table) -> float | None:
+    """Return the highest budget that the fastest assignment meets, rounded down. None if it meets none."""
+    fastest, spent, steps = table.fastest_assignment(), problem.spent, problem.steps
+    done, achieved = (0, 1.0) if spent is None else (spent.steps, spent.achieved)
+    saved = table.total_saving(fastest)
+    if problem.budget.kind == "fp4":
+        limit, least, highest = math.fsum([saved, done * achieved]) / steps, 0.0, 1.0
+    else:
+        taken = math.fsum([steps - done, -saved, done / achieved])
+        limit, least, highest = steps / taken if taken > 0 else MAX_SPEEDUP, 1.0, MAX_SPEEDUP
+    limit = math.floor(min(limit, highest) * _DIGITS) / _DIGITS
+    for tried in (limit, max(limit - 1 / _DIGITS, least), max(limit - 2 / _DIGITS, least)):
+        if limit >= least and Table.build(problem.at(tried)).is_feasible(fastest):
+            return tried
+    return None

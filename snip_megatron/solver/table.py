@@ -66,8 +66,8 @@ class Table:
     """The arrays of D decisions, F choices at most, P phases, K stages.
 
     Attributes:
-        columns: what each choice of each decision is: the formats of its items, by id.
-        span: the decision's first phase and the one behind its last, [D, 2].
+        columns: the choices of each decision: item id → format.
+        span: the decision's first phase and the one after its last, [D, 2].
         stage: [D], index into ``stages``, which ascend.
         loss, true_loss: [D, F], shifted so that a decision's smallest loss is 0, and as given; inf where a
             decision has no such choice.
@@ -99,18 +99,20 @@ class Table:
         stages = tuple(sorted({item.stage for item in items}))
         cost = _costs(items, stages)
         rows = _rows(problem, cost, stages)
-        parts = [(own, span) for own in _decisions(items, rows, stages) for span in _spans(own.keeps, len(phases))]
-        true_loss = np.full((len(parts), max(len(own.formats) for own, _ in parts)), np.inf)
+        parts = [
+            (group, span) for group in _decisions(items, rows, stages) for span in _spans(group.keeps, len(phases))
+        ]
+        true_loss = np.full((len(parts), max(len(group.formats) for group, _ in parts)), np.inf)
         saving = np.zeros_like(true_loss)
-        for d, (own, (a, b)) in enumerate(parts):
-            count = len(own.formats)
-            true_loss[d, :count] = [losses[a] if b == a + 1 else math.fsum(losses[a:b]) for losses in own.losses]
-            saving[d, :count] = own.savings
+        for d, (group, (a, b)) in enumerate(parts):
+            count = len(group.formats)
+            true_loss[d, :count] = [losses[a] if b == a + 1 else math.fsum(losses[a:b]) for losses in group.losses]
+            saving[d, :count] = group.savings
         place = {stage: k for k, stage in enumerate(stages)}
         return cls(
-            columns=tuple(own.formats for own, _ in parts),
+            columns=tuple(group.formats for group, _ in parts),
             span=np.array([span for _, span in parts], dtype=np.int64),
-            stage=np.array([place[own.stage] for own, _ in parts], dtype=np.int64),
+            stage=np.array([place[group.stage] for group, _ in parts], dtype=np.int64),
             stages=stages,
             loss=true_loss - true_loss.min(axis=1, keepdims=True),
             true_loss=true_loss,
@@ -207,10 +209,10 @@ class Table:
 
 
 def _costs(items: Sequence[Item], stages: Sequence[int]) -> Floats:
-    own: dict[int, list[float]] = {stage: [] for stage in stages}
+    by_stage: dict[int, list[float]] = {stage: [] for stage in stages}
     for item in items:
-        own[item.stage].append(item.cost)
-    return np.array([math.fsum(item.cost for item in items), *map(math.fsum, own.values())])
+        by_stage[item.stage].append(item.cost)
+    return np.array([math.fsum(item.cost for item in items), *map(math.fsum, by_stage.values())])
 
 
 def _rows(problem: Problem, cost: Floats, stages: Sequence[int]) -> Rows:
@@ -250,48 +252,48 @@ class _Decision:
 
 def _decisions(items: Sequence[Item], rows: Rows, stages: Sequence[int]) -> list[_Decision]:
     """Return the decisions of items, which are sorted by id, in the order of their first items."""
-    by_id, group = {item.id: item for item in items}, {item.id: [item] for item in items}
+    by_id, groups = {item.id: item for item in items}, {item.id: [item] for item in items}
     halves: dict[str, list[Mapping[Format, float]]] = {}
     for item in items:
         for other, savings in item.joint.items():
             if by_id[other].keeps != item.keeps:
                 for name in (item.id, other):
                     halves.setdefault(name, []).append(savings)
-            elif group[item.id] is not (joined := group[other]):
-                joined += group[item.id]
-                group |= {member.id: joined for member in group[item.id]}
-    groups = {id(own): sorted(own, key=lambda item: item.id) for own in group.values()}
-    return [_decision(own, halves, rows, stages) for own in sorted(groups.values(), key=lambda own: own[0].id)]
+            elif groups[item.id] is not (joined := groups[other]):
+                joined += groups[item.id]
+                groups |= {member.id: joined for member in groups[item.id]}
+    unique = {id(group): sorted(group, key=lambda item: item.id) for group in groups.values()}
+    return [_decision(group, halves, rows, stages) for group in sorted(unique.values(), key=lambda group: group[0].id)]
 
 
 def _decision(
     items: Sequence[Item], halves: Mapping[str, Sequence[Mapping[Format, float]]], rows: Rows, stages: Sequence[int]
 ) -> _Decision:
-    """Return one decision. Of several items it has only choices that no other of less loss and more saving beats."""
+    """Return one decision. That of several items has no choice that another one beats in loss and saving."""
     formats: list[Formats] = []
     losses: list[Sequence[float]] = []
     savings: list[float] = []
     for choices in itertools.product(*(_options(item, rows, stages) for item in items)):
         chosen = {item.id: choice.format for item, choice in zip(items, choices, strict=True)}
-        joint = [own.get(chosen[item.id], 0.0) / 2 for item in items for own in halves.get(item.id, ())]
+        joint = [half.get(chosen[item.id], 0.0) / 2 for item in items for half in halves.get(item.id, ())]
         for item in items:
             fmt = chosen[item.id]
-            joint += [own.get(fmt, 0.0) for other, own in item.joint.items() if chosen.get(other) is fmt]
+            joint += [saved.get(fmt, 0.0) for other, saved in item.joint.items() if chosen.get(other) is fmt]
         formats.append(chosen)
         losses.append([math.fsum(each) for each in zip(*(choice.losses for choice in choices), strict=True)])
         savings.append(math.fsum([*joint, *(choice.saving for choice in choices)]))
-    kept = range(len(formats)) if len(items) == 1 else _undominated(np.array(losses), np.array(savings))
+    options = range(len(formats)) if len(items) == 1 else _undominated(np.array(losses), np.array(savings))
     return _Decision(
         items[0].stage,
         items[0].keeps,
-        tuple(formats[c] for c in kept),
-        [losses[c] for c in kept],
-        [savings[c] for c in kept],
+        tuple(formats[c] for c in options),
+        [losses[c] for c in options],
+        [savings[c] for c in options],
     )
 
 
 def _undominated(losses: Floats, savings: Floats) -> list[int]:
-    """Return the choices, of losses [C, P] and savings [C], than which no other is as good; of equals the first."""
+    """Return the choices that no other one dominates, from losses [C, P] and savings [C]. The first of equals stays."""
     as_good = (losses[:, None] <= losses).all(axis=2) & (savings[:, None] >= savings)
     equal = as_good & as_good.T
     beaten = (as_good & ~equal) | np.triu(equal, 1)
@@ -299,11 +301,11 @@ def _undominated(losses: Floats, savings: Floats) -> list[int]:
 
 
 def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
-    """Return the choices of an item by code. Where nothing costs, a choice that saves less than nothing is none."""
-    own = sorted((c for c in item.choices if item.pin in (None, c.format)), key=lambda c: c.format.code)
+    """Return the choices of an item by code. Negative savings are left out in rows that cost nothing."""
+    choices = sorted((c for c in item.choices if item.pin in (None, c.format)), key=lambda c: c.format.code)
     if rows.hard[0] or rows.hard[1 + stages.index(item.stage)]:
-        return [c for c in own if c.saving >= 0] or own
-    return own
+        return [c for c in choices if c.saving >= 0] or choices
+    return choices
 
 
 def _floor(target: float | None, problem: Problem, rows: Rows) -> float:

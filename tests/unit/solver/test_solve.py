@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.quality.solver_instances import MODELS, instance
-from benchmarks.quality.solver_instances import timed as timed_instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.quality.solver import MODELS, instance
+from benchmarks.quality.solver import timed as timed_instance
 from snip_megatron.precision import Format
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
