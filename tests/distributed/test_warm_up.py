@@ -9,7 +9,10 @@ from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.run_data import read_events
 
-SNIP = "--snip --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2 --snip-wait 120"
+SNIP = (
+    "--snip --snip-estimator noise --snip-gemm hopper --snip-first-update 1 --snip-update-interval 4 --snip-lag 2"
+    " --snip-wait 120"
+)
 
 # A candidate with one scale a tensor, a validation, shards of gathered tokens, and widths that SwiGLU's kernels take.
 ARGUMENTS = (
