@@ -53,15 +53,15 @@ def install() -> None:
     _replace_cuda_runtime()
     _separate_data_loader_seeds()
     _take_split_sizes_as_tensors()
-    _gather_shares_of_different_sizes()
+    _gather_tensors_of_different_sizes()
     _mesh_of_cpus()
     _round_products_once()
     _hide_fused_optimizers()
 
 
 def _hide_fused_optimizers() -> None:
-    """Let Megatron find no optimizers of Transformer Engine's, which need a CUDA device: it then takes torch's."""
-    with contextlib.suppress(Exception):  # not installed, or not for this machine: then it has none to hide
+    """Hide Transformer Engine's optimizers, which need a CUDA device, so that Megatron takes torch's."""
+    with contextlib.suppress(Exception):  # not installed, or not for this machine
         import transformer_engine.pytorch  # noqa: F401
 
         sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def _redirect_devices() -> None:
 
 # -- the runtime -----------------------------------------------------------------------------------------------
 class _Stream:
-    """A stream on which all work has ended when it is issued. Waiting returns at once."""
+    """A stream whose work is complete when it is issued, so that waiting returns at once."""
 
     cuda_stream = 0
     device = CPU
@@ -164,7 +164,7 @@ class _Event:
 
 
 class _Properties:
-    """Properties of a device of compute capability 8.0, so that no Hopper or Blackwell path is taken."""
+    """Properties of a device of compute capability 8.0, for which no Hopper or Blackwell path is taken."""
 
     name = "cpu"
     major, minor = 8, 0
@@ -223,7 +223,7 @@ def _replace_cuda_runtime() -> None:
         "_lazy_init": _nothing(),
         "_lazy_call": lambda call, **k: call(),
     }
-    # Dropout and initialisation draw from the CPU's generator, which stands for the device's.
+    # Dropout and initialisation draw from the CPU's generator, which replaces the device's.
     generator: dict[str, Any] = {
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda *a, **k: torch.get_rng_state(),
@@ -243,8 +243,8 @@ def _replace_cuda_runtime() -> None:
 def _separate_data_loader_seeds() -> None:
     """Give every DataLoader a generator of its own.
 
-    A loader draws a seed when it is iterated. Drawn from the generator that stands for the device's, the seed would
-    shift dropout, and a run resumed after its generator was restored would not be bitwise equal.
+    A loader draws a seed when it is iterated. If it drew from the generator that replaces the device's, it would shift
+    dropout, and a resumed run, whose generator is restored, would not be bitwise equal.
     """
     initialise = torch.utils.data.DataLoader.__init__
 
@@ -272,7 +272,7 @@ def _take_split_sizes_as_tensors() -> None:
     dist.all_to_all_single = with_lists
 
 
-def _gather_shares_of_different_sizes() -> None:
+def _gather_tensors_of_different_sizes() -> None:
     """Make ``all_gather`` accept tensors of different sizes.
 
     A layer-wise optimizer gathers whole parameters, and ranks own different amounts of them. NCCL accepts that, gloo
@@ -284,14 +284,14 @@ def _gather_shares_of_different_sizes() -> None:
     def of_any_sizes(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        if len({share.numel() for share in tensor_list}) < 2:
+        if len({part.numel() for part in tensor_list}) < 2:
             return all_gather(tensor_list, tensor, group, async_op)
-        for rank, share in enumerate(tensor_list):
+        for rank, part in enumerate(tensor_list):
             if rank == dist.get_rank(group):
-                share.copy_(tensor)
-            if share.numel():
-                dist.broadcast(share, group=group, group_src=rank)
-        return _Event() if async_op else None  # with which all has ended
+                part.copy_(tensor)
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=rank)
+        return _Event() if async_op else None  # all broadcasts are complete
 
     dist.all_gather = of_any_sizes
 
@@ -326,7 +326,7 @@ def _round_products_once() -> None:
 
 
 def _product(multiply: Callable[..., torch.Tensor], *operands: Any, **scalars: float) -> torch.Tensor:
-    """Call the out variant, whose own kernel has not been replaced."""
+    """Call the out variant, whose kernel has not been replaced."""
     dtype = operands[0].dtype
     if dtype != torch.bfloat16:
         return multiply(*operands, **scalars, out=operands[0].new_empty(0))

@@ -227,15 +227,16 @@ def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list
     About ``share`` of the files are held out, and at least one if ``share`` > 0. Raises SnipError if no file is left
     for training.
     """
-    held = [file for file in files if file.position() < share]
-    if share > 0 and not held:
-        held = [min(files, key=TextFile.position)]
-    train = [file for file in files if file not in held]
+    held_out = [file for file in files if file.position() < share]
+    if share > 0 and not held_out:
+        held_out = [min(files, key=TextFile.position)]
+    keys = {file.key for file in held_out}
+    train = [file for file in files if file.key not in keys]
     if not train:
         raise SnipError(
             f"{len(files)} file(s) are too few for a hold-out by file; give more files, or --holdout 0 for none"
         )
-    return train, held
+    return train, held_out
 
 
 # -- tokenizers ------------------------------------------------------------------------------------------------
@@ -356,9 +357,9 @@ def _write_part(name: str, files: list[TextFile], tokenizer: Tokenizer, folder: 
     }
 
 
-def _texts(files: Sequence[TextFile], what: str) -> Iterator[str]:
+def _texts(files: Sequence[TextFile], task: str) -> Iterator[str]:
     """Yield the text of each file, with its newlines as they are, and show the progress on standard error."""
-    for file in tqdm(files, desc=what, unit="file", mininterval=0.2 if sys.stderr.isatty() else 5.0, file=sys.stderr):
+    for file in tqdm(files, desc=task, unit="file", mininterval=0.2 if sys.stderr.isatty() else 5.0, file=sys.stderr):
         yield file.path.read_bytes().decode("utf-8")
 
 

@@ -57,12 +57,13 @@ def _callback(ddp: DistributedDataParallel, weights: Sequence[Tensor]) -> Callab
     return on_wgrad_complete
 
 
+# -- reduction in FP8 ------------------------------------------------------------------------------------------
+# Megatron's --ddp-reduce-scatter-with-fp32-accumulation makes bucket groups of one bucket and waits for a handle that
+# finishes the sum. That argument is set, and its function is replaced.
 _ARGUMENT = "ddp_reduce_scatter_with_fp32_accumulation"
 _FUNCTION, _CHOSEN = "reduce_scatter_with_fp32_accumulation", "dist_reduce_scatter_func"
-
-
-_ROW = 16 * TILE  # elements of gradients that kernels treat as a row, at most
-_LARGE, _LONG_ROW = 2**29, 256 * TILE  # a bucket of so many elements, and its rows
+_ROW = 16 * TILE  # largest number of gradients in a row of a kernel
+_LARGE, _LONG_ROW = 2**29, 256 * TILE  # elements of a large bucket, and of its rows
 
 
 def check_gradient_reduction(args: argparse.Namespace) -> None:
@@ -147,12 +148,12 @@ def _reduce_scatter(
 
 
 def start_gradient_reduction(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Start the sum over data parallel ranks of gradients, of which this rank gets its part.
+    """Start to sum gradients over data parallel ranks. This rank gets its part of the sum.
 
     Args:
-        shard: [n], where the sum is written. It may be this rank's part of ``whole``.
+        shard: [n], to which the sum is written. It may be this rank's part of ``whole``.
         whole: [ranks·n], this rank's gradients.
-        group: the data parallel group.
+        group: The data parallel group.
 
     Returns:
         A function that waits for the exchange and writes the sum.
