@@ -39,7 +39,7 @@ _GRADIENT_GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
 class LinearCall(NamedTuple):
     """The arguments of one forward other than tensors. The backward uses the same object.
 
-    Every forward makes one, and a tuple is made faster than a dataclass.
+    Every forward builds one, and a tuple is faster to build than a dataclass.
 
     Attributes:
         sequence_parallel: whether the input is this rank's token shard. It is then gathered, and its gradient is
@@ -47,7 +47,7 @@ class LinearCall(NamedTuple):
         allreduce_dgrad: whether the input is replicated. Its gradient is then all-reduced.
         tp_group: the tensor parallel group, which communication needs.
         has_backward: whether a backward may follow. X is quantised for wgrad only then.
-        override: what a measuring pass requests; None during training and in probes.
+        override: the request of a measuring pass. None during training and in probes.
         scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
             then gathered.
     """
@@ -97,11 +97,11 @@ class PrequantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, operands: OperandPair, shape: Sequence[int], like: Tensor) -> PrequantizedTensor:
         """Make the tensor, with the dtype and device of ``like``."""
-        made: PrequantizedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: PrequantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        made.operands = operands
-        return made
+        tensor.operands = operands
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -153,7 +153,7 @@ class QuantizedLinear(torch.autograd.Function):
             y, operand = backend.forward(total, weight_operands(call, weight, fprop, dgrad)[0], spec)
             saved = saved or operand
         if saved is not None:
-            tensors, ctx.rest = saved
+            tensors, ctx.structure = saved
             ctx.save_for_backward(*tensors)
         if call.override is not None:
             y = perturbed(call.override, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
@@ -176,7 +176,7 @@ class QuantizedLinear(torch.autograd.Function):
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
         grad_weight: Tensor | None
-        x: FlatOperand = ctx.saved_tensors, ctx.rest
+        x: FlatOperand = ctx.saved_tensors, ctx.structure
         main_grad = main_grad_of(handle, weight)
         _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
@@ -247,8 +247,8 @@ def _backward_in_parts(
     if ctx.recorder is not None:  # all GEMMs of a probe run in bf16, so that X was saved unquantised
         with torch.no_grad():
             reduced = call.sequence_parallel or call.allreduce_dgrad
-            whole = d if reduced else unreduced_gradient(handle, d)
-            recorded = [x_columnwise.tensor, matrix(g).contiguous(), d_local, matrix(whole)]
+            summed = d if reduced else unreduced_gradient(handle, d)
+            recorded = [x_columnwise.tensor, matrix(g).contiguous(), d_local, matrix(summed)]
             if handle.shares_tokens:  # the recorder sees all of them, as those of other linears do
                 recorded = [gather_tokens(tensor, handle.tp_group) for tensor in recorded]
             x_rows, g_rows, *both = recorded
@@ -316,8 +316,8 @@ def gradient_keys(call: LinearCall, g: Tensor, *formats: Format) -> GradientKeys
     if graphed is not None and call.trains:
         dgrad, wgrad = graphed.next_keys()
         return GradientKeys(dgrad, wgrad, cols, first_row=first_row, paired=handle.paired)
-    own = handle.state.backwards if call.override is None else call.override.microbatch
-    identity = (context.seed, context.step, handle.global_microbatch(own), handle.index)
+    microbatch = handle.state.backwards if call.override is None else call.override.microbatch
+    identity = (context.seed, context.step, handle.global_microbatch(microbatch), handle.index)
     first, second = derive_seeds(identity, _GRADIENT_GEMMS)
     return GradientKeys(first, second, cols, first_row=first_row, paired=handle.paired)
 
@@ -336,7 +336,7 @@ def unreduced_gradient(handle: LinearHandle, d: Tensor) -> Tensor:
 
 
 def main_grad_of(handle: LinearHandle, weight: Tensor) -> Tensor | None:
-    """Return the tensor that ∇W is added to; None if autograd gets it."""
+    """Return the tensor that ∇W is added to, or None if autograd gets ∇W."""
     return None if handle.context.fsdp_sharded else getattr(weight, "main_grad", None)
 
 
@@ -345,11 +345,11 @@ def autograd_gradient(
 ) -> Tensor | None:
     """Return the gradient that autograd gets for the weight.
 
-    Without a ``main_grad`` (FP32 or bf16, made by DDP) this is ∇W in the weight's dtype; None if it is delayed.
+    Without a ``main_grad`` (FP32 or bf16, allocated by DDP) this is ∇W in the weight's dtype, or None if it is delayed.
     Otherwise ∇W is added to ``main_grad``, without a bf16 copy. If the weight has ``grad_added_to_main_grad``, autograd
     gets a placeholder, because DDP with overlap_grad_reduce requires a gradient, and because autograd waits at the end
     for the stream of a weight that gets none, which a capture may not. Otherwise it gets None. ``placeholder`` is
-    memory in the weight's shape and dtype; None: new memory.
+    memory in the weight's shape and dtype. If it is None, new memory is used.
     """
     if main_grad is None:
         return None if grad_weight is None else grad_weight.to(weight.dtype)

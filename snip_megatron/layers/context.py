@@ -71,7 +71,7 @@ class Override:
         microbatch: index of the microbatch in the step. It enters the keys of stochastic rounding, so that a repeated
             microbatch rounds as it did before.
         perturb: the GEMM whose result is changed by less than a rounding step of the training dtype, which measures the
-            effect of rounding alone; None for no change. See :func:`snip_megatron.layers.autograd.perturbed`.
+            effect of rounding alone. None if no GEMM is changed. See :func:`snip_megatron.layers.autograd.perturbed`.
         compare: a format for fprop. The backward reports ⟨G, E⟩, where E is the error that fprop has in this format.
         report: called with ⟨G, E⟩, a float64 scalar, for the shards of this tensor parallel rank and G as autograd
             passes it.
@@ -147,12 +147,12 @@ class LinearState:
     Attributes:
         position: position of the linear in the global order of the model's linears, which the registry sets.
         formats: formats of (fprop, dgrad, wgrad) in the map in force.
-        recorder: receives the backwards of probes; None if the linear is not recorded.
+        recorder: receives the backwards of probes. None if the linear is not recorded.
         weights: the quantised weight of this step.
         graphed: None without CUDA graphs.
         beside_swiglu: whether SwiGLU, of this linear's output or as its input, may be fused with quantisation.
         delayed: wgrads that are still to run, in the order of their backwards, of a linear that delays them.
-        spans: times Megatron's own code of the linear; None if nothing asks.
+        spans: times Megatron's own code of the linear. None if it is not timed.
         backwards: number of backwards in this step so far. Every pipeline schedule runs backwards in microbatch order,
             with and without recomputation. In a backward this is therefore the index of the microbatch on this rank,
             which enters the keys of stochastic rounding.
@@ -180,9 +180,9 @@ class LinearHandle:
         out_features, in_features: int64 global indices of the local weight's rows and columns.
         delays: whether wgrad runs when the module's ``backward_dw`` is called, not in the backward.
         parameter: name of the module's parameter that is the local shard of the weight [N local, K local].
-        tp_group: the tensor parallel group; None if no tensor is sharded. Ranks that share a whole linear's tokens have
+        tp_group: the tensor parallel group. None if no tensor is sharded. Ranks that share a whole linear's tokens have
             one.
-        expert: global index of the expert that the linear belongs to; None if it belongs to none. The same linear of
+        expert: global index of the expert that the linear belongs to. None if it belongs to none. The same linear of
             all experts of a layer has one name.
     """
 
@@ -217,7 +217,7 @@ class LinearHandle:
 
     @functools.cached_property
     def shard(self) -> tuple[int, int, torch.dtype]:
-        """Rows, columns and dtype of the local shard of the weight, as the first pass found them."""
+        """Rows, columns and dtype of the local shard of the weight, read at the first pass."""
         n, k = self.weight.shape
         return n, k, self.weight.dtype
 
@@ -251,11 +251,11 @@ class LinearHandle:
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """Return the output features on a device. Stochastic rounding reads them in every backward."""
-        found = self._columns.get(device)
-        if found is None:
+        columns = self._columns.get(device)
+        if columns is None:
             with torch.inference_mode(False):  # a validation may make them for training
-                found = self._columns[device] = self.out_features.to(device)
-        return found
+                columns = self._columns[device] = self.out_features.to(device)
+        return columns
 
     @functools.cached_property
     def _columns(self) -> dict[torch.device, torch.Tensor]:
@@ -308,7 +308,7 @@ class LinearHandle:
         Args:
             operand: "x", "w" or "g".
             x: this rank's shard of the operand [..., features], with all tokens.
-            rowwise, columnwise: formats of the two GEMMs; None for one that does not run.
+            rowwise, columnwise: formats of the two GEMMs. None stands for a GEMM that does not run.
             keys: keys of stochastic rounding of G.
             on_device: see :meth:`rotation`.
         """
@@ -335,20 +335,20 @@ class LinearHandle:
         return largest_of_shards(amax, self._sharing(operand))
 
     def _sharing(self, operand: str) -> dist.ProcessGroup | None:
-        """Return the group whose ranks hold shards of an operand; None if this rank holds the whole operand."""
+        """Return the group whose ranks hold shards of an operand, or None if this rank holds the whole operand."""
         return self.tp_group if operand in _SHARDED[self.parallel] else None
 
     def rotation(
         self, operand: str, x: torch.Tensor, wgrad: Format | None, *, on_device: bool = False
     ) -> Rotation | None:
-        """Return how an operand of wgrad is transformed; None if its format has no Hadamard transform.
+        """Return the transform of an operand of wgrad, or None if its format has no Hadamard transform.
 
         If the format has a scale for the whole tensor, and ranks hold shards of the operand, this is a collective.
 
         Args:
             operand: "x" or "g".
             x: this rank's shard of the operand [..., features], with all tokens.
-            wgrad: its format; None if wgrad does not run.
+            wgrad: its format. None if wgrad does not run.
             on_device: take the signs from the device if the linear is in CUDA graphs.
         """
         if wgrad is None or wgrad not in ROTATED:

@@ -42,7 +42,7 @@ class GroupedCall(NamedTuple):
         handles: the linears of this rank's experts, in the order of the rows.
         on_wgrad_complete: see :func:`grouped_call`. If it is None, the weights are arguments of the autograd function.
         formats: formats of (fprop, dgrad, wgrad).
-        versions: what every change of a weight increases.
+        versions: version counters of the weights, which every change of a weight increases.
         operands: the weights as the operands of fprop and of dgrad.
     """
 
@@ -69,8 +69,8 @@ class GroupedCall(NamedTuple):
     def input_spec(self) -> OperandSpec:
         """How X is quantised for fprop and wgrad."""
         fprop, _, wgrad = self.formats
-        kept = wgrad if self.linear.has_backward else None
-        return OperandSpec(fprop, kept, rotation=_rotation(self.linear.handle, wgrad))
+        saved = wgrad if self.linear.has_backward else None
+        return OperandSpec(fprop, saved, rotation=_rotation(self.linear.handle, wgrad))
 
     def check(self) -> None:
         """Raise SnipError if a backward cannot follow the forward."""
@@ -85,18 +85,18 @@ class GroupedCall(NamedTuple):
         handle, weights = self.linear.handle, self.weights
         main_grads = [main_grad_of(handle, weight) for weight in weights]
         out = [each for each in main_grads if each is not None]
-        whole = len(out) == len(weights)
-        found = self.products.accumulate(g, x, out if whole else None)
+        all_in_main_grad = len(out) == len(weights)
+        grads = self.products.accumulate(g, x, out if all_in_main_grad else None)
         handle.state.backwards += 1
         if handle.delays and self.linear.trains:  # wgrad has run; what Megatron calls later tells DDP so
             handle.state.delayed.append(_no_wgrad)
         if self.on_wgrad_complete is not None:
             self.on_wgrad_complete()
             return ()
-        shared = None  # by all experts: placeholders of their own would take the memory of all weights
-        if whole and hasattr(weights[0], "grad_added_to_main_grad"):
+        shared = None  # one placeholder for all experts: one each would take the memory of all weights
+        if all_in_main_grad and hasattr(weights[0], "grad_added_to_main_grad"):
             shared = gradient_placeholder(weights[0])
-        return [autograd_gradient(*each, shared) for each in zip(weights, found, main_grads, strict=True)]
+        return [autograd_gradient(*each, shared) for each in zip(weights, grads, main_grads, strict=True)]
 
 
 def grouped_call(
@@ -160,7 +160,7 @@ class GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *passed: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, splits: Sequence[int], call: GroupedCall, *_: Tensor) -> Tensor:
         """Run fprop, and save the operand of wgrad for the backward."""
         handle, weights = call.linear.handle, call.weights
         ctx.call, ctx.splits = call._replace(operands=(None, call.operands[1])), splits
@@ -175,7 +175,7 @@ class GroupedLinear(torch.autograd.Function):
                 error = partial(output_error, override, handle, handle.context.backend)
                 ctx.error = _by_expert(splits, error, x, weights, y)
         if call.linear.has_backward:
-            tensors, ctx.rest = flatten(columnwise)
+            tensors, ctx.structure = flatten(columnwise)
             ctx.save_for_backward(*tensors, *([x] if probed else []))
         return y
 
@@ -193,16 +193,16 @@ class GroupedLinear(torch.autograd.Function):
         if override is not None:
             d = _by_expert(splits, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
             report_error(override, g, getattr(ctx, "error", None))
-        passed = call.wgrad(columnwise, assemble((tuple(saved), ctx.rest)))
+        grads = call.wgrad(columnwise, assemble((tuple(saved), ctx.structure)))
         if x is not None:
             _record(ctx.recorders, call, splits, x, g, d)
-        return d, None, None, *passed
+        return d, None, None, *grads
 
 
 def _by_expert(
     splits: Sequence[int], function: Callable[..., Any], rows: Tensor, weights: Sequence[Tensor], out: Tensor
 ) -> Tensor:
-    """Return ``function(rows, weight, out)`` of every expert, which an Override asks for, as one tensor."""
+    """Return ``function(rows, weight, out)`` of every expert, which a measuring pass requests, as one tensor."""
     of_rows, of_out = (torch.split(each, list(splits)) for each in (rows, out))
     return torch.cat([function(*each) for each in zip(of_rows, weights, of_out, strict=True)])
 
@@ -229,7 +229,7 @@ def gradient_spec(call: GroupedCall, g: Tensor) -> OperandSpec:
 
 
 def _rotation(handle: LinearHandle, wgrad: Format) -> Rotation | None:
-    """Return how an operand of wgrad is transformed; None if its format has no Hadamard transform."""
+    """Return the transform of an operand of wgrad, or None if its format has no Hadamard transform."""
     if wgrad not in ROTATED:
         return None
     signs = signs_of([handle], handle.context.seed, handle.context.step)[0] if SPECS[wgrad].random_signs else 0
@@ -241,11 +241,11 @@ def _record(
 ) -> None:
     """Pass the tensors of each expert to its recorder. All GEMMs of a probe run in bf16."""
     with torch.no_grad():
-        whole = unreduced_gradient(call.linear.handle, d)
-        rows = (torch.split(tensor, list(splits)) for tensor in (x, g, d, whole))
-        for recorder, weight, of_x, of_g, of_d, of_whole in zip(recorders, call.weights, *rows, strict=True):
+        summed = unreduced_gradient(call.linear.handle, d)
+        rows = (torch.split(tensor, list(splits)) for tensor in (x, g, d, summed))
+        for recorder, weight, of_x, of_g, of_d, of_summed in zip(recorders, call.weights, *rows, strict=True):
             if recorder is not None:
-                recorder.on_backward(of_x, weight.detach(), of_g, of_d, of_whole)
+                recorder.on_backward(of_x, weight.detach(), of_g, of_d, of_summed)
 
 
 # -- rows with padding and without, for autograd -----------------------------------------------------------------------
@@ -255,7 +255,7 @@ def pad(x: Tensor, rows: GroupRows) -> Tensor:
 
 
 def unpad(x: Tensor, rows: GroupRows) -> Tensor:
-    """Return the rows that :func:`pad` was given, in their order."""
+    """Return the rows of x without the padding of :func:`pad`."""
     return _Moved.apply(x, rows.unpad, rows.pad) if rows.moves else x  # type: ignore[no-untyped-call]
 
 

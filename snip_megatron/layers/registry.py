@@ -93,7 +93,7 @@ class LinearRegistry:
     Attributes:
         rows: all linears of the model, over all ranks, in the order that maps and broadcasts use.
         left: linears of the model that are not converted and stay in bf16.
-        device: the state of the step that CUDA graphs read; None without graphs.
+        device: the state of the step that CUDA graphs read. None without graphs.
         generation: number of adopted maps that changed a format.
         stock: name of a linear of the model that was not converted → why.
     """

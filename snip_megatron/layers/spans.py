@@ -15,17 +15,17 @@ type Mark = torch.cuda.Event | float
 
 
 class Spans:
-    """Notes when the latest ``kept`` forwards of a module, and their backwards, began and ended."""
+    """Notes when the latest ``count`` forwards of a module, and their backwards, began and ended."""
 
-    def __init__(self, kept: int = 8) -> None:
-        self._kept: deque[list[Mark]] = deque(maxlen=kept)
+    def __init__(self, count: int = 8) -> None:
+        self._latest: deque[list[Mark]] = deque(maxlen=count)
 
-    def run[*Given, Rest](
-        self, call: Callable[[Tensor, *Given], tuple[Tensor, Rest]], x: Tensor, *given: *Given
+    def run[*Arguments, Rest](
+        self, call: Callable[[Tensor, *Arguments], tuple[Tensor, Rest]], x: Tensor, *arguments: *Arguments
     ) -> tuple[Tensor, Rest]:
         """Call a module's forward. Without a backward through x, or in a capture, nothing is noted."""
         if not (torch.is_grad_enabled() and x.requires_grad) or _captures():
-            return call(x, *given)
+            return call(x, *arguments)
         marks = [_mark()]
 
         def begin(_: Tensor) -> None:
@@ -33,19 +33,19 @@ class Spans:
 
         def end(_: Tensor) -> None:
             marks.append(_mark())
-            self._kept.append(marks)
+            self._latest.append(marks)
 
-        y, rest = call(x, *given)
+        y, rest = call(x, *arguments)
         marks.append(_mark())
         y.register_hook(begin)  # type: ignore[no-untyped-call]
         x.register_hook(end)  # type: ignore[no-untyped-call]
         return y, rest
 
     def seconds(self) -> float | None:
-        """Return the median of the noted microbatches' seconds, forward and backward; None if there are none."""
+        """Return the median of the noted microbatches' seconds, forward and backward, or None if there are none."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return statistics.median(map(_seconds, self._kept)) if self._kept else None
+        return statistics.median(map(_seconds, self._latest)) if self._latest else None
 
 
 def _captures() -> bool:

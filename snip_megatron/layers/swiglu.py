@@ -80,7 +80,7 @@ class _Fused(torch.autograd.Function):
 
 
 def quantized_swiglu(y: Tensor, fc2: LinearHandle, formats: Formats) -> OperandPair | None:
-    """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``; None if nothing is fused.
+    """Return SwiGLU of y [T, 2K] as the operands of fprop and wgrad of ``fc2``, or None if nothing is fused.
 
     If its amax is that of a shard, this is a collective of the tensor parallel group.
     """
@@ -143,7 +143,7 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall, *passed: Tensor
+        ctx: Any, x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall, *_: Tensor
     ) -> Tensor:
         """Compute the result, and save Y of fc1 and the operands of both wgrads."""
         ctx.calls, ctx.rows, ctx.like_probs = (fc1, fc2), rows, (probs.shape, probs.dtype)
@@ -152,7 +152,7 @@ class _FusedExperts(torch.autograd.Function):
         probs = rows.pad(probs.float().view(-1))
         rowwise, of_hidden = fc2.products.swiglu(y, probs, rows, fc2.input_spec)
         if fc1.linear.has_backward:
-            tensors, ctx.rest = flatten((of_x, of_hidden))
+            tensors, ctx.structure = flatten((of_x, of_hidden))
             ctx.save_for_backward(y, probs, *tensors)
         return rows.unpad(fc2.products.multiply(Gemm.FPROP, rowwise, fc2.operands[0], x.dtype))
 
@@ -163,11 +163,11 @@ class _FusedExperts(torch.autograd.Function):
         for call in ctx.calls:
             call.check()
         y, probs, *tensors = ctx.saved_tensors
-        of_x, of_hidden = assemble((tuple(tensors), ctx.rest))
+        of_x, of_hidden = assemble((tuple(tensors), ctx.structure))
         g, rows = grad_outputs[0].contiguous(), ctx.rows
         rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g))
         d = fc2.products.multiply(Gemm.DGRAD, rowwise, fc2.operands[1], g.dtype)
-        passed = fc2.wgrad(columnwise, of_hidden)
+        fc2_grads = fc2.wgrad(columnwise, of_hidden)
         spec, fuses = gradient_spec(fc1, y), fc1.products.fuses_swiglu(fc1.formats[1:])
         (rowwise, columnwise), of_probs = fc1.products.swiglu_gradient(
             d, y, probs, rows, spec if fuses else _UNQUANTIZED
@@ -177,7 +177,7 @@ class _FusedExperts(torch.autograd.Function):
         d = rows.unpad(fc1.products.multiply(Gemm.DGRAD, rowwise, fc1.operands[1], g.dtype))
         shape, dtype = ctx.like_probs
         of_probs = rows.unpad(of_probs).view(shape).to(dtype)
-        return d, of_probs, None, None, None, *fc1.wgrad(columnwise, of_x), *passed
+        return d, of_probs, None, None, None, *fc1.wgrad(columnwise, of_x), *fc2_grads
 
 
 _UNQUANTIZED = OperandSpec(Format.BF16, None)

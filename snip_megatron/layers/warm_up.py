@@ -39,8 +39,8 @@ class WarmUpLinear:
         if not self.experts:
             call = LinearCall(handle, has_backward=torch.is_grad_enabled())
             return QuantizedLinear.apply(x, handle.weight, None, call)  # type: ignore[no-untyped-call,no-any-return]
-        each, left = divmod(len(x), self.experts)
-        splits = [each + (expert < left) for expert in range(self.experts)]
+        rows, remainder = divmod(len(x), self.experts)
+        splits = [rows + (expert < remainder) for expert in range(self.experts)]
         return grouped_product([handle] * self.experts, [handle.weight] * self.experts, x, splits)
 
 
@@ -97,8 +97,8 @@ def _warm_up_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
             quantized_gradient(linear.g.new_zeros(len(linear.g), linear.g.shape[1] // 2), linear.g, call)
     else:
         y = linear.x.new_zeros(len(linear.x), 2 * linear.x.shape[1])
-        for kept in (wgrad, None):  # in training; in validation and recomputation
-            quantized_swiglu(y, handle, (fprop, kept))
+        for saved in (wgrad, None):  # in training; in validation and recomputation
+            quantized_swiglu(y, handle, (fprop, saved))
 
 
 def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
@@ -114,9 +114,9 @@ def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
     spec = OperandSpec(dgrad, wgrad, keys=gradient_keys(call, linear.g, dgrad, wgrad))
     if handle.parallel == "row":
         products.quantize_unpadded(linear.g, rows, spec)
-        for kept in (wgrad, None):
-            if products.fuses_swiglu((fprop, kept)):
-                products.swiglu(torch.cat([x, x], 1), probs, rows, OperandSpec(fprop, kept))
+        for saved in (wgrad, None):
+            if products.fuses_swiglu((fprop, saved)):
+                products.swiglu(torch.cat([x, x], 1), probs, rows, OperandSpec(fprop, saved))
     else:
         products.quantize_unpadded(linear.x, rows, OperandSpec(fprop, wgrad))
         if products.fuses_swiglu((dgrad, wgrad)):
@@ -131,16 +131,16 @@ def covering(options: tuple[Sequence[Format], Sequence[Format], Sequence[Format]
     always have the same.
     """
     chosen = [(a, b, c) for a, b, c in itertools.product(*options) if not alike or a is b is c]
-    found: list[Formats] = []
+    choices: list[Formats] = []
     seen: set[tuple[int, Format, Format]] = set()
     # Greedy: take the choice with the most missing pairs. With two formats per GEMM, this takes four of eight choices.
     while chosen:
         best = max(chosen, key=lambda formats: len(_pairs(formats) - seen))
         if _pairs(best) <= seen:
             break
-        found.append(best)
+        choices.append(best)
         seen |= _pairs(best)
-    return found
+    return choices
 
 
 def _pairs(formats: Formats) -> set[tuple[int, Format, Format]]:

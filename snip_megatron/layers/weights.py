@@ -1,4 +1,4 @@
-"""The quantised weight of one linear, or of all experts, made once per optimizer step and used by its microbatches.
+"""The quantised weight of one linear, or of all experts, computed once per optimizer step for all its microbatches.
 
 :class:`WeightCache` keeps the operands in a Python object. :class:`GraphedWeight` keeps them at fixed addresses for
 CUDA graphs.
@@ -19,7 +19,7 @@ all quantise their shards in the same calls."""
 
 
 class WeightCache:
-    """The operands that a backend made of a weight, kept until step, formats, backend or weight change.
+    """The operands of a weight, cached until step, formats, backend or weight change.
 
     The registry clears the cache at the end of a step and when a map is adopted. The cache also compares the tensor's
     version counter, which detects other changes such as the loading of a checkpoint. The counter alone is not enough:
@@ -60,7 +60,7 @@ class WeightCache:
 
 
 class GraphedWeight:
-    """The operands that a backend made of a weight, kept in the same memory while the formats stay the same.
+    """The operands of a weight, in the same memory while the formats stay the same.
 
     Every forward launches the quantisation kernels. They write only if ``current`` is zero, as it is in the first
     microbatch of a step; the step hooks set it. One captured forward therefore serves all microbatches. ``current`` is
@@ -81,14 +81,15 @@ class GraphedWeight:
         key = (backend, formats, weight.data_ptr())
         if key != self._key:
             self.clear()
-        how = spec()
-        if how.amax is not None:  # captured kernels read it at one address
-            self._amax = how.amax.clone() if self._amax is None else self._amax.copy_(how.amax)
-            how = how._replace(amax=self._amax)
+        weight_spec = spec()
+        if weight_spec.amax is not None:  # captured kernels read it at one address
+            amax = weight_spec.amax
+            self._amax = amax.clone() if self._amax is None else self._amax.copy_(amax)
+            weight_spec = weight_spec._replace(amax=self._amax)
         if self._cached is None:
-            self._key, self._cached = key, CachedPair(backend.quantize(weight, how), self._current)
+            self._key, self._cached = key, CachedPair(backend.quantize(weight, weight_spec), self._current)
         # This also runs when the operands are new, so that the kernel is compiled before a graph captures it.
-        backend.quantize(weight, how, self._cached)
+        backend.quantize(weight, weight_spec, self._cached)
         return self._cached.operands
 
     @property

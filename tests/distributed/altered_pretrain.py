@@ -233,7 +233,7 @@ def blackwell() -> None:
     torch.cuda.get_device_capability = lambda *_: (10, 0)
     torch.cuda.get_device_name = lambda *_: "Some Blackwell"
     selection.on_blackwell = lambda: True
-    selection.why_not_transformer_engine = selection._fault_of_transformer_engine = lambda formats: None
+    selection.why_not_transformer_engine = selection._te_fault = lambda formats: None
     resolve, native = selection.resolve_gemm, selection.native_backend
     conversion.resolve_gemm = lambda name, formats, te_linears: resolve(name, formats, te_linears=True)
     attachment.native_backend = lambda name, te_linears: native(name, te_linears=True)

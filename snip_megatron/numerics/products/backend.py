@@ -2,7 +2,7 @@
 
 A linear passes each of its matrices to the backend once: X in the forward, for fprop and wgrad; G in the backward, for
 dgrad and wgrad; and W once per optimizer step, for fprop and dgrad. A backend can therefore quantise a matrix for both
-GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. The formats are given in how-it-works.md, "Formats".
+GEMMs in one read. Matrices are 2-D: X [T, K], W [N, K], G [T, N]. how-it-works.md, "Formats", describes the formats.
 
 The reference dequantises operands to FP32 and multiplies in FP32, so that the only error beside quantisation is that of
 FP32 summation. All other backends are compared with it.
@@ -21,7 +21,7 @@ from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, O
 from snip_megatron.precision import Format, Gemm
 
 Formats = tuple[Format | None, Format | None]
-"""The formats of the two GEMMs that read a tensor; None for a GEMM that does not run."""
+"""The formats of the two GEMMs that read a tensor. None stands for a GEMM that does not run."""
 
 
 # -- operands, and how autograd saves them ---------------------------------------------------------------------------
@@ -53,14 +53,14 @@ FlatOperand = tuple[tuple[Tensor, ...], Any]
 def flatten(operand: Any) -> FlatOperand:
     """Take an operand apart, so that autograd can save its tensors."""
     tensors: list[Tensor] = []
-    rest = _without_tensors(operand, tensors)
-    return tuple(tensors), rest
+    structure = _without_tensors(operand, tensors)
+    return tuple(tensors), structure
 
 
 def assemble(flat: FlatOperand) -> Any:
     """Return the operand that :func:`flatten` took apart."""
-    tensors, rest = flat
-    return _with_tensors(rest, iter(tensors))
+    tensors, structure = flat
+    return _with_tensors(structure, iter(tensors))
 
 
 def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
@@ -142,16 +142,17 @@ class GemmBackend:
     """Whether :meth:`swiglu` has kernels."""
 
     def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
-        """Check what is optional of this backend on ``device``, in ``formats``, and leave what gives wrong numbers.
+        """Check the optional libraries of this backend on ``device``, in ``formats``, and disable those that are wrong.
 
-        Returns what is wrong and what multiplies instead, or None. Nothing is optional in this base class.
+        Returns what is wrong and what multiplies instead, or None. This base class has no optional library.
         """
         return None
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
 
-        "quantize": it quantises. "amax": it finds the amax, which spares a read. None: there is no kernel.
+        "quantize" means that it quantises. "amax" means that it computes the amax, which saves a read. None means that
+        there is no kernel.
         """
         return None
 
@@ -162,13 +163,13 @@ class GemmBackend:
 
         Args:
             y: input. :meth:`swiglu_kernel` says which ``spec`` it may have.
-            d: gradient of SwiGLU [T, K], contiguous, to return the gradient of y; None for SwiGLU itself.
-            spec: how the result is quantised.
-            probs: FP32 [T], with ``spec``: SwiGLU of each row is multiplied by its own.
+            d: gradient of SwiGLU [T, K], contiguous. If it is None, SwiGLU itself is computed.
+            spec: formats and keys for the quantisation of the result.
+            probs: FP32 [T], only with ``spec``. The SwiGLU of each row is multiplied by its probability.
 
         Returns:
-            The two operands of the result, and of a gradient that of ``probs``, if given. Without ``spec``: the result
-            in y's dtype, and its amax, FP32 and 0-dim.
+            With ``spec``, the two operands of the result and, for a gradient with ``probs``, the gradient of ``probs``.
+            Without ``spec``, the result in y's dtype and its amax, FP32 and 0-dim.
         """
         raise NotImplementedError
 
@@ -198,7 +199,8 @@ class GemmBackend:
             gemm: the product.
             a, b: (X, W), (G, W) or (G, X).
             dtype: dtype of the result. That of wgrad is FP32.
-            out: wgrad is added to it, and it is returned; None: new memory. A library may write fprop and dgrad to it.
+            out: tensor that wgrad is added to, and that is returned. A library may write fprop and dgrad to it. Without
+                it, the result is in new memory.
         """
         assert isinstance(a, UnquantizedOperand)
         assert isinstance(b, UnquantizedOperand)
@@ -224,8 +226,8 @@ class GemmBackend:
         ``w`` is the rowwise operand of W, and ``spec`` says how X is quantised.
 
         Returns:
-            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad; None for a wgrad that
-            does not run.
+            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad, or None if wgrad does
+            not run.
         """
         rowwise, columnwise = self.quantize(matrix(x), spec)
         y = unflattened(self.multiply(Gemm.FPROP, rowwise, w, x.dtype), x.shape[:-1])

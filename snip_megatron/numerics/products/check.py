@@ -52,9 +52,9 @@ def _wrong_products(backend: GemmBackend, device: torch.device | str, fmt: Forma
     for repeat in range(_REPEATS):
         out = torch.ones(_EDGE, _EDGE, device=device)
         w_row, w_col = backend.quantize(w, OperandSpec(fmt, fmt, weight=True))
-        y, kept = backend.forward(x, w_row, OperandSpec(fmt, fmt))
-        assert kept is not None
-        d, _ = backend.backward(g, w_col, kept, OperandSpec(fmt, fmt, keys=_keys(repeat, device)), out)
+        y, saved_x = backend.forward(x, w_row, OperandSpec(fmt, fmt))
+        assert saved_x is not None
+        d, _ = backend.backward(g, w_col, saved_x, OperandSpec(fmt, fmt, keys=_keys(repeat, device)), out)
         for gemm, product, exact in (
             (Gemm.FPROP, y, x.float() @ w.float().t()),
             (Gemm.DGRAD, d, g.float() @ w.float()),
@@ -83,10 +83,10 @@ def _wrong_rounding(backend: GemmBackend, device: torch.device | str, fmt: Forma
     return None
 
 
-def decibel(exact: Tensor, found: Tensor) -> float:
-    """Return the signal to noise ratio of ``found`` in dB, inf without noise."""
+def decibel(exact: Tensor, approximate: Tensor) -> float:
+    """Return the signal to noise ratio of ``approximate`` in dB, infinity without noise."""
     exact = exact.detach().double()
-    noise = (found.detach().double() - exact).norm()
+    noise = (approximate.detach().double() - exact).norm()
     return float(20 * torch.log10(exact.norm() / noise)) if noise else math.inf
 
 

@@ -64,7 +64,7 @@ class _Heuristic(ctypes.Structure):
     ]
 
 
-class _Matrix(NamedTuple):  # made and hashed for every product; a dataclass takes the host five times as long
+class _Matrix(NamedTuple):  # built and hashed for every product, which takes a dataclass five times as long
     """A matrix as the library describes it: column-major, with stored rows and columns and a leading dimension."""
 
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class _Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The arguments of a product, made once per problem, because making them for every product would take host time."""
+    """The arguments of a product, built once per problem to save host time."""
 
     operation: ctypes.c_void_p
     a: ctypes.c_void_p
@@ -105,7 +105,7 @@ class _Plan:
 
 
 class CublasLt:
-    """The cuBLASLt library of this process. Products may be called from any thread. Plans are kept.
+    """The cuBLASLt library of this process. Products may be called from any thread. Plans are cached.
 
     Raises OSError if it cannot be loaded, and CublasLtError if it is too old to have 1×128 scales, or if a call fails.
     """
@@ -146,8 +146,8 @@ class CublasLt:
             transposed: of matrices, whether op transposes a, and b.
             fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
             choice: index of the heuristic's proposal to use. The library recommends the first.
-            factor: of matrices, FP32 [1] on the device, by which the product is multiplied; None: 1.
-            out: memory for the result, row-major, in ``dtype``; None: new memory.
+            factor: of matrices, FP32 [1] on the device, by which the product is multiplied. None stands for 1.
+            out: memory for the result, row-major, in ``dtype``. If it is None, the result is in new memory.
             add: whether the product is added to what is in ``out``, in FP32.
         """
         scales: tuple[Tensor, Tensor] | None = None
@@ -190,9 +190,9 @@ class CublasLt:
             )  # fmt: skip
             if status != 0:
                 raise CublasLtError(f"cublasLtMatmul failed with status {status}")
-            if (recorded := recording()) is not None:
+            if (active_recording := recording()) is not None:
                 tensors = (*values, out, workspace, factor)
-                self._record(recorded, device, problem, plan, tensors, scales, add=add)
+                self._record(active_recording, device, problem, plan, tensors, scales, add=add)
         return out
 
     def _record(
@@ -206,10 +206,10 @@ class CublasLt:
         *,
         add: bool,
     ) -> None:
-        """Record a product, with an operation of its own, because the addresses of scales are part of that.
+        """Record a product with a new descriptor, because the descriptor holds the addresses of scales.
 
         Args:
-            tensors: A, B, result, workspace and factor, with None for those that there are not.
+            tensors: A, B, result, workspace and factor. Workspace and factor may be None.
         """
         operation = self._operation(problem).value or 0
         for name, scale in zip((_A_SCALE, _B_SCALE), scales or (), strict=False):
@@ -226,7 +226,7 @@ class CublasLt:
         )  # fmt: skip
 
     def _function(self, name: str) -> int:
-        """Return the address of a function of the library; 0 if it has none."""
+        """Return the address of a function of the library, or 0 if it has none."""
         function = getattr(self._library, name)
         return ctypes.cast(function, ctypes.c_void_p).value or 0 if isinstance(function, _Function) else 0
 
@@ -241,17 +241,17 @@ class CublasLt:
 
     # -- plans ---------------------------------------------------------------------------------------------------
     def _plan(self, device: int, problem: _Problem, scales: tuple[Tensor, Tensor] | None) -> _Plan | None:
-        """Return what was made for an earlier problem of the same kind, or make it; None if there is no kernel."""
+        """Return the cached or a new plan of a problem, or None if the library has no kernel for it."""
         key = (device, problem)
         if key not in self._plans:
-            operation, held = self._operation(problem), (ctypes.c_void_p(), ctypes.c_void_p())
+            operation, pointers = self._operation(problem), (ctypes.c_void_p(), ctypes.c_void_p())
             if scales is not None:
-                self._set_scales(operation, held, scales)
+                self._set_scales(operation, pointers, scales)
             a, b, c = (self.layout(_TYPES[m.dtype], m.rows, m.cols, m.ld) for m in (problem.a, problem.b, problem.c))
             chosen = self._proposal(problem, operation, a, b, c)
             plan = None
             if chosen is not None:
-                plan = _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, held)
+                plan = _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, pointers)
             self._plans[key] = plan
         return self._plans[key]
 
@@ -294,12 +294,12 @@ class CublasLt:
     def _proposal(self, problem: _Problem, operation: Any, a: Any, b: Any, c: Any) -> _Heuristic | None:
         """Return the algorithm that the library proposes at the place ``problem.choice``, or None."""
         preference, count = self._preference(problem), problem.choice + 1
-        results, found = (_Heuristic * count)(), ctypes.c_int()
+        results, proposed = (_Heuristic * count)(), ctypes.c_int()
         handle = self._handle(torch.cuda.current_device())
-        arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(found)
+        arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(proposed)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        usable = [r for r in results[: found.value] if r.state == 0] if status == 0 else []
+        usable = [r for r in results[: proposed.value] if r.state == 0] if status == 0 else []
         return usable[problem.choice] if problem.choice < len(usable) else None
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -311,9 +311,12 @@ class CublasLt:
         return self._handles[device]
 
     def _set_scales(
-        self, operation: ctypes.c_void_p, held: tuple[ctypes.c_void_p, ctypes.c_void_p], scales: tuple[Tensor, Tensor]
+        self,
+        operation: ctypes.c_void_p,
+        pointers: tuple[ctypes.c_void_p, ctypes.c_void_p],
+        scales: tuple[Tensor, Tensor],
     ) -> None:
-        for name, pointer, scale in zip((_A_SCALE, _B_SCALE), held, scales, strict=True):
+        for name, pointer, scale in zip((_A_SCALE, _B_SCALE), pointers, scales, strict=True):
             pointer.value = scale.data_ptr()
             self._set(operation, name, pointer)
 
@@ -361,8 +364,12 @@ def accumulate_plain(library: CublasLt | None, g: Tensor, x: Tensor, out: Tensor
     if out is None:
         return unrounded(g.t(), x)
     fits = _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0
-    turned = True, False
-    if library is None or not fits or library.multiply(g, x, out.dtype, transposed=turned, out=out, add=True) is None:
+    transposed = True, False
+    if (
+        library is None
+        or not fits
+        or library.multiply(g, x, out.dtype, transposed=transposed, out=out, add=True) is None
+    ):
         out.add_(unrounded(g.t(), x))
     return out
 

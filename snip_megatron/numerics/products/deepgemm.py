@@ -93,17 +93,17 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
     """
     from snip_megatron.numerics.quantize.kernels.compiler import replace_nvcc
 
-    missing = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
-    found: DeepGemm | None = None
-    if missing is None and library is not None:
+    reason = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
+    library_gemm: DeepGemm | None = None
+    if reason is None and library is not None:
         try:
             replace_nvcc(find_nvcc() or "nvcc")
-            found = DeepGemm(grouped_library().fp8_gemm_nt)
+            library_gemm = DeepGemm(grouped_library().fp8_gemm_nt)
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
-            missing = f"cannot be imported ({' '.join(str(error).split())})"
-    if missing is None:
-        return found, f"DeepGEMM {VERSION} for fprop and dgrad"
-    return None, f"cuBLASLt; DeepGEMM {missing}"
+            reason = f"cannot be imported ({' '.join(str(error).split())})"
+    if reason is None:
+        return library_gemm, f"DeepGEMM {VERSION} for fprop and dgrad"
+    return None, f"cuBLASLt; DeepGEMM {reason}"
 
 
 def grouped_library() -> Any:
@@ -138,7 +138,7 @@ def find_nvcc() -> str | None:
     return next((path for path in candidates if os.access(path, os.X_OK)), None) or shutil.which("nvcc")
 
 
-def difference(found: DeepGemm, library: Any, device: torch.device | str) -> str | None:
+def difference(deep_gemm: DeepGemm, cublaslt: Any, device: torch.device | str) -> str | None:
     """Compare small products of DeepGEMM and cuBLASLt. Returns what is wrong, or None if nothing is.
 
     Fprop must be bitwise equal. Nothing is wrong where kernels are listed.
@@ -149,7 +149,7 @@ def difference(found: DeepGemm, library: Any, device: torch.device | str) -> str
     block, _ = quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
     # A library that was built for another torch or driver may raise any exception.
     try:
-        ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (found, library))
+        ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (deep_gemm, cublaslt))
         if not listings and (ours is None or truth is None or not torch.equal(ours, truth)):
             return f"DeepGEMM {VERSION} does not give cuBLASLt's bits on this device"
     except Exception as error:

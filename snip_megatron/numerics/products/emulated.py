@@ -108,8 +108,8 @@ class EmulatedBackend(GemmBackend):
         aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
         if self._library is None or not aligned:
             return False
-        how: dict[str, Any] = {"transposed": (True, False), "factor": _factor(g, x), "out": out, "add": True}
-        return self._library.multiply(g.values, x.values, out.dtype, **how) is not None
+        options: dict[str, Any] = {"transposed": (True, False), "factor": _factor(g, x), "out": out, "add": True}
+        return self._library.multiply(g.values, x.values, out.dtype, **options) is not None
 
     def _run_tiled(
         self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool
@@ -135,6 +135,8 @@ def _factor(a: ExactOperand, b: ExactOperand) -> Tensor | None:
 def _product(a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool]) -> Tensor:
     """Return op(a)·op(b) in FP32 by torch."""
     pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
-    product = unrounded(*(each.t() if turned else each for each, turned in zip(pair, transposed, strict=True)))
+    product = unrounded(
+        *(each.t() if is_transposed else each for each, is_transposed in zip(pair, transposed, strict=True))
+    )
     factor = None if a.tile is not None else _factor(a, b)
     return product if factor is None else product.mul_(factor)

@@ -33,16 +33,16 @@ class GroupRows(list[int]):
     """
 
     def __init__(self, counts: Sequence[int], device: torch.device, *, backwards: bool) -> None:
-        own = np.array(counts, dtype=np.int64)  # faster than torch and than Python
-        padded, firsts = own + TILE - 1 & -TILE, own.cumsum() - own
+        unpadded = np.array(counts, dtype=np.int64)  # faster than torch and than Python
+        padded, firsts = unpadded + TILE - 1 & -TILE, unpadded.cumsum() - unpadded
         if backwards:
-            own, padded, firsts = own[::-1], padded[::-1], firsts[::-1]
+            unpadded, padded, firsts = unpadded[::-1], padded[::-1], firsts[::-1]
         ends = padded.cumsum()
         super().__init__(padded.tolist())
         self.backwards = backwards
         self.unpadded = sum(counts)
         self.moves = backwards or self.unpadded != sum(self)
-        self._table, self._device = np.array((ends - padded, firsts, own, ends), dtype=np.int32), device
+        self._table, self._device = np.array((ends - padded, firsts, unpadded, ends), dtype=np.int32), device
 
     def tolist(self) -> "GroupRows":
         """Return this object: Megatron's experts ask a tensor for its list."""
@@ -61,7 +61,7 @@ class GroupRows(list[int]):
         return _functions(x).pad(self.map, x) if self.moves else x
 
     def unpad(self, x: Tensor) -> Tensor:
-        """Return the rows that :meth:`pad` was given, in their order. Autograd does not see it."""
+        """Return the rows of x without the padding of :meth:`pad`. Autograd does not see it."""
         return _functions(x).unpad(self.map, x, self.unpadded) if self.moves else x
 
 
@@ -113,11 +113,11 @@ class GroupLoop:
         Args:
             x: the rows of all experts, in the training dtype.
             splits: number of rows of each expert; they add up to the rows of ``x``, and may be 0.
-            spec: how each expert's rows are quantised. Every expert gets keys of stochastic rounding of its own, made
-                of these.
+            spec: how each expert's rows are quantised. The keys of stochastic rounding of every expert are derived
+                from its keys.
         """
         rows = torch.split(x, list(splits))
-        return _by_side([self._quantize(own, _of_expert(spec, e)) for e, own in enumerate(rows)], spec)
+        return _by_side([self._quantize(part, _of_expert(spec, e)) for e, part in enumerate(rows)], spec)
 
     def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
         """Do the same for the padded rows of x, which has no padding."""
@@ -155,11 +155,11 @@ class GroupLoop:
         outs = [None] * len(g) if out is None else out
         products = zip(g, x, outs, strict=True)
         multiply = self._multiply
-        return [multiply(Gemm.WGRAD, of_g, of_x, torch.float32, own) for of_g, of_x, own in products]
+        return [multiply(Gemm.WGRAD, of_g, of_x, torch.float32, grad) for of_g, of_x, grad in products]
 
 
 def _by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:
-    """Return the rowwise operands of all experts, and the columnwise ones; None for a GEMM that does not run."""
+    """Return the rowwise operands of all experts, and the columnwise ones. None stands for a GEMM that does not run."""
     rowwise, columnwise = zip(*pairs, strict=True)
     return None if spec.rowwise is None else rowwise, None if spec.columnwise is None else columnwise
 
@@ -169,5 +169,5 @@ def _of_expert(spec: OperandSpec, expert: int) -> OperandSpec:
     keys = spec.keys
     if keys is None or not isinstance(keys.dgrad, int) or not isinstance(keys.wgrad, int):
         return spec
-    own = keys._replace(dgrad=derive_seed(keys.dgrad, expert), wgrad=derive_seed(keys.wgrad, expert))
-    return spec._replace(keys=own)
+    expert_keys = keys._replace(dgrad=derive_seed(keys.dgrad, expert), wgrad=derive_seed(keys.wgrad, expert))
+    return spec._replace(keys=expert_keys)

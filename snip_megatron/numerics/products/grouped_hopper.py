@@ -46,9 +46,9 @@ class HopperGroups(GroupLoop):
     Args:
         quantize, multiply: see :class:`GroupLoop`.
         quantizers: the module ``quantize.operands``, or ``quantize.kernels.quantize``.
-        library: the module ``deep_gemm``; tests on a CPU pass an emulation. None: formats other than bf16 run expert by
-            expert.
-        swiglu: see :meth:`snip_megatron.numerics.products.backend.GemmBackend.swiglu`; None if SwiGLU is not fused.
+        library: the module ``deep_gemm``; tests on a CPU pass an emulation. If it is None, formats other than bf16 run
+            expert by expert.
+        swiglu: :meth:`snip_megatron.numerics.products.backend.GemmBackend.swiglu`. None if SwiGLU is not fused.
     """
 
     pads = True
@@ -76,11 +76,11 @@ class HopperGroups(GroupLoop):
         row: Any = x if first is Format.BF16 else None
         if first in self._tiled:
             row, _ = self._quantize(x, OperandSpec(first, None, keys=spec.keys))
-        found = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
+        operands = _of_experts((row, x if second is Format.BF16 else None), splits, x.device)
         apart = None if row is not None else first, None if second is Format.BF16 else second
         if apart == (None, None):
-            return found
-        return _either(found, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
+            return operands
+        return _either(operands, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
 
     def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
         """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
@@ -103,24 +103,26 @@ class HopperGroups(GroupLoop):
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
         assert self._swiglu is not None
-        *made, of_probs = self._swiglu(y, d, spec, probs)
-        return _of_experts(made, splits, y.device), of_probs
+        *pair, of_probs = self._swiglu(y, d, spec, probs)
+        return _of_experts(pair, splits, y.device), of_probs
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         formats = spec.formats
-        found: OperandPair = (None, None)
+        operands: OperandPair = (None, None)
         if not self.in_one_launch.isdisjoint(formats):
-            whole = stacked(weights)
-            whole = torch.stack(list(weights)) if whole is None else whole
-            own = spec.only(self._tiled)
+            stack = stacked(weights)
+            stack = torch.stack(list(weights)) if stack is None else stack
+            tiled = spec.only(self._tiled)
             blocks: OperandPair = (None, None)
-            if own.formats != (None, None):
-                blocks = self._quantizers.quantize_group_blocks(whole, own)
+            if tiled.formats != (None, None):
+                blocks = self._quantizers.quantize_group_blocks(stack, tiled)
             sides = zip(formats, blocks, strict=True)
-            rowwise, columnwise = (whole if fmt is Format.BF16 else made for fmt, made in sides)
-            found = rowwise, columnwise
-        left = spec.only(frozenset(Format) - self.in_one_launch)
-        return found if left.formats == (None, None) else _either(found, super().quantize_weights(weights, left))
+            rowwise, columnwise = (stack if fmt is Format.BF16 else operand for fmt, operand in sides)
+            operands = rowwise, columnwise
+        others = spec.only(frozenset(Format) - self.in_one_launch)
+        if others.formats == (None, None):
+            return operands
+        return _either(operands, super().quantize_weights(weights, others))
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(a, RowsOperand):
@@ -141,25 +143,25 @@ class HopperGroups(GroupLoop):
         counts = [each.rows for each in a]
         out = torch.empty(sum(counts), b[0].rows, dtype=dtype, device=a[0].scale.device)
         for left, right, part in zip(a, b, torch.split(out, counts), strict=True):
-            made = self._multiply(gemm, left, right, dtype, part)
-            if made.data_ptr() != part.data_ptr():
-                part.copy_(made)
+            product = self._multiply(gemm, left, right, dtype, part)
+            if product.data_ptr() != part.data_ptr():
+                part.copy_(product)
         return out
 
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         if not isinstance(g, RowsOperand):
             return super().accumulate(g, x, out)
-        left, right, found = g.matrix, x.matrix, None if out is None else stacked(out)
+        left, right, stack = g.matrix, x.matrix, None if out is None else stacked(out)
         assert isinstance(left, Tensor)
         assert isinstance(right, Tensor)
-        alone = found is None or found.dtype is not torch.float32
-        if found is None or alone:
+        is_new = stack is None or stack.dtype is not torch.float32
+        if stack is None or is_new:
             size = len(g.rows), left.shape[1], right.shape[1]
-            found = torch.zeros(size, dtype=torch.float32, device=left.device)
-        self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), found)
-        if out is not None and alone:
-            torch._foreach_add_(list(out), list(found.unbind(0)))
-        return found.unbind(0) if out is None else out
+            stack = torch.zeros(size, dtype=torch.float32, device=left.device)
+        self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), stack)
+        if out is not None and is_new:
+            torch._foreach_add_(list(out), list(stack.unbind(0)))
+        return stack.unbind(0) if out is None else out
 
 
 def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], out: Tensor) -> None:
@@ -170,9 +172,9 @@ def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], 
         table: that of a :class:`RowMap`.
         unpadded: which of the two has no padding.
     """
-    for *first, count, _, of in zip(*table.tolist(), out, strict=True):
+    for *first, count, _, grad in zip(*table.tolist(), out, strict=True):
         left, right = (t[first[side] :][:count].float() for t, side in zip((g, x), unpadded, strict=True))
-        of += left.t() @ right
+        grad += left.t() @ right
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -189,12 +191,12 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided(shape, (first.numel(), *first.stride()))
 
 
-def _either(found: Sequence[Any], loop: OperandPair) -> OperandPair:
-    return loop[0] if found[0] is None else found[0], loop[1] if found[1] is None else found[1]
+def _either(pair: Sequence[Any], others: OperandPair) -> OperandPair:
+    return others[0] if pair[0] is None else pair[0], others[1] if pair[1] is None else pair[1]
 
 
-def _of_experts(made: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
+def _of_experts(pair: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
     """Return the operands of a matrix with the rows of all experts as grouped products take them."""
     rows = rows_of(splits, device)
-    row, col = made
+    row, col = pair
     return None if row is None else RowsOperand(row, rows), None if col is None else RowsOperand(col, rows)

@@ -49,11 +49,11 @@ class HopperBackend(GemmBackend):
         scaled_mm: ``torch.nn.functional.scaled_mm``; tests on a CPU pass an emulation.
         library: cuBLASLt, which accumulates inside the GEMM. If it is None, ``scaled_mm`` multiplies and accumulation
             is a separate addition.
-        choices: products for which another than the first of cuBLASLt's proposals is used.
-        faster: DeepGEMM, which is tried first; None if it is not used.
+        choices: products that use another proposal of cuBLASLt than the first.
+        faster: DeepGEMM, which is tried first. None if it is not used.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
-        activations: the module ``quantize.swiglu``, or its functions in Triton; None if SwiGLU is not fused.
-        groups: DeepGEMM's module, for grouped products in fp8 and fp4; None: these run expert by expert.
+        activations: the module ``quantize.swiglu``, or its functions in Triton. None if SwiGLU is not fused.
+        groups: DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert.
         add_wgrad: :func:`snip_megatron.numerics.products.grouped_wgrad.add_wgrad`, or its reference.
     """
 
@@ -107,29 +107,29 @@ class HopperBackend(GemmBackend):
     ) -> tuple[Any, ...]:
         kernels = self._activations
         assert kernels is not None
-        made: tuple[Any, ...]
+        result: tuple[Any, ...]
         if spec is None:
-            made = kernels.swiglu_with_amax(y, d)
+            result = kernels.swiglu_with_amax(y, d)
         elif d is None:
-            made = kernels.quantize_swiglu(y, spec, probs)
+            result = kernels.quantize_swiglu(y, spec, probs)
         else:
-            made = kernels.quantize_swiglu_gradient(d, y, spec, probs)
-        return made if probs is not None else made[:2]
+            result = kernels.quantize_swiglu_gradient(d, y, spec, probs)
+        return result if probs is not None else result[:2]
 
     def quantize(
         self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
     ) -> OperandPair:
         """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor.
 
-        With ``rows``, the padded rows of x, which has no padding, are quantised in tiles.
+        With ``rows``, x has no padding, and its padded rows are quantised in tiles.
         """
         row, col = None, None
         if not _QUANTIZED.isdisjoint(spec.formats):
             row, col = self._quantizers.quantize_operands(x, spec, cached, rows)
-        left = spec.only(_OTHERS)
-        if left.formats != (None, None):
-            rest = self._others.quantize(x, left, cached)
-            row, col = row or rest[0], col or rest[1]
+        other_formats = spec.only(_OTHERS)
+        if other_formats.formats != (None, None):
+            others = self._others.quantize(x, other_formats, cached)
+            row, col = row or others[0], col or others[1]
         return (row, col) if cached is None else cached.operands
 
     def multiply(
@@ -186,12 +186,12 @@ class HopperBackend(GemmBackend):
 
 def _padded(a: Operand) -> Operand:
     """Return ``a``, padded with zero rows to a multiple of 4."""
-    missing = -a.rows % _ROWS_OF_A
-    if not missing:
+    padding = -a.rows % _ROWS_OF_A
+    if not padding:
         return a
-    values = functional.pad(a.values.view(torch.uint8), (0, 0, 0, missing)).view(a.values.dtype)
+    values = functional.pad(a.values.view(torch.uint8), (0, 0, 0, padding)).view(a.values.dtype)
     if a.scaling == "tensor":
         return a._replace(values=values)
-    scale = torch.ones(a.scale.shape[1], a.rows + missing, dtype=a.scale.dtype, device=a.scale.device).t()
+    scale = torch.ones(a.scale.shape[1], a.rows + padding, dtype=a.scale.dtype, device=a.scale.device).t()
     scale[: a.rows] = a.scale
     return a._replace(values=values, scale=scale)

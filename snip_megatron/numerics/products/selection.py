@@ -47,7 +47,7 @@ def select_backend(
     Args:
         name: one of ``BACKENDS``. "auto" selects the fastest backend that runs on this machine and keeps the numbers of
             the map. "transformer_engine" selects the same, for probes and measuring passes.
-        formats: the formats that GEMMs will use; None if they are unknown.
+        formats: the formats that GEMMs will use. None if they are unknown.
         library: ``gemm_library``, one of ``LIBRARIES``.
         checks: whether the numbers of the backend are checked now, and C++ launches its kernels. A training does both
             when its kernels are compiled, by :meth:`GemmBackend.check` and :func:`launch_from_cpp`.
@@ -58,8 +58,8 @@ def select_backend(
         raise SnipError(f"--snip-settings gemm_library={library}: unknown; choose one of {', '.join(LIBRARIES)}")
     selection = _select(name, formats, library, formats if checks else ())
     if checks and selection.backend.name == "hopper":
-        said = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
-        return replace(selection, reason="; ".join(filter(None, said)))
+        reasons = selection.reason, selection.backend.check("cuda", ()), launch_from_cpp(selection.backend)
+        return replace(selection, reason="; ".join(filter(None, reasons)))
     return selection
 
 
@@ -94,72 +94,68 @@ def _select(
     if name == "reference":
         return Selection(REFERENCE, "as asked")
     if name == "transformer_engine":
-        missing = why_not_transformer_engine(formats)
-        if missing is None and on_blackwell():
-            missing = _fault_of_transformer_engine(frozenset(formats or (Format.MXFP8, Format.NVFP4)))
-        if missing is not None:
-            raise SnipError(f"--snip-gemm transformer_engine: {missing}; use --snip-gemm {_other_than_te()}")
+        refusal = why_not_transformer_engine(formats)
+        if refusal is None and on_blackwell():
+            refusal = _te_fault(frozenset(formats or (Format.MXFP8, Format.NVFP4)))
+        if refusal is not None:
+            instead = "emulated" if on_blackwell() else "auto"
+            raise SnipError(f"--snip-gemm transformer_engine: {refusal}; use --snip-gemm {instead}")
         selection = _select("auto", formats, library, checked)
-        reason = f"by Transformer Engine's linears on {_device()}; probes by {selection.backend.name}"
+        reason = f"by Transformer Engine's linears on {_card()}; probes by {selection.backend.name}"
         return replace(selection, reason=reason)
     if name == "emulated":
-        missing = _why_not_emulated() or _fault(checked)
-        if missing is not None:
-            raise SnipError(f"--snip-gemm emulated: {missing}; use --snip-gemm auto or reference")
-        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_device()}")
-    missing = why_not_hopper()
-    if missing is None:
+        refusal = _why_not_emulated() or _fault(checked)
+        if refusal is not None:
+            raise SnipError(f"--snip-gemm emulated: {refusal}; use --snip-gemm auto or reference")
+        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_card()}")
+    refusal = why_not_hopper()
+    if refusal is None:
         fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
         backend, products = _hopper(library, emulates=fault is None)
         if fault is not None:
             products += f"; {fault}, so that such formats are emulated in torch, slower than bf16"
-        return Selection(backend, f"{_device()}; {products}")
+        return Selection(backend, f"{_card()}; {products}")
     if name == "hopper":
-        raise SnipError(f"--snip-gemm hopper: {missing}; use --snip-gemm auto or reference")
+        raise SnipError(f"--snip-gemm hopper: {refusal}; use --snip-gemm auto or reference")
     if on_blackwell():
-        missing = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
-    return _elsewhere(missing, checked)
+        refusal = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
+    return _select_emulation(refusal, checked)
 
 
-def _other_than_te() -> str:
-    """Return the values of ``--snip-gemm`` that an error about Transformer Engine's linears proposes."""
-    return "emulated" if on_blackwell() else "auto"
-
-
-def _elsewhere(missing: str, formats: Collection[Format] | None) -> Selection:
+def _select_emulation(refusal: str, formats: Collection[Format] | None) -> Selection:
     """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
     if _why_not_emulated() is not None:
-        return Selection(REFERENCE, f"{missing}: emulation, slower than bf16")
+        return Selection(REFERENCE, f"{refusal}: emulation, slower than bf16")
     fault = _fault(formats)
     if fault is not None:
-        return Selection(REFERENCE, f"{missing}; {fault}: emulation, slower than bf16")
-    return Selection(_emulated(), f"{missing}: exact numerics on the bf16 tensor cores of {_device()}")
+        return Selection(REFERENCE, f"{refusal}; {fault}: emulation, slower than bf16")
+    return Selection(_emulated(), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}")
 
 
 def _fault(formats: Collection[Format] | None) -> str | None:
     """Return what is wrong with the emulated GEMMs of ``formats`` on this device, or None."""
     chosen = tuple(fmt for fmt in Format if fmt in (_CHECKED if formats is None else formats))
-    return _fault_of(chosen)
+    return _cached_fault(chosen)
 
 
 @functools.cache
-def _fault_of(formats: tuple[Format, ...]) -> str | None:
-    return wrong_numbers(_emulated(), _here(), formats)
+def _cached_fault(formats: tuple[Format, ...]) -> str | None:
+    return wrong_numbers(_emulated(), _current_device(), formats)
 
 
-def _here() -> torch.device:
+def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device() -> str:
+def _card() -> str:
     capability = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()}, sm_{capability[0]}{capability[1]}"
 
 
 @functools.cache
-def _fault_of_transformer_engine(formats: frozenset[Format]) -> str | None:
+def _te_fault(formats: frozenset[Format]) -> str | None:
     """Return what is wrong with Transformer Engine's GEMMs of ``formats`` on this device, or None."""
-    device = _here()
+    device = _current_device()
     with torch.random.fork_rng([device]):  # it rounds gradients with draws of the default generator
         return wrong_numbers(transformer_engine_gemms(), device, [fmt for fmt in Format if fmt in formats])
 
@@ -168,7 +164,7 @@ def _why_not_emulated() -> str | None:
     if not torch.cuda.is_available():
         return "needs a GPU with bf16 tensor cores (sm_80 or later) and there is no CUDA device here"
     if torch.cuda.get_device_capability() < _AMPERE:
-        return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_device()}"
+        return f"needs a GPU with bf16 tensor cores (sm_80 or later) and this is {_card()}"
     if not has_triton():
         return "needs triton, which cannot be imported here"
     return None
@@ -238,7 +234,7 @@ def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.
     extension, host = replay_extension()
     if extension is None or backend.replayed:
         return host
-    fault = wrong_numbers(replay(backend, extension), _here(), formats)
+    fault = wrong_numbers(replay(backend, extension), _current_device(), formats)
     if fault is None:
         return host
     for name in backend.replayed:

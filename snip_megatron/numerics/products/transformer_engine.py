@@ -86,7 +86,7 @@ class TransformerEngineGemms(GemmBackend):
         """See the base class. If both formats are equal, one call quantises for both GEMMs."""
         tensor = "weight" if spec.weight else "input" if spec.keys is None else "grad_output"
 
-        def made(fmt: Format | None, *, rowwise: bool, columnwise: bool) -> Any:
+        def quantized(fmt: Format | None, *, rowwise: bool, columnwise: bool) -> Any:
             if fmt is None or fmt is Format.BF16:
                 return None if fmt is None else x
             quantizer = self._quantizer(fmt.value, tensor)
@@ -98,9 +98,11 @@ class TransformerEngineGemms(GemmBackend):
                 return quantizer(x)
 
         if spec.rowwise is spec.columnwise:
-            both = made(spec.rowwise, rowwise=True, columnwise=True)
+            both = quantized(spec.rowwise, rowwise=True, columnwise=True)
             return both, both
-        return made(spec.rowwise, rowwise=True, columnwise=False), made(spec.columnwise, rowwise=False, columnwise=True)
+        return quantized(spec.rowwise, rowwise=True, columnwise=False), quantized(
+            spec.columnwise, rowwise=False, columnwise=True
+        )
 
     def multiply(self, gemm: Gemm, a: Any, b: Any, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """See the base class. ``general_gemm`` names layouts as a column-major library does."""

@@ -32,9 +32,9 @@ def test_what_has_no_backward_is_not_noted() -> None:
 
 
 def test_the_latest_are_kept() -> None:
-    spans, x = Spans(kept=2), torch.ones(4, requires_grad=True)
+    spans, x = Spans(2), torch.ones(4, requires_grad=True)
     for number in range(4):
         y, _ = spans.run(forward, 1.0 * x, 3.0)
         y.sum().backward()
-        spans._kept[-1][:] = [0.0, float(number), 0.0, float(number)]
+        spans._latest[-1][:] = [0.0, float(number), 0.0, float(number)]
     assert spans.seconds() == 5.0  # of 4 and 6

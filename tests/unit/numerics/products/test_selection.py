@@ -15,7 +15,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(selection, "_fault_of", lambda formats: None)
+    monkeypatch.setattr(selection, "_cached_fault", lambda formats: None)
 
 
 def pretend_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,14 +73,14 @@ def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("formats", [None, {Format.NVFP4}])
 def test_a_device_where_the_emulation_is_wrong(monkeypatch: pytest.MonkeyPatch, formats: set[Format] | None) -> None:
     pretend(monkeypatch, (8, 0))
-    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    monkeypatch.setattr(selection, "_cached_fault", lambda chosen: f"{chosen[-1].value} fails on this device")
     found = select_backend("auto", formats)
     assert found.backend is REFERENCE
     assert "fails on this device: emulation, slower than bf16" in found.reason
     with pytest.raises(SnipError, match=r"--snip-gemm emulated: \w+ fails on this device; use --snip-gemm auto"):
         select_backend("emulated", formats)
     pretend(monkeypatch, (9, 0))
-    monkeypatch.setattr(selection, "_fault_of", lambda chosen: f"{chosen[-1].value} fails on this device")
+    monkeypatch.setattr(selection, "_cached_fault", lambda chosen: f"{chosen[-1].value} fails on this device")
     assert ("so that such formats are emulated in torch" in select_backend("auto", formats).reason) == bool(formats)
 
 
@@ -117,12 +117,12 @@ def test_blackwell_checks_transformer_engine_and_probes_by_emulation(monkeypatch
     assert "needs Transformer Engine 2.19" in select_backend("auto").reason
     pretend_transformer_engine(monkeypatch)
     checked = []
-    monkeypatch.setattr(selection, "_fault_of_transformer_engine", checked.append)
+    monkeypatch.setattr(selection, "_te_fault", checked.append)
     found = select_backend("transformer_engine", {Format.NVFP4})
     assert found.backend.name == "emulated"
     assert found.reason == "by Transformer Engine's linears on Some GPU, sm_100; probes by emulated"
     assert checked == [{Format.NVFP4}]
-    monkeypatch.setattr(selection, "_fault_of_transformer_engine", lambda formats: "nvfp4 rounds with a bias")
+    monkeypatch.setattr(selection, "_te_fault", lambda formats: "nvfp4 rounds with a bias")
     with pytest.raises(SnipError, match="--snip-gemm transformer_engine: nvfp4 rounds with a bias; use --snip-gemm em"):
         select_backend("transformer_engine", {Format.NVFP4})
     with pytest.raises(SnipError, match="its linears run bf16, fp8, fp8_tensor, mxfp8, nvfp4 on this card, not fp4"):
