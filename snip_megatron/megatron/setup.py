@@ -143,7 +143,7 @@ class SnipRun:
 
     def _validated(self, losses: dict[str, float], **which: str) -> None:
         if self._controller is not None:
-            self._controller.validated(losses, **which)
+            self._controller.record_losses(losses, **which)
 
     # -- checkpoint --------------------------------------------------------------------------------------------
     def _state_to_save(self) -> bytes | None:
@@ -260,12 +260,12 @@ class SnipRun:
             self._probes.has_trained = True
         captures = self.graphs.take_captures()
         if captures is not None:
-            controller.captured(call.step, *captures)
+            controller.record_capture(call.step, *captures)
         elif self._coordinator is not None:
-            self._coordinator.step_took(call.step, time.perf_counter() - started)
+            self._coordinator.record_step_time(call.step, time.perf_counter() - started)
         interval = getattr(self._args, "log_interval", None)
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
-            self._coordinator.show(call.step)
+            self._coordinator.print_line(call.step)
         losses = result[0]
         controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
         return result

@@ -91,17 +91,16 @@ class Controller:
         if not self._started:
             self._start(step)
         if self._coordinator is not None:
-            self._coordinator.pump(step)
+            self._coordinator.receive_results(step)
         while self._replay_steps and self._replay_steps[0] <= step:
             due = self._replay_steps.pop(0)
-            self._adopt(
-                step, self._channel.agree(Decision(self._coordinator.replay[due]) if self._coordinator else None)
-            )
+            replayed = Decision(self._coordinator.replay[due]) if self._coordinator else None
+            self._adopt(step, self._channel.agree(replayed))
         self._take_back(step)
         pending = self.state.pending
         if pending is not None and step >= pending.due:
             self._decide(step, pending)
-        if self._schedule.due(step):
+        if self._schedule.begins_phase(step):
             self._next_phase(step)
         self._start_update_if_due(range(self._next_step, step + 1), probe)
         self._registry.start_step(step)
@@ -121,7 +120,7 @@ class Controller:
         self._registry.end_step()
         self.state.grad_norm = grad_norm if is_finite(grad_norm) else None
         self._fp4_shares[step] = self._fp4_share
-        self._schedule.ran(self._registry.current, self._fp4_share)
+        self._schedule.count_step(self._registry.current, self._fp4_share)
         pending = self.state.pending
         answered = pending is not None and self._coordinator is not None and self._coordinator.answered(pending.version)
         ready = self._kernels is None or self._kernels.finish(0.0)
@@ -139,7 +138,7 @@ class Controller:
         self._metric(self.state.in_flight)  # recorded now, because a kill would lose them
         return self.state.to_bytes()
 
-    def validated(self, losses: Mapping[str, float], kind: str = "validation", **which: str) -> None:
+    def record_losses(self, losses: Mapping[str, float], kind: str = "validation", **which: str) -> None:
         """Record losses by the formats of the evaluation (``map``, ``bf16``).
 
         ``kind`` is ``validation`` or ``test``. ``which`` names the validation set if there are several.
@@ -147,7 +146,7 @@ class Controller:
         for formats, loss in losses.items():
             self._event(self._next_step, kind, formats=formats, loss=loss, **which)
 
-    def captured(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
+    def record_capture(self, step: int, kind: str, seconds: float, fields: Mapping[str, Any]) -> None:
         """Record that CUDA graphs were made in this step.
 
         ``kind`` is ``capture`` for the first time and ``recapture`` after a change of the map.
@@ -157,7 +156,7 @@ class Controller:
     def close(self, *, together: bool) -> None:
         """End the run: record the last step's figures, and close rank 0's process and files.
 
-        ``together`` says whether all ranks call this. Only then it waits for the outstanding collective.
+        ``together`` says whether all ranks call this. Only then the outstanding collective is waited for.
         """
         if self._kernels is not None:
             self._kernels.close()
@@ -182,7 +181,7 @@ class Controller:
         self._begin_plan(step)
         if decision.precision_map is not None:  # a map given by the configuration replaces that of the checkpoint
             self._adopt(step, decision)
-        elif self._schedule.changes(step, restored, self._registry.names):
+        elif self._schedule.has_other_map(step, restored, self._registry.names):
             self._next_phase(step)
         elif restored is not None:
             self._adopt(step, self._agreed(restored))
@@ -247,17 +246,18 @@ class Controller:
             )
 
     def _next_phase(self, step: int) -> None:
+        """Adopt the map of the phase that begins before ``step``."""
         started = time.perf_counter()
-        decision = self._agreed(self._schedule.enter(step))
+        decision = self._agreed(self._schedule.enter_phase(step))
         self._event(step, "phase", **self._schedule.figures(step))
         self._adopt(step, decision, started)
         if self._guard is not None:
             self._guard.adopted(step)
 
     def _take_plan(self, step: int, plan: PrecisionPlan) -> None:
-        self._schedule.take(plan, step)
+        self._schedule.set_plan(plan, step)
         if self._coordinator is not None and self.state.plan is not None:
-            self._coordinator.planned(step, self.state.plan)
+            self._coordinator.record_plan(step, self.state.plan)
         self._event(step, "plan", **self._schedule.figures(step))
 
     def _agreed(self, precision_map: PrecisionMap) -> Decision:
@@ -288,7 +288,7 @@ class Controller:
             return
         if decision.plan is not None and pending.phases is not None:
             self._take_plan(step, decision.plan)
-            decision = Decision(self._schedule.enter(step))
+            decision = Decision(self._schedule.enter_phase(step))
         self._adopt(step, decision, started)
         if self._guard is not None:
             self._guard.adopted(step)
@@ -303,7 +303,7 @@ class Controller:
         good = self._guard.state.good or PrecisionMap.uniform(self._registry.names, Format.BF16)
         decision = self._agreed(good)
         self._guard.taken_back(failed)
-        self._schedule.drop()
+        self._schedule.drop_plan()
         figures = {"back_to": good.version, "alarm_step": alarm.step, "loss": alarm.loss, "limit": alarm.limit}
         self._record_guard(step, "taken_back", failed.version, alarm.reason, **figures)
         self._adopt(step, decision, started)
@@ -329,7 +329,7 @@ class Controller:
         shares = format_shares(new, self._flops, self._unquantised)
         self._sink.precision_map(step, new, names)
         if self._coordinator is not None:
-            self._coordinator.adopted(step, new)  # before the event, whose time includes it
+            self._coordinator.record_adoption(step, new)  # before the event, whose time includes it
         self._event(
             step,
             "adopt",
@@ -367,7 +367,7 @@ class Controller:
             return
         due = step + self._config.lag
         phases = self._schedule.request(step, due, self._registry.current)
-        if phases is None and self._schedule.solves:
+        if phases is None and self._schedule.has_phases:
             self._event(step, "skipped", reason="training ends before its plan would come into force")
             return
         started = time.perf_counter()

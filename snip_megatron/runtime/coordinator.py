@@ -124,7 +124,7 @@ class RankZeroCoordinator:
             self._run.set_fact("request", self._request.as_dict())
         return seconds
 
-    def pump(self, step: int) -> None:
+    def receive_results(self, step: int) -> None:
         """Receive the solver's results without blocking."""
         if self._config.is_update_step(step) and not self._account.updates:  # before probes raise the peak
             self._figures_of(step - 1)["peak_bytes"] = _peak_bytes()
@@ -144,11 +144,11 @@ class RankZeroCoordinator:
 
     def decision(self, step: int, version: int) -> Decision:
         """Return the decision about an update. Waits for it for at most ``--snip-wait`` seconds."""
-        self.pump(step)
+        self.receive_results(step)
         until = time.monotonic() + self._config.wait
         while version not in self._decisions and time.monotonic() < until:
             time.sleep(_POLL_S)
-            self.pump(step)
+            self.receive_results(step)
         return self._decisions.pop(version, Decision(ready=False))
 
     def _receive(self, step: int, result: SidecarResult) -> None:
@@ -236,7 +236,7 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.event(step, kind, **fields)
 
-    def step_took(self, step: int, seconds: float) -> None:
+    def record_step_time(self, step: int, seconds: float) -> None:
         """Record the duration of a training step in seconds. The next events have it.
 
         If a map makes steps longer, a warning is printed and recorded once.
@@ -260,7 +260,7 @@ class RankZeroCoordinator:
                 flush=True,
             )
 
-    def show(self, step: int) -> None:
+    def print_line(self, step: int) -> None:
         """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""
         self._figures_of(step)["peak_bytes"] = _peak_bytes()
         line = self._account.line(self._formats, unjudged=self._unjudged)
@@ -269,7 +269,7 @@ class RankZeroCoordinator:
         self._news = self._account.figures(judged=self._unjudged is None)
 
     def news(self) -> dict[str, float] | None:
-        """Return the figures of the latest :meth:`show` once. None afterwards."""
+        """Return the figures of the latest :meth:`print_line` once. None afterwards."""
         news, self._news = self._news, None
         return news
 
@@ -281,11 +281,11 @@ class RankZeroCoordinator:
         if self._run is not None:
             self._run.metric(figures.step, figures.loss, figures.grad_norm, fp4_fraction, **fields)
 
-    def planned(self, step: int, plan: PrecisionPlan) -> None:
+    def record_plan(self, step: int, plan: PrecisionPlan) -> None:
         if self._run is not None:
             self._run.write("plans", step, plan.to_json())
 
-    def adopted(self, step: int, precision_map: PrecisionMap) -> None:
+    def record_adoption(self, step: int, precision_map: PrecisionMap) -> None:
         changed = self._adopted is None or self._adopted.choices != precision_map.choices
         self._adopted = precision_map
         self._account.adopted(step, precision_map.version, is_quantised(precision_map), changed=changed)

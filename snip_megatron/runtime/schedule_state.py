@@ -62,7 +62,7 @@ class ScheduleState:
         self._entered: int | None = None  # first step of the phase whose map is in force
 
     @property
-    def solves(self) -> bool:
+    def has_phases(self) -> bool:
         """Whether an update solves a plan instead of a single map."""
         return self._timeline is not None and self._timeline.schedule is not None
 
@@ -87,7 +87,7 @@ class ScheduleState:
         before, state.spent.last = state.spent.last, None if timeline is None else timeline.last
         if state.plan is not None and self._is_of_another_policy(state.plan, step):
             state.plan = None
-        if state.pending is not None and not self.solves:
+        if state.pending is not None and not self.has_phases:
             state.pending.phases = None  # the checkpoint is of a run with phases, and this one has none
         if timeline is None or (timeline.schedule is None and timeline.fixed is None):
             state.plan = None
@@ -120,24 +120,24 @@ class ScheduleState:
         return (expected.target, expected.status) != (plan.target, plan.status) or len(maps) > 2
 
     # -- the plan ----------------------------------------------------------------------------------------------
-    def take(self, plan: PrecisionPlan, step: int) -> None:
+    def set_plan(self, plan: PrecisionPlan, step: int) -> None:
         """Set the plan for the steps from ``step`` on. A plan for another end of the run is moved first."""
         timeline = self._timeline
         if timeline is not None and plan.last != timeline.last and step < timeline.last:
             plan = plan.moved(self.spent.origin, timeline.last, step)
         self._state.plan, self._entered = plan, None
 
-    def enter(self, step: int) -> PrecisionMap:
+    def enter_phase(self, step: int) -> PrecisionMap:
         """Enter the phase of ``step``, and return its map."""
         phase = self._phase(step)
         self._entered = phase.begin
         return phase.precision_map
 
-    def due(self, step: int) -> bool:
+    def begins_phase(self, step: int) -> bool:
         """Return whether a phase begins whose map is not in force yet."""
         return self._state.plan is not None and self._phase(step).begin != self._entered
 
-    def changes(self, step: int, restored: PrecisionMap | None, names: Sequence[str]) -> bool:
+    def has_other_map(self, step: int, restored: PrecisionMap | None, names: Sequence[str]) -> bool:
         """Return whether the plan has another map at ``step`` than the one that a checkpoint restored.
 
         If it has the same, its phase is entered.
@@ -147,10 +147,10 @@ class ScheduleState:
             return False
         if restored is None or self._phase(step).begin == step or plan.at(step).digest(names) != restored.digest(names):
             return True
-        self.enter(step)
+        self.enter_phase(step)
         return False
 
-    def drop(self) -> None:
+    def drop_plan(self) -> None:
         """Drop the plan, because its map was taken back. The next update makes another one."""
         self._state.plan = self._entered = None
 
@@ -159,7 +159,7 @@ class ScheduleState:
         return self._state.plan.phases[self._state.plan.index_at(step)]
 
     # -- what has been spent -----------------------------------------------------------------------------------
-    def ran(self, in_force: PrecisionMap, share: float) -> None:
+    def count_step(self, in_force: PrecisionMap, share: float) -> None:
         """Add a step that ran under the map ``in_force``, with the fp4 share ``share``, to what has been spent."""
         if self._state.spent is not None:
             self._state.spent.add(share, in_force)

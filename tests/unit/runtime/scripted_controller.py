@@ -62,7 +62,7 @@ class Script:
         self.phases.append(phases)
         return 0.0
 
-    def pump(self, step: int) -> None: ...
+    def receive_results(self, step: int) -> None: ...
 
     def answered(self, version: int) -> bool:
         return True
@@ -84,10 +84,10 @@ class Script:
     def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
         self.metrics.append((figures.step, figures.loss, figures.grad_norm, fp4_fraction))
 
-    def planned(self, step: int, plan: PrecisionPlan) -> None:
+    def record_plan(self, step: int, plan: PrecisionPlan) -> None:
         self.plans[step] = plan
 
-    def adopted(self, step: int, precision_map: PrecisionMap) -> None: ...
+    def record_adoption(self, step: int, precision_map: PrecisionMap) -> None: ...
 
     def close(self) -> None:
         self.closed = True

@@ -108,7 +108,7 @@ def a_job(path: Path, resume_step: int | None, device: str = "one", **config: An
 
 def train(job: RankZeroCoordinator, first: int, last: int, seconds: float) -> None:
     for step in range(first, last):
-        job.step_took(step, seconds)
+        job.record_step_time(step, seconds)
         job.metric(StepFigures(step, 1.0, 1.0), 0.0)
 
 
@@ -118,10 +118,10 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     job = a_job(tmp_path, None)
     train(job, 0, 30, 0.5)
     precision_map = a_map(Format.FP4, 1)
-    job.adopted(30, precision_map)
+    job.record_adoption(30, precision_map)
     job.event(30, "adopt", version=1, formats={"fp4": 1.0}, wait_s=1.0)
     train(job, 30, 60, 0.25)
-    job.show(59)
+    job.print_line(59)
     news = job.news()
     assert news == pytest.approx({"step_s": 0.25, "speedup": 2.0, "saved_h": (30 * 0.25 - 1.0) / 3600}, rel=1e-3)
     assert job.news() is None
@@ -133,9 +133,9 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     assert replayed.figures(judged=True) == news
 
     again = a_job(tmp_path, 60)
-    again.adopted(60, precision_map)
+    again.record_adoption(60, precision_map)
     train(again, 60, 90, 0.25)
-    again.show(89)
+    again.print_line(89)
     resumed = again.news()
     assert resumed["speedup"] == 2.0  # against bf16 steps of the first job
     assert resumed["saved_h"] == pytest.approx(news["saved_h"] + 30 * 0.25 / 3600, rel=1e-3)
@@ -143,9 +143,9 @@ def test_records_and_a_running_job_have_the_same_account_and_a_resumed_job_goes_
     assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None]
 
     elsewhere = a_job(tmp_path, 90, device="another")
-    elsewhere.adopted(90, precision_map)
+    elsewhere.record_adoption(90, precision_map)
     train(elsewhere, 90, 120, 0.1)
-    elsewhere.show(119)
+    elsewhere.print_line(119)
     assert elsewhere.news() == {"step_s": 0.1}
     elsewhere.close()
     assert [e["changed_fact"] for e in read_events(tmp_path) if e["event"] == "resume"] == [None, "device"]
@@ -157,10 +157,10 @@ def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> Non
     job = RankZeroCoordinator(config, SolveRequest(), (), None, run)
     try:
         for step in range(10):
-            job.pump(step)
-            job.step_took(step, 0.1)
+            job.receive_results(step)
+            job.record_step_time(step, 0.1)
             if step == 7:
-                job.show(step)
+                job.print_line(step)
             if step:  # figures arrive one step later
                 job.metric(StepFigures(step - 1, 1.0, 1.0), 0.0)
     finally:
@@ -188,7 +188,7 @@ def test_a_map_with_longer_steps_is_reported_once(seconds: float, ratio: float |
 def test_rank_zero_prints_and_records_longer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = a_job(tmp_path, None)
     train(job, 0, 20, 0.1)
-    job.adopted(20, a_map(Format.FP4, 7))
+    job.record_adoption(20, a_map(Format.FP4, 7))
     train(job, 20, 60, 0.125)
     said = "snip: steps take 1.25 of what they took in bf16 (medians: 125.0 ms, 100.0 ms) under map 7"
     assert capsys.readouterr().out.count(said) == 1

@@ -43,8 +43,8 @@ def test_a_restart_is_recorded_and_printed_with_its_reason(tmp_path: Path, capsy
     os.kill(sidecar.pid or 0, signal.SIGKILL)
     sidecar.submit(make_job())
     wait_until(lambda: sidecar.restarts)
-    coordinator.pump(3)
-    coordinator.pump(4)
+    coordinator.receive_results(3)
+    coordinator.receive_results(4)
     coordinator.close()
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "sidecar_restart"]
     assert (event["step"], event["restarts"]) == (3, 1)
@@ -104,15 +104,15 @@ def test_a_map_is_predicted_by_the_steps_of_the_map_in_force() -> None:
     request = SolveRequest(budget=Budget("speedup", 1.5), formats=("bf16", "fp8"), times=known)
     coordinator = RankZeroCoordinator(SnipConfig(enabled=True, wait=120.0), request, rows, None, None)
     for step in range(20):
-        coordinator.step_took(step, 0.1)
+        coordinator.record_step_time(step, 0.1)
     for begin, expected in ((20, None), (60, 0.1 / 0.04)):  # without the waits of the host, which are no GEMM's
         coordinator.submit(begin, table(8), version=begin)
         chosen = coordinator.decision(begin + 2, version=begin).precision_map
         if expected is not None:
             assert chosen.step_speedup == pytest.approx(expected)
-        coordinator.adopted(begin + 2, chosen)
+        coordinator.record_adoption(begin + 2, chosen)
         for step in range(begin + 2, begin + 30):
-            coordinator.step_took(step, 0.04)
+            coordinator.record_step_time(step, 0.04)
             if step == begin + 26:  # a phase that changes nothing
-                coordinator.adopted(step, chosen)
+                coordinator.record_adoption(step, chosen)
     coordinator.close()
