@@ -33,8 +33,8 @@ class StageMemory:
     """Bytes on each GPU of a stage.
 
     Attributes:
-        quantised_weights: kept from a step's first microbatch to its end.
-        activations: kept for the backward at the schedule's peak.
+        quantised_weights: allocated from a step's first microbatch to its end.
+        activations: saved for the backward, at the schedule's peak.
         working: temporaries of the backward.
         probe: activations and copies of a probe of whole microbatches, which has no quantised weights.
         least_probe: what a probe of one sequence of each microbatch takes in all beyond ``fixed``.
@@ -184,8 +184,9 @@ def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
 
 
 def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
-    """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and the rows that the
-    statistics pass samples, which are kept to the end of the update.
+    """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and sampled rows.
+
+    The rows that the statistics pass samples stay allocated to the end of the update.
     """
     if config is None or not config.updates:
         return 0.0

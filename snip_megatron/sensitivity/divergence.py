@@ -85,8 +85,9 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class Propagation:
-    """Relative gradient errors √(ρ² + ξ²) that an option, the GEMM of one linear in a format, causes elsewhere: float64
-    [options, linears] and [options, sinks].
+    """Relative gradient errors √(ρ² + ξ²) that an option, the GEMM of one linear in a format, causes elsewhere.
+
+    They are float64 [options, linears] and [options, sinks].
     """
 
     linears: FloatArray
@@ -94,8 +95,9 @@ class Propagation:
 
 
 def _places(table: StatisticsTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sub-block of every linear, which is also the index of the boundary at its input, and the place of its
-    role in the sub-block: 0 reads the residual stream, 2 writes it.
+    """Return the sub-block of every linear, and the place of its role in the sub-block.
+
+    A sub-block is also the index of the boundary at its input. Place 0 reads the residual stream, place 2 writes it.
     """
     roles = list(Role)
     sub_blocks = np.array([row.sub_block for row in table.linears], dtype=np.int64)
@@ -205,9 +207,10 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
 
 
 def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:
-    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the table (recipe, step 6): the squared
-    update error ``drift2`` [owners, grid] over ``w2``, ‖W‖² [owners], at ``rho`` [options, owners], the shape of the
-    result.
+    """Return F_j(ρ) = ‖u(g + ρ·s∘z) − u(g)‖/‖W_j‖ by log-log interpolation of the table (recipe, step 6).
+
+    ``drift2`` [owners, grid] is the squared update error, ``w2`` [owners] ‖W‖², and ``rho`` [options, owners] has the
+    shape of the result.
 
     F is linear in ρ below RHO_GRID and below the smallest error that changed the update (Lion's update moves in steps).
     It is constant above the grid. A parameter of norm 0 has no relative update error and counts as 0.

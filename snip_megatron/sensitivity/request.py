@@ -32,9 +32,8 @@ BACKWARD_SHARE = 0.08
 STANDING_SHARE = 0.8
 """Share of an fprop's loss that disappears once the fprop is precise.
 
-It was fitted to runs of a 26 M model whose fprops become precise late; .82 fits best
-(``tests/unit/sensitivity/test_request.py``). Another estimate is .81: what all-fp4 loses by its own formats alone,
-(.01077 − .00293), divided by the loss of its fprops, .0097.
+It was fitted to runs of a 26 M model whose fprops become precise late, where .82 fits best. Another estimate is .81:
+what all-fp4 loses by the formats alone, (.01077 − .00293), divided by the loss of its fprops, .0097.
 """
 
 STANDING_WEIGHTS: Mapping[str, float] = {"map": 1.0, "bf16": 0.15}
@@ -49,15 +48,16 @@ _GRID = 4096  # points of the integral over a run
 
 
 def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequence[float]) -> tuple[float, ...]:
-    """Return the weight κ of the carried loss of every phase: ∫ η(t) dt over its steps, divided by that over the run,
-    of the learning rate η. The phases of a whole run sum to 1. Raises SnipError if rates are not finite with one above
-    0.
+    """Return the weight κ of the carried loss of every phase.
+
+    κ is the integral of the learning rate over the phase, divided by that over the run, so that the phases of a whole
+    run sum to 1. Raises SnipError if a rate is negative or not finite, or if all are 0.
 
     Args:
         origin, end: first step of the run, and the step before which it ends.
         begins: first step of each phase, ascending, from ``origin`` on. A phase ends where the next begins.
-        rates: learning rates at evenly spaced times, the first at ``origin``, the last at ``end``; in any unit. One
-            stands for a constant rate.
+        rates: learning rates in any unit at evenly spaced times, the first at ``origin``, the last at ``end``. A single
+            one is constant.
     """
     sampled = np.array(rates, dtype=np.float64)
     if not len(sampled) or not np.all(np.isfinite(sampled)) or (sampled < 0).any():
@@ -74,20 +74,20 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
 
 @dataclass(frozen=True)
 class PhasedRequest(JsonFields):
-    """The remaining phases of a run, as plain data: it is sent to the sidecar process with its SolveRequest.
+    """The remaining phases of a run, as plain data, which the sidecar process gets with its SolveRequest.
 
     All tuples have one entry per phase, in the order of time. Past phases are not included.
 
     Attributes:
         begins: first training step of each phase. The first phase may have begun earlier and counts from this step on.
-        budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach on its own,
-            in addition to the average over the run. None if only the average counts.
+        budgets: the smallest fp4 share or speedup, in the kind of the run's budget, that a phase must reach in addition
+            to the average over the run. None if only the average counts.
         change: as of a :class:`snip_megatron.precision.phases.SchedulePhase`. The first entry is not used.
-        standing, carried: weights of the standing loss, 0 but in the last phase of a run (``STANDING_WEIGHTS``), and of
-            the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout the phase,
-            relative to one that is imprecise throughout the run.
-        spent_steps, spent: number of past steps of the run, which count towards the average, and their mean fp4 share;
-            for a budget of time their speedup, the harmonic mean.
+        standing: weight of the standing loss. It is 0 in every phase but the last (``STANDING_WEIGHTS``).
+        carried: weight of the carried loss (:func:`carried_weights`): that of an option which is imprecise throughout
+            the phase, relative to one that is imprecise throughout the run.
+        spent_steps: number of past steps of the run, which count towards the average.
+        spent: mean fp4 share of the past steps. Under a budget of time it is their speedup, the harmonic mean.
     """
 
     begins: tuple[int, ...]
@@ -119,10 +119,10 @@ class PhasedRequest(JsonFields):
         spent_steps: int = 0,
         spent: float = 0.0,
     ) -> PhasedRequest:
-        """Return the phases of ``schedule`` that remain at ``step`` of the ``run``, a first step and an end.
+        """Return the phases of ``schedule`` that remain at ``step`` of the ``run``, which is a first step and an end.
 
-        ``carried`` returns the weights of the carried loss, given the first steps of the remaining phases. ``standing``
-        is the weight of the standing loss in the last phase. The others are as the attributes.
+        ``carried`` maps the first steps of the remaining phases to the weights of the carried loss. ``standing`` is the
+        weight of the standing loss in the last phase. The others are as the attributes.
         """
         rest = schedule.remaining(*run, step)
         phases = [schedule.phases[index] for index, _, _ in rest]
@@ -144,16 +144,15 @@ _BUDGET = Budget("fp4", 0.75)
 
 @dataclass(frozen=True)
 class SolveRequest(JsonFields):
-    """The request of one update, as plain data: it is sent to the sidecar process, and a run's config.json keeps it.
+    """The request of one update, as plain data. The sidecar process gets it, and a run's config.json keeps it.
 
     Fields that a :class:`snip_megatron.runtime.config.SnipConfig` has too are those of the run.
 
     Attributes:
-        budget: what the map must reach (docs/how-it-works.md, definitions): the fp4 share of the FLOPs of *all* decoder
-            linears; the ``speedup`` of the decoder's linears on the slowest pipeline stage; or the largest Σ of scores
-            that the fastest map may have, in the policy's unit (nats).
-        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None puts no
-            constraint on stages.
+        budget: what the map must reach (docs/how-it-works.md, definitions). ``fp4`` is a share of the FLOPs of *all*
+            decoder linears, ``speedup`` that of the decoder's linears on the slowest pipeline stage, and ``loss`` the
+            largest Σ of scores that the fastest map may have, in the policy's unit (nats).
+        stage_tolerance: how far a pipeline stage may stay below a budget of ``fp4``. None puts no constraint on stages.
         times: predicted seconds of every GEMM. ``speedup`` and ``loss`` require them.
         pins: (glob, format) pairs over ``<linear>`` and ``<linear>:<gemm>``. The last match wins.
         deterministic_time: CP-SAT's deterministic limit in seconds.
@@ -195,9 +194,7 @@ class SolveRequest(JsonFields):
         return None if self.budget.timed else self.stage_tolerance
 
     def of_step(self, share: float) -> SolveRequest:
-        """Return the request for a step with ``share`` of the tokens. Unquantised FLOPs scale with the tokens, as those
-        of the candidates do.
-        """
+        """Return the request for a step with ``share`` of the tokens, with which unquantised FLOPs scale."""
         stages = self.unquantised_stage_flops
         return dataclasses.replace(self, unquantised_stage_flops=stages and {k: v * share for k, v in stages.items()})
 

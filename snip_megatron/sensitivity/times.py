@@ -25,10 +25,10 @@ class OptionTimes(JsonFields):
 
     Attributes:
         model: name of the cost model: ``flops``, or the device that was measured.
-        seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank,
-            quantisation for this GEMM alone included. A name takes precedence over a path.
+        seconds: name of a linear, or path in its layer → GEMM → format → seconds per training step on one rank. They
+            include the quantisation for this GEMM alone. A name takes precedence over a path.
         rest: pipeline stage → seconds per step that do not depend on the map. Empty if they are not known.
-        joint: as ``seconds``, of fprop and dgrad: what a step saves if wgrad is in the same format, because one call
+        joint: as ``seconds``, for fprop and dgrad: what a step saves if wgrad is in the same format, because one call
             quantises the operand of both. Empty if not known.
         stock: name of a linear or path → seconds by which a step of bf16 alone is longer, because Megatron's code runs
             there. Only :meth:`step_seconds` counts them.
@@ -53,8 +53,10 @@ class OptionTimes(JsonFields):
 
     @classmethod
     def predict(cls, model: CostModel, shapes: Mapping[str, LinearShape], formats: Iterable[Format]) -> OptionTimes:
-        """Predict all GEMMs of ``shapes``, by the linear's name or its path in the layer, in bf16 and in ``formats``.
-        Raises SnipError if the model has no figures for a format.
+        """Predict all GEMMs of ``shapes`` in bf16 and in ``formats``.
+
+        ``shapes`` are by the linear's name or its path in the layer. Raises SnipError if the model has no figures for a
+        format.
         """
         ordered = sorted({Format.BF16, *formats}, key=lambda fmt: fmt.code)
 
