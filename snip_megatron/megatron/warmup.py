@@ -102,9 +102,9 @@ class WarmUp:
         if compilation is None:
             return {}
         self._check()
-        if compilation.left:
+        if compilation.remaining:
             print(
-                f"snip: processes that compile kernels died or hung: {compilation.left} of"
+                f"snip: processes that compile kernels died or hung: {compilation.remaining} of"
                 f" {compilation.kernels} kernels of rank"
                 f" {dist.get_rank()} are compiled at their first launch",
                 flush=True,

@@ -222,7 +222,7 @@ def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nv
         "measurer = Measurer(backend, clock_for(torch.device('cuda', 0)), (Format.FP8,))\n"
         "work = Workload(((16384, 1536, 2048),), ((16384, 2048),), ((1536, 2048),), grouped=(size,))\n"
         "checked, compilation = calls(), compile_kernels(measurer, work)\n"
-        "assert not compilation.running(120.0) and not compilation.left\n"
+        "assert not compilation.running(120.0) and not compilation.remaining\n"
         "compiled = calls()\n"
         "measurer.grouped(size), measurer.gemms(work.gemms[0])\n"
         "print('calls of nvcc', checked, compiled, calls())\n"

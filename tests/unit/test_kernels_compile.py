@@ -20,7 +20,7 @@ from snip_megatron.sensitivity.sums import LAUNCH as SUMS
 Constants = dict[str, object]
 POINTERS = {
     "x_ptr": "*bf16", "g_ptr": "*bf16", "d_ptr": "*bf16", "w_ptr": "*bf16", "a_ptr": "*bf16", "b_ptr": "*bf16",
-    "own_ptr": "*bf16", "from_ptr": "*bf16", "to_ptr": "*bf16", "y_ptr": "*i32", "out_ptr": "*i16",
+    "local_ptr": "*bf16", "from_ptr": "*bf16", "to_ptr": "*bf16", "y_ptr": "*i32", "out_ptr": "*i16",
     "row_ptr": "*i16", "col_ptr": "*u8", "values_ptr": "*i16", "packed_ptr": "*u8", "parts_ptr": "*u8",
     "elements_ptr": "*u8", "cols_ptr": "*i64", "state_ptr": "*i64", "counts_ptr": "*i64", "identities_ptr": "*i64",
     **dict.fromkeys(
@@ -100,7 +100,7 @@ OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [
     (programs.rows_kernel, {"ROWS": 16, "WIDTH": 1, "PAD": False}, LAUNCH["moved rows"], 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 128, "FIRST": True}, {"num_warps": 4}, 90),
     (grouped_wgrad_kernel, WGRAD | {"BK": 256, "FIRST": False}, {"num_warps": 8}, 90),
-    (partial_sums.add_kernel, {"RANKS": 4, "PIECE": 16}, partial_sums.LAUNCH["sums"], 90),
+    (partial_sums.add_kernel, {"RANKS": 4, "TILES": 16}, partial_sums.LAUNCH["sums"], 90),
     (statistics.tensor_kernel, PLACES | {"RANDOM": True}, SUMS["tensor"], 90),
     (statistics.dots_kernel, PLACES | {"ROWS": 32}, SUMS["dots"], 90),
     (statistics.weight_kernel, PLACES | {"PLACE_WHOLE": 2}, SUMS["weight"], 90),

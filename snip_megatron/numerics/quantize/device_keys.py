@@ -1,4 +1,4 @@
-"""Keys of stochastic rounding that are made on the device, for CUDA graphs.
+"""Keys of stochastic rounding that the device computes, for CUDA graphs.
 
 A key depends on (seed, step, global microbatch, linear, GEMM). A captured backward runs no Python, so it reads seed and
 step from memory that is written before each step, and the microbatch from a counter that it advances itself. The keys

@@ -30,7 +30,7 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.values.to(torch.float8_e4m3fn).view(torch.uint8), q.scale.contiguous()
 
 
-def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
+def add_partials(elements: Tensor, scales: Tensor, local_rows: Tensor, rank: int) -> Tensor:
     """Return the sum of the terms of all ranks.
 
     Terms are converted to FP32 and added in the order of the ranks. The sum is rounded once.
@@ -38,19 +38,19 @@ def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Te
     Args:
         elements: uint8 [ranks, rows, cols], of :func:`pack_partial` on each rank. Those of ``rank`` are not read.
         scales: FP32 [ranks, rows, ceil(cols/128)].
-        own: the rows of this rank's term [rows, cols], not quantised.
+        local_rows: the rows of this rank's term [rows, cols], not quantised.
         rank: this rank.
 
     Returns:
-        [rows, cols] in the dtype of ``own``.
+        [rows, cols] in the dtype of ``local_rows``.
     """
     terms = [
-        own.to(torch.float32)
-        if place == rank
+        local_rows.to(torch.float32)
+        if source == rank
         else Quantized(values.view(torch.float8_e4m3fn).to(torch.float32), scale, (1, TILE)).dequantize()
-        for place, (values, scale) in enumerate(zip(elements, scales, strict=True))
+        for source, (values, scale) in enumerate(zip(elements, scales, strict=True))
     ]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
-    return total.to(own.dtype)
+    return total.to(local_rows.dtype)

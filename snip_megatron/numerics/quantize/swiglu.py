@@ -22,7 +22,7 @@ def fits(y: Tensor) -> bool:
 
 
 def swiglu(y: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Return SwiGLU [M, K] of y [M, 2K] in y's dtype. With ``probs``, FP32 [M], each row is multiplied by its own."""
+    """Return SwiGLU [M, K] of y [M, 2K] in y's dtype. Rows are multiplied by ``probs``, FP32 [M], if given."""
     gate, up = y.to(torch.float32).chunk(2, -1)
     x = gate / (1.0 + torch.exp(-gate)) * up
     return (x if probs is None else x * probs.view(-1, 1)).to(y.dtype)

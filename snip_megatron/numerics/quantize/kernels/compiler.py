@@ -124,8 +124,8 @@ class Compilation:
         kernels: number of kernels.
         processes: number of processes.
         compiled: number of kernels that the processes have compiled so far.
-        left: number of kernels that will be compiled at their first launch; 0 while processes run.
-        seconds: time from the start of the processes to their end; 0 if none was started.
+        remaining: number of kernels that will be compiled at their first launch. It is 0 while processes run.
+        seconds: time from the start of the processes to their end, 0 if none was started.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Compilation:
         replays: bool = False,
         patience: float = 120.0,
     ) -> None:
-        self.kernels, self.processes, self.compiled, self.left, self.seconds = len(kernels), 0, 0, 0, 0.0
+        self.kernels, self.processes, self.compiled, self.remaining, self.seconds = len(kernels), 0, 0, 0, 0.0
         share_cache()
         self._done = _done_file([kernel for kernel in kernels if isinstance(kernel, str)], target, replays=replays)
         self._started = self._heard = time.monotonic()
@@ -173,8 +173,8 @@ class Compilation:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._process = None
-        self.left, self.seconds = self.kernels - self.compiled, time.monotonic() - self._started
-        if not self.left:
+        self.remaining, self.seconds = self.kernels - self.compiled, time.monotonic() - self._started
+        if not self.remaining:
             self._done.parent.mkdir(parents=True, exist_ok=True)
             self._done.touch()
 

@@ -114,7 +114,7 @@ class Listing:
     Attributes:
         rows: rows of the training's matrices, for which shorter ones stand. 0: the matrices are the training's.
         kernels: the keys are the kernels that this process has not compiled, in the order of their first launch. A
-            string is Triton's own description of a compiled kernel, ``specialization_data``.
+            string is Triton's description of a compiled kernel, ``specialization_data``.
     """
 
     rows: int = 0
@@ -149,8 +149,8 @@ def list_launches(*, rows: int = 0) -> Iterator[Listing]:
 def share_cache() -> None:
     """Let all ranks of this host use one folder for Triton's cache on disk: they compile for each other.
 
-    torch's compiler gives the cache of each device a folder of its own when it first compiles, unless this was called.
-    Nothing is done if Triton is not installed.
+    Otherwise torch's compiler moves the cache of each device to another folder when it first compiles. Nothing is done
+    if Triton is not installed.
     """
     with suppress(ImportError):
         import triton

@@ -13,29 +13,29 @@ from snip_megatron.numerics.quantize.kernels.quantize import quantize_operands
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format
 
-_PIECE = 16  # tiles of a program
+_TILES = 16  # tiles of a program
 # Without fusion: a fused multiply-add would not round the product of an element and its scale, as the reference does.
 LAUNCH = {"sums": {"num_warps": 4, "enable_fp_fusion": False}}
 
 
 @triton.jit
 def add_kernel(
-    elements_ptr, scales_ptr, own_ptr, out_ptr, rows, columns, tiles, own_stride, rank,
-    RANKS: tl.constexpr, PIECE: tl.constexpr,
+    elements_ptr, scales_ptr, local_ptr, out_ptr, rows, columns, tiles, local_stride, rank,
+    RANKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Add ``PIECE`` tiles of one row over ``RANKS`` matrices of ``rows`` rows."""
+    """Add ``TILES`` tiles of one row over ``RANKS`` matrices of ``rows`` rows."""
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     i = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = i < columns
-    own = to_float32(tl.load(own_ptr + row * own_stride + i, mask=inside, other=0.0))
-    total = tl.zeros([PIECE, 128], dtype=tl.float32)
-    for place in range(RANKS):
-        source = place * rows + row
-        element = tl.load(elements_ptr + source * columns + i, mask=inside, other=0).to(tl.int32)
-        scale = tl.load(scales_ptr + source * tiles + tile, mask=tile < tiles, other=0.0)
-        term = tl.where(place == rank, own, _e4m3(element) * scale[:, None])
-        total = tl.where(place == 0, term, total + term)
+    local_rows = to_float32(tl.load(local_ptr + row * local_stride + i, mask=inside, other=0.0))
+    total = tl.zeros([TILES, 128], dtype=tl.float32)
+    for source in range(RANKS):
+        source_row = source * rows + row
+        element = tl.load(elements_ptr + source_row * columns + i, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scales_ptr + source_row * tiles + tile, mask=tile < tiles, other=0.0)
+        term = tl.where(source == rank, local_rows, _e4m3(element) * scale[:, None])
+        total = tl.where(source == 0, term, total + term)
     _store(out_ptr + row * columns + i, total, inside)
 
 
@@ -65,15 +65,15 @@ def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
     return operand.values.view(torch.uint8)[:, : x.shape[1]].contiguous(), operand.scale.contiguous()
 
 
-def add_partials(elements: Tensor, scales: Tensor, own: Tensor, rank: int) -> Tensor:
+def add_partials(elements: Tensor, scales: Tensor, local_rows: Tensor, rank: int) -> Tensor:
     """See :func:`snip_megatron.numerics.quantize.partial_sums.add_partials`."""
     ranks, rows, columns = elements.shape
-    out = torch.empty(rows, columns, dtype=own.dtype, device=own.device)
+    out = torch.empty(rows, columns, dtype=local_rows.dtype, device=local_rows.device)
     if out.numel():
         tiles = -(-columns // TILE)
-        piece = min(_PIECE, triton.next_power_of_2(tiles))
+        count = min(_TILES, triton.next_power_of_2(tiles))
         launch(
-            add_kernel, (rows, -(-tiles // piece)), (elements, scales, own, out),
-            (rows, columns, tiles, own.stride(0), rank), (), {"RANKS": ranks, "PIECE": piece}, LAUNCH["sums"],
+            add_kernel, (rows, -(-tiles // count)), (elements, scales, local_rows, out),
+            (rows, columns, tiles, local_rows.stride(0), rank), (), {"RANKS": ranks, "TILES": count}, LAUNCH["sums"],
         )  # fmt: skip
     return out

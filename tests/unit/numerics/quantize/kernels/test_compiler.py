@@ -62,7 +62,7 @@ counts = []
 for _ in range(2):
     made = Compilation(kernels, target, 2)
     made.running(wait=400.0)
-    counts.append([made.kernels, made.compiled, made.processes, made.left])
+    counts.append([made.kernels, made.compiled, made.processes, made.remaining])
 cubins = lambda: len(list(pathlib.Path(os.environ["TRITON_HOME"]).rglob("*.cubin")))
 os.environ.setdefault("TRITON_CACHE_DIR", os.environ["TRITON_HOME"] + "/inductor")
 counts.append(cubins())
@@ -101,7 +101,7 @@ def test_processes_that_die_or_hang_are_noticed(fault: str, tmp_path: Path, monk
     found = Compilation(kernels, target, 2, patience=60.0 if "exit" in fault else 1.0)
     assert found.running()  # the training goes on beside it
     assert not found.running(wait=120.0)
-    assert (found.compiled, found.processes, found.left) == (0, 2, 4)
+    assert (found.compiled, found.processes, found.remaining) == (0, 2, 4)
     again = Compilation(kernels, target, 2)  # they do not count as compiled
     assert again.running()
     again.close()
@@ -153,7 +153,7 @@ with list_launches() as listing:
 sources = list(listing.kernels)
 assert not launched and sources[0].flags == ("-O3", "-arch=sm_90a")
 compiled = Compilation(sources, GPUTarget("cuda", 90, 32), 2)
-assert not compiled.running(wait=300.0) and (compiled.compiled, compiled.left) == (2, 0)
+assert not compiled.running(wait=300.0) and (compiled.compiled, compiled.remaining) == (2, 0)
 [call(n) for n in (128, 384)]
 assert calls() == 2  # of the other process
 call(640)  # nobody has listed it
