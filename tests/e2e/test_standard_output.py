@@ -43,19 +43,10 @@ def test_what_an_encoding_lacks_is_replaced() -> None:
     assert len(done.stdout.splitlines()) == len(whole.splitlines())
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
-def test_a_device_or_pipe_is_written_and_not_replaced_by_a_file(tmp_path: Path) -> None:
-    pipe, page = tmp_path / "pipe", tmp_path / "page"
-    os.mkfifo(pipe)
-    with page.open("wb") as kept, subprocess.Popen(["cat", str(pipe)], stdout=kept) as reader:
-        try:
-            done = snip(*PLAN, "--json", pipe, stdout=subprocess.PIPE)
-            assert done.returncode == 0, done.stderr
-            assert pipe.is_fifo()
-            assert reader.wait(timeout=60) == 0
-        finally:
-            reader.kill()
-    assert page.read_bytes().startswith(b'{\n "schema": "snip.plan/1"')
+def test_a_device_is_written_and_not_replaced_by_a_file() -> None:
+    done = snip(*PLAN, "--json", "/dev/stdout", stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert b'"schema": "snip.plan/1"' in done.stdout
 
 
 def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
