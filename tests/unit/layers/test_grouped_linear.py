@@ -12,7 +12,7 @@ from handles import handle_of
 from torch import Tensor
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
-from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product
+from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
@@ -60,9 +60,9 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
         return grouped_product(self.handles, list(self.parameters()), x, splits)
 
-    def call(self, rows: GroupRows, told: Callable[[], None] | None = None) -> GroupedCall:
+    def call(self, rows: GroupRows, on_wgrad_complete: Callable[[], None] | None = None) -> GroupedCall:
         order = slice(None, None, -1 if rows.backwards else 1)
-        return grouped_call(self.handles[order], list(self.parameters())[order], told)
+        return grouped_call(self.handles[order], list(self.parameters())[order], on_wgrad_complete)
 
 
 def operands(splits: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
@@ -350,10 +350,10 @@ def test_a_measuring_pass_forces_the_format_of_all_experts_nudges_and_reports_th
         y, d, _ = passed(Override(perturb=gemm))
         assert torch.equal(y, plain_y) is not of_y
         assert torch.equal(d, plain_d) is of_y
-    told: list[Tensor] = []
-    passed(Override(compare=FP4, report=told.append))
+    reported: list[Tensor] = []
+    passed(Override(compare=FP4, report=reported.append))
     expected = (g.float() * (forced_y.float() - plain_y.float())).double().sum()
-    assert torch.stack(told).sum() == pytest.approx(float(expected), rel=1e-2)
+    assert torch.stack(reported).sum() == pytest.approx(float(expected), rel=1e-2)
 
 
 def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
@@ -370,19 +370,41 @@ def test_gradients_that_only_tell_ddp_so_share_one_piece_of_memory() -> None:
     assert len({id(gradient) for gradient in seen}) == 4
 
 
-def test_ddp_is_told_once_in_place_of_autograd() -> None:
-    """∇W is there when DDP is told. Without a gradient of X there would be no backward, so that autograd tells it."""
-    experts, (x, g), told = Experts(4, (FP8, FP8, FP8)), operands(UNEVEN), []
+def test_the_callback_runs_once_in_place_of_autograd() -> None:
+    """∇W is complete when the callback runs. If X requires no gradient, autograd must see the weights."""
+    experts, (x, g), calls = Experts(4, (FP8, FP8, FP8)), operands(UNEVEN), []
     weights = list(experts.parameters())
     for weight in weights:
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def tell() -> None:
-        told.append(torch.stack([weight.main_grad for weight in weights]))  # type: ignore[misc]
+    def on_wgrad_complete() -> None:
+        calls.append(torch.stack([weight.main_grad for weight in weights]))  # type: ignore[misc]
 
-    grouped_product(experts.handles, weights, x, UNEVEN, tell).backward(g)
+    grouped_product(experts.handles, weights, x, UNEVEN, on_wgrad_complete).backward(g)
     assert [weight.grad for weight in weights] == [None] * 4
-    grouped_product(experts.handles, weights, x.detach(), UNEVEN, tell).backward(g)
+    grouped_product(experts.handles, weights, x.detach(), UNEVEN, on_wgrad_complete).backward(g)
     assert all(weight.grad is not None for weight in weights)
-    (gradients,) = told
+    (gradients,) = calls
     assert decibel(expected(experts, x, g, UNEVEN, (FP8, FP8, FP8))[2], gradients - 1) > 90
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("splits", [(3, 0, 128, 130), (0, 0), (256,), (128, 256)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_rows_stand_at_the_start_of_their_expert(splits: tuple[int, ...], backwards: bool) -> None:
+    rows = group_rows(splits, torch.device("cpu"), backwards=backwards)
+    x = torch.randn(sum(splits), 4, requires_grad=True)
+    padded = pad(x, rows)
+    order = reversed(list(x.split(list(splits)))) if backwards else x.split(list(splits))
+    for found, expected in zip(padded.split(rows.tolist()), order, strict=True):
+        assert len(found) % 128 == 0
+        assert len(found) - len(expected) < 128
+        assert torch.equal(found[: len(expected)], expected)
+        assert not found[len(expected) :].any()
+    experts = [expert for expert, count in enumerate(rows) for _ in range(count)]
+    assert rows.map.experts.tolist() == experts
+    y = unpad(padded * 3, rows)
+    assert torch.equal(y, x * 3)
+    weight = torch.randn_like(y)
+    y.backward(weight)
+    assert torch.equal(x.grad, weight * 3)
