@@ -2,7 +2,7 @@
 
     python examples/hf_nvfp4.py --dir runs/hf        # --steps 40 for a short one
 
-It ends with the path of a page: the map as a picture, and what other shares of four bits would cost.
+It ends with the path of a page that shows the map as a picture.
 Text: bytes of Python's standard library. Formats are emulated where the card does not have them, with the same numbers.
 """
 
