@@ -90,7 +90,7 @@ class Candidate(JsonFields):
 class Phase(JsonFields):
     """Runs of one kind, ``from_warm`` or ``from_scratch``, of ``steps`` training steps each.
 
-    ``save`` keeps the final weights of every run, without optimizer state.
+    ``save`` keeps the final weights of every run, without optimizer state if the phase is ``from_scratch``.
     """
 
     kind: str

@@ -17,6 +17,7 @@ from benchmarks.quality.models import Data, model
 from snip_megatron.sensitivity.policies import fixed_formats
 
 MODULE = "snip_megatron.pretrain_gpt"
+WEIGHTS_ALONE = ("--no-save-optim", "--no-save-rng")
 NEVER = "1000000000"
 CHECKPOINT = "checkpoint"
 """Folder of the final weights in the run directory of a phase with ``save``."""
@@ -105,7 +106,12 @@ def training_arguments(experiment: Experiment, data: Data, seed: int, kind: str 
 def training_command(
     arguments: Sequence[str], ranks: int, python: str = sys.executable, module: str = MODULE
 ) -> list[str]:
-    """Return the command line of a training of ``ranks`` ranks on this machine."""
+    """Return the command line of a training of ``ranks`` ranks on this machine.
+
+    Megatron cannot load an optimizer and random states that it does not save: a run from a warm checkpoint saves them.
+    """
+    if "--load" in arguments:
+        arguments = [argument for argument in arguments if argument not in WEIGHTS_ALONE]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
     return [python, *torchrun, "-m", module, *arguments]
 
@@ -132,7 +138,7 @@ def _run(
         arguments += ["--load", "{warm}", "--ckpt-step", str(start), "--ckpt-format", "torch_dist"]
     if phase.save:  # Megatron saves after the last step, before it validates
         arguments += ["--save", f"{{run}}/{CHECKPOINT}", "--save-interval", NEVER, "--ckpt-format", "torch_dist"]
-        arguments += ["--no-save-optim", "--no-save-rng"]
+        arguments += WEIGHTS_ALONE
     arguments += ["--snip", "--snip-eval", "both", "--snip-seed", str(seed), "--snip-dir", "{run}"]
     arguments += ["--data-cache-path", "{run}/cache", "--snip-policy", candidate.policy]
     settings = candidate.settings or {}

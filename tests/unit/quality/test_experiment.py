@@ -11,7 +11,7 @@ from refusal import refusal
 
 from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
 from benchmarks.quality.models import Data, load_data
-from benchmarks.quality.runs import experiment_runs, fill, warm_arguments
+from benchmarks.quality.runs import experiment_runs, fill, training_command, warm_arguments
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
@@ -64,6 +64,15 @@ def test_seeds_change_data_order_and_rounding_and_nothing_else() -> None:
     differing = [a for a, b in zip(first, second, strict=True) if a != b]
     assert differing == ["5", "5"]
     assert first[first.index("--seed") + 1] == first[first.index("--snip-seed") + 1] == "5"
+
+
+def test_runs_from_a_warm_checkpoint_save_what_they_load() -> None:
+    """Megatron ends in a KeyError if it loads an optimizer under --no-save-optim."""
+    runs = experiment_runs(parse(changed("from_warm.save", True)), data())
+    assert any("--no-save-optim" in run.arguments for run in runs)
+    for run in runs:
+        command = training_command(run.arguments, 1)
+        assert not ("--load" in command and {"--no-save-optim", "--no-save-rng"} & set(command))
 
 
 def test_identity_follows_text_and_weights_but_not_folders() -> None:
