@@ -1,4 +1,4 @@
-"""The exception for errors of the user, which commands print as a single line, and what such lines are made of."""
+"""The exception for errors of the user, which commands print as a single line, and the parts of such lines."""
 
 import contextlib
 import importlib.metadata

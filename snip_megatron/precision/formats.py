@@ -89,9 +89,9 @@ FOUR_BIT = frozenset(fmt for fmt in Format if fmt.base in (Format.FP4, Format.NV
 
 
 def misplaced(fmt: Format, gemm: Gemm | None) -> str | None:
-    """Return why a GEMM, or a whole linear if ``gemm`` is None, cannot run in ``fmt``; None if it can."""
-    wanted = tuple(Gemm) if gemm is None else (gemm,)
-    missing = [g.value for g in wanted if g not in fmt.gemms]
+    """Return why a GEMM, or a whole linear if ``gemm`` is None, cannot run in ``fmt``. None if it can."""
+    gemms = tuple(Gemm) if gemm is None else (gemm,)
+    missing = [g.value for g in gemms if g not in fmt.gemms]
     return f"{fmt.value} is a format of {' and '.join(fmt.gemms)}, not of {missing[0]}" if missing else None
 
 

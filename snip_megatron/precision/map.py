@@ -35,13 +35,13 @@ class PrecisionMap:
     Attributes:
         choices: option id → format.
         status: one of STATUSES: what the solver proved, or ``static`` for a map that was not solved.
-        objective, bound, target: Σ loss of the choices, the solver's lower bound of it, and the budget that was asked.
+        objective, bound, target: Σ loss of the choices, the solver's lower bound of it, and the value of the budget.
         achieved, achieved_per_stage: Σ saving / Σ cost of the choices, also for each pipeline stage. This is the share
             of FLOPs in fp4, or the share of the bf16 time that the map saves where ``budget`` is set.
-        budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times; None for a share of FLOPs.
-        loss, speedup: predicted loss of the choices, and predicted speedup of the decoder's linears; None unless
+        budget: ``speedup`` or ``loss`` if ``target`` is such a figure and costs are times. None for a share of FLOPs.
+        loss, speedup: predicted loss of the choices, and predicted speedup of the decoder's linears. None unless
             ``budget`` is set. A map of a plan has a loss in any case: that of the map if it stayed for the whole run.
-        fp4_share: share of FLOPs in fp4; None where ``achieved`` is that share.
+        fp4_share: share of FLOPs in fp4. None where ``achieved`` is that share.
         step_speedup: predicted speedup of the whole training step.
     """
 
@@ -72,9 +72,9 @@ class PrecisionMap:
         """Return what events report of a map with a budget of time or loss. Empty for a budget by share of FLOPs."""
         if self.budget is None or self.target is None:
             return {}
-        asked = {"budget": f"{self.budget}={self.target:g}", "speedup": self.speedup, "loss": self.loss}
+        figures = {"budget": f"{self.budget}={self.target:g}", "speedup": self.speedup, "loss": self.loss}
         more = {"fp4_share": self.fp4_share, "step_speedup": self.step_speedup}
-        return asked | {name: value for name, value in more.items() if value is not None}
+        return figures | {name: value for name, value in more.items() if value is not None}
 
     # -- lookup ------------------------------------------------------------------------------------------------
     def format_of(self, linear: str, gemm: Gemm) -> Format:
@@ -170,13 +170,13 @@ def format_shares(
     ``flops`` is name of a linear → FLOPs of one of its three GEMMs, which are equal, ``unquantised`` the FLOPs of the
     decoder linears that are no candidates, all GEMMs together.
     """
-    found = dict.fromkeys(sorted(Format, key=lambda fmt: fmt.bits), 0.0)
+    shares = dict.fromkeys(sorted(Format, key=lambda fmt: fmt.bits), 0.0)
     for name, each in flops.items():
         for gemm in Gemm:
-            found[precision_map.format_of(name, gemm)] += each
-    found[Format.BF16] += unquantised
+            shares[precision_map.format_of(name, gemm)] += each
+    shares[Format.BF16] += unquantised
     total = 3.0 * sum(flops.values()) + unquantised
-    return {fmt: part / total for fmt, part in found.items() if part}
+    return {fmt: part / total for fmt, part in shares.items() if part}
 
 
 def fp4_fraction(precision_map: PrecisionMap, flops: Mapping[str, float], unquantised: float = 0.0) -> float:

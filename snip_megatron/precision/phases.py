@@ -36,9 +36,9 @@ class SchedulePhase:
     Attributes:
         begin: the fraction of the run at which the phase begins, in [0, 1).
         budget: what the phase itself must reach, such as ``fp4=0.7`` or ``speedup=1.2``, in addition to the run's
-            average. None: the average alone counts.
+            average. None if the average alone counts.
         change: globs over ``<linear>`` and ``<linear>:<gemm>``: the options whose format may differ from the preceding
-            phase. None: all of them.
+            phase. None if all of them may.
     """
 
     begin: float
@@ -83,7 +83,7 @@ class Schedule:
 
     def remaining(self, origin: int, last: int, step: int) -> list[tuple[int, int, int]]:
         """Return (index of the phase, first step, number of steps) of every phase from ``step`` on, none if it is not
-        before ``last``. The first is cut to what is left of it, and empty phases are left out.
+        before ``last``. The first is cut to its remaining steps, and empty phases are dropped.
         """
         first = [max(s, step) for s in self.first_steps(origin, last)]
         ends = [*first[1:], max(last, step)]
@@ -126,7 +126,7 @@ class PrecisionPlan:
         last: the step before which the last phase ends.
         version: the number of the update that made the plan.
         status, objective, bound, target: as those of a map, over all phases and the whole run.
-        achieved: the average over the whole run, what had been spent before included.
+        achieved: the average over the whole run, including the steps before the first phase.
     """
 
     phases: tuple[PlanPhase, ...]
@@ -165,7 +165,7 @@ class PrecisionPlan:
     def moved(self, origin: int, last: int, step: int) -> PrecisionPlan:
         """Return the plan for a run from ``origin`` that ends before step ``last`` instead, which is after ``step``.
 
-        Every phase begins at the same fraction of the run. Those that would end before ``step`` are left out.
+        Every phase begins at the same fraction of the run. Those that would end before ``step`` are dropped.
         """
         stretch = (last - origin) / (self.last - origin)
         begins = [origin + math.floor((phase.begin - origin) * stretch + 0.5) for phase in self.phases]
@@ -228,11 +228,11 @@ def _entries(body: Any, schema: str) -> list[Mapping[str, Any]]:
 
 def _schedule_phase(i: int, body: Mapping[str, Any]) -> SchedulePhase:
     check_keys(body, ("from", "budget", "change"), f"phases[{i}]: ")
-    begin, asked, change = (body.get(name) for name in ("from", "budget", "change"))
+    begin, budget, change = (body.get(name) for name in ("from", "budget", "change"))
     try:
         return SchedulePhase(
             float(begin) if is_finite(begin) else math.nan,
-            None if asked is None else Budget.parse(asked, "budget:"),
+            None if budget is None else Budget.parse(budget, "budget:"),
             tuple(change) if isinstance(change, list) else change,
         )
     except SnipError as error:

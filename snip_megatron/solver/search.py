@@ -104,10 +104,10 @@ def _fastest(table: Table, limits: Limits, *, exact: bool) -> Outcome | None:
         if (closed and is_least) or (exact and limits.exhausted):
             break
         need = reached if closed else max(highest - step, (reached + highest) / 2)
-        asked = replace(table, need=need, limit=math.inf)
-        start = best if closed else first_assignment(asked)
+        at_need = replace(table, need=need, limit=math.inf)
+        start = best if closed else first_assignment(at_need)
         if start is not None:
-            probe = _Search(asked, start, limits, exact=exact, effort=effort, limit=table.limit - table.least)
+            probe = _Search(at_need, start, limits, exact=exact, effort=effort, limit=table.limit - table.least)
             outcome = probe.run()
             if table.total_loss(outcome.assignment) <= table.limit:
                 best, reached, is_least = outcome.assignment, table.total_saving(outcome.assignment), True
@@ -181,7 +181,7 @@ class _Search:
         return feasible
 
     def _relax(self) -> None:
-        """Solve the relaxation and round it. Losses that are too large for any better assignment are left out."""
+        """Solve the relaxation and round it. Losses too large for any better assignment are excluded."""
         while not self._is_done():
             before = self.score
             relaxation = relax(self.table, self.table.loss <= before, before)

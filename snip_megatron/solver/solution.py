@@ -51,7 +51,8 @@ class Solution:
         achieved: Σ saving / Σ cost; 0 if all costs are 0. Of a plan the mean over all steps, those spent included, or
             for budgets of time reference time / time.
         achieved_per_stage: the same for each stage number; empty for a plan.
-        loss, speedup: Σ loss; reference time / time of the slowest stage, None under ``fp4`` and for a plan.
+        loss: Σ loss.
+        speedup: reference time / time of the slowest stage. None under ``fp4`` and for a plan.
         deterministic_seconds: CP-SAT's own measure of its work, which is the same on every machine.
         phases, steps: of a plan, the solution of every phase, in figures of one step, and its training steps.
     """
@@ -72,10 +73,10 @@ class Solution:
     phases: tuple[Solution, ...] = ()
     steps: tuple[int, ...] = ()
 
-    def met(self, asked: str, advice: str = "") -> Solution:
-        """Return this solution. Raises SnipError (exit code 3) that names what was ``asked`` if nothing meets it."""
+    def met(self, request: str, advice: str = "") -> Solution:
+        """Return this solution. Raises SnipError (exit code 3), which names the ``request``, if it is infeasible."""
         if self.fault is not None:
-            raise SnipError(f"{asked}: {self.fault}{advice}", exit_code=3)
+            raise SnipError(f"{request}: {self.fault}{advice}", exit_code=3)
         return self
 
     @property

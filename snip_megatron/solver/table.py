@@ -301,7 +301,7 @@ def _undominated(losses: Floats, savings: Floats) -> list[int]:
 
 
 def _options(item: Item, rows: Rows, stages: Sequence[int]) -> list[Choice]:
-    """Return the choices of an item by code. Negative savings are left out in rows that cost nothing."""
+    """Return the choices of an item by code. Rows that cost nothing have no negative savings."""
     choices = sorted((c for c in item.choices if item.pin in (None, c.format)), key=lambda c: c.format.code)
     if rows.hard[0] or rows.hard[1 + stages.index(item.stage)]:
         return [c for c in choices if c.saving >= 0] or choices

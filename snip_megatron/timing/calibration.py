@@ -37,9 +37,14 @@ _CPU_GRID = ((32, 128), (64, 256), ((64, 2, 32),), ((2,), (128,), (64, 128), (64
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid: ``gemms``
-    (tokens, n, k), ``activations`` (tokens, features), ``weights`` (n, k), ``attention`` (sequence, heads, head size),
-    ``grouped`` (experts, tokens of all experts, n, k).
+    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid.
+
+    Attributes:
+        gemms: (tokens, n, k).
+        activations: (tokens, features).
+        weights: (n, k).
+        attention: (sequence, heads, head size).
+        grouped: (experts, tokens of all experts, n, k).
     """
 
     gemms: tuple[Size, ...]
@@ -122,7 +127,7 @@ def calibrate(
     seconds: float | None = None,
     compilation: Compilation | None = None,
 ) -> TimingTable:
-    """Measure ``workload``, or as much of it as is done after ``seconds`` or at Ctrl-C. None: without a limit.
+    """Measure ``workload``, or as much of it as is done after ``seconds`` or at Ctrl-C. All of it if that is None.
 
     ``about`` are facts for the table, to which ``versions``, ``complete`` and ``notes`` are added. Attention and copies
     are measured beside the ``compilation`` of :func:`compile_kernels`. The rest waits for it, but at most 0.4 of
@@ -188,8 +193,8 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of what multiplies and quantises, by package."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), **{name: each for name, each in found.items() if each is not None}}
+    installed = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in installed.items() if v is not None}}
 
 
 def compile_kernels(measurer: Measurer, workload: Workload) -> Compilation | None:

@@ -39,7 +39,7 @@ class LinearShape:
         matrices: W of so many experts. Each is quantised once a step.
         grouped: whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts.
         fused: the operand that is quantised with SwiGLU, in a grouped linear whose wgrad is in bf16: ``input`` if
-            SwiGLU makes X, ``gradient`` if its gradient makes G; None for neither.
+            SwiGLU makes X, ``gradient`` if its gradient makes G. None if neither is.
     """
 
     tokens: int
@@ -89,9 +89,11 @@ _GROUP_WORK |= {f"fused_{operand}": _GROUP_WORK[operand] for operand in OPERANDS
 class CostModel:
     """Predicts the seconds that a training step spends in one GEMM of one linear on one rank, from measured times.
 
-    ``table`` has the times; None for times that were not measured. ``name`` is its device, or ``flops``; ``formats``
-    are those that it has times of, and the times of another variant are those of its base; ``assumptions`` are a
-    sentence each.
+    Attributes:
+        table: the measured times. None if nothing was measured.
+        name: the device of the table, or ``flops``.
+        formats: the formats that have times. A variant that has none takes those of its base.
+        assumptions: what the model assumes, a sentence each.
     """
 
     def __init__(self, table: TimingTable) -> None:
@@ -131,7 +133,7 @@ class CostModel:
         elif gemm is Gemm.WGRAD and not shape.fused_accumulation:  # Megatron's own linear adds ∇W outside of its GEMM
             time += accumulation_seconds(shape.n * shape.k, self._copy_rate)
         if gemm is Gemm.FPROP:
-            time += self._again(shape, fmt)
+            time += self._recomputed(shape, fmt)
         return shape.microbatches * time + shape.matrices * once
 
     def joint(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
@@ -147,13 +149,14 @@ class CostModel:
         return shape.microbatches * max(0.0, first + second - both)
 
     def stock(self, shape: LinearShape) -> float:
-        """Return the seconds by which a step is longer where no GEMM of a linear is quantised, as Megatron's own code
-        launches each expert: of a grouped linear, if it was measured, else 0.
+        """Return the seconds by which a step is longer if no GEMM of a grouped linear is quantised.
+
+        Megatron's own code then launches each expert. 0 if the linear is not grouped or was not measured.
         """
         if not shape.grouped or STOCK not in self._grouped:
             return 0.0
-        own = math.fsum(self.gemm_seconds(shape, gemm, Format.BF16) for gemm in Gemm)
-        return shape.microbatches * max(0.0, self._share(shape, STOCK, lambda times: times[Format.BF16]) - own)
+        grouped = math.fsum(self.gemm_seconds(shape, gemm, Format.BF16) for gemm in Gemm)
+        return shape.microbatches * max(0.0, self._share(shape, STOCK, lambda times: times[Format.BF16]) - grouped)
 
     def extrapolated(self, shape: LinearShape) -> bool:
         """Return whether ``shape`` lies outside of the measured range."""
@@ -177,7 +180,7 @@ class CostModel:
             )
         return self._gemms.seconds((shape.tokens, shape.n, shape.k), lambda row: row[fmt][place])
 
-    def _again(self, shape: LinearShape, fmt: Format) -> float:
+    def _recomputed(self, shape: LinearShape, fmt: Format) -> float:
         """Return the seconds of the additional forward under recomputation, which quantises X for fprop only."""
         if shape.forwards < 2:
             return 0.0
@@ -274,6 +277,6 @@ def load_cost_model(name_or_path: str | Path, device_name: str | None = None) ->
 
 def accumulation_seconds(parameters: float, copy_rate: float | None) -> float:
     """Return the seconds of a kernel that adds bf16 gradients of so many parameters to ``main_grad``. ``copy_rate`` is
-    bytes a second of a copy; None if not measured.
+    bytes a second of a copy, or None if it was not measured.
     """
     return _ACCUMULATION_BYTES * parameters / (ACCUMULATION * (copy_rate or STATED_COPY))

@@ -85,17 +85,17 @@ def _distance(a: Point, b: Point) -> float:
 
 
 def _complete_axes(points: frozenset[Point]) -> tuple[tuple[int, ...], ...]:
-    """Return the axes of a full grid of measured points: the coordinates with the fewest points are left out."""
-    kept = points
+    """Return the axes of a full grid of measured points. Coordinates with the fewest points are dropped."""
+    remaining = points
     while True:
-        axes = [sorted({point[d] for point in kept}) for d in range(len(next(iter(kept))))]
+        axes = [sorted({point[d] for point in remaining}) for d in range(len(next(iter(remaining))))]
         whole = math.prod(len(axis) for axis in axes)
-        if whole == len(kept):
+        if whole == len(remaining):
             return tuple(tuple(axis) for axis in axes)
         _, d, value = min(
-            (sum(point[d] == value for point in kept) * len(axis) / whole, d, value)
+            (sum(point[d] == value for point in remaining) * len(axis) / whole, d, value)
             for d, axis in enumerate(axes)
             if len(axis) > 1
             for value in axis
         )
-        kept = frozenset(point for point in kept if point[d] != value)
+        remaining = frozenset(point for point in remaining if point[d] != value)

@@ -60,9 +60,9 @@ class GpuClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        draws = torch.Generator(device).manual_seed(0)  # a training's own generator stays as it is
+        generator = torch.Generator(device).manual_seed(0)  # a training's generator stays as it is
         self._a, self._b = (
-            torch.randn(_HEATER, _HEATER, device=device, dtype=torch.bfloat16, generator=draws) for _ in range(2)
+            torch.randn(_HEATER, _HEATER, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2)
         )
         self._out = torch.empty_like(self._a)
 
@@ -153,12 +153,12 @@ class GroupedLinear:
         del matrices  # before the gradients take their memory
         gradients = list(torch.zeros(self._weights, device=self._clock.device).unbind(0))
         gemms.append(self._times(partial(self._wgrad, gradients), self._formats))
-        found: dict[str, dict[Format, Any]] = {"gemms": _triples(gemms), "weights": weights}
+        times: dict[str, dict[Format, Any]] = {"gemms": _triples(gemms), "weights": weights}
         for operand in OPERANDS:
             sides = [(True, False), (False, True), (True, True)]
-            found[operand] = _triples([self._times(partial(self._side, operand, *s), self._quantised) for s in sides])
-            found[f"fused_{operand}"] = self._fused(operand, found[operand])
-        return found
+            times[operand] = _triples([self._times(partial(self._side, operand, *s), self._quantised) for s in sides])
+            times[f"fused_{operand}"] = self._fused(operand, times[operand])
+        return times
 
     def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
         """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16.
@@ -168,9 +168,9 @@ class GroupedLinear:
         rows, fuses = self._rows[operand], self._products.fuses_swiglu
         width = rows.shape[1] * (2 if operand == "input" else 1)
         formats = [fmt for fmt in self._formats if fuses((fmt, Format.BF16)) and width % _PAIRS == 0]
-        found = {fmt: times[0] for fmt, times in apart.items()}
+        seconds = {fmt: times[0] for fmt, times in apart.items()}
         if len(formats) < 2:
-            return found
+            return seconds
         y = self._normal(len(rows), width) if operand == "input" else rows
         d, probs = y[:, : y.shape[1] // 2].contiguous(), torch.ones(len(rows), device=rows.device)
 
@@ -181,7 +181,7 @@ class GroupedLinear:
             return partial(self._products.swiglu_gradient, d, y, probs, self._splits, spec)
 
         times = self._times(call, formats)
-        return found | {fmt: max(s - times[Format.BF16], _LEAST) for fmt, s in times.items() if fmt in found}
+        return seconds | {fmt: max(s - times[Format.BF16], _LEAST) for fmt, s in times.items() if fmt in seconds}
 
     def _times(self, call: Callable[[Format], Callable[[], object]], formats: Sequence[Format]) -> dict[Format, float]:
         calls = {fmt: call(fmt) for fmt in formats}
@@ -321,15 +321,15 @@ class Measurer:
         kernels = [SDPBackend.MATH]
         if self.clock.device.type == "cuda":
             kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        found: list[tuple[float, float]] = []
+        times: list[tuple[float, float]] = []
         for kernel in kernels:
             try:
-                found.append(self._attention(size, kernel))
+                times.append(self._attention(size, kernel))
             except RuntimeError:  # this build or GPU does not have the kernel
                 continue
-        if not found:
+        if not times:
             raise RuntimeError("torch has no fused attention here")
-        return min(found, key=sum)
+        return min(times, key=sum)
 
     def _attention(self, size: Size, kernel: SDPBackend) -> tuple[float, float]:
         sequence, heads, width = size
@@ -351,8 +351,8 @@ class Measurer:
         return size / self.clock.seconds({"copy": lambda _: target.copy_(source)})["copy"]
 
     def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        made = torch.randn(*shape, device=self.clock.device, dtype=torch.bfloat16, generator=self._generator)
-        return made.mul_(scale)
+        values = torch.randn(*shape, device=self.clock.device, dtype=torch.bfloat16, generator=self._generator)
+        return values.mul_(scale)
 
 
 def _rotating(calls: Sequence[Callable[[], object]]) -> Call:

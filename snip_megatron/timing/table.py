@@ -54,8 +54,8 @@ class TimingTable:
             ``fused_gradient`` → format → seconds that quantising for fprop adds to SwiGLU, for dgrad to its gradient;
             ``stock``, of a training's own table, → bf16 → seconds of Megatron's own linear, forward and backward.
         attention: (sequence, heads, head size) → seconds of causal attention of one sequence, forward and backward.
-        copy_rate: bytes read and written a second by a device-to-device copy; None if not measured.
-        memory: bytes of the GPU's memory; None if not known.
+        copy_rate: bytes read and written a second by a device-to-device copy. None if not measured.
+        memory: bytes of the GPU's memory. None if not known.
         about: date, commit, command, versions and other facts about the measurement.
     """
 
@@ -175,10 +175,10 @@ def _rows[Value](
     for i, raw in enumerate(strict_json.array(body.get(name, []), name)):
         path = f"{name}[{i}]"
         row = strict_json.mapping(raw, path)
-        found = tuple(strict_json.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
-        if found in rows:
-            raise SnipError(f"{path}: {' × '.join(map(str, found))} stands twice")
-        rows[found] = read(row, f"{path}.")
+        size = tuple(strict_json.whole(row.get(key), f"{path}.{key}", 1, MAX_EDGE + 1) for key in _KEYS[name])
+        if size in rows:
+            raise SnipError(f"{path}: {' × '.join(map(str, size))} stands twice")
+        rows[size] = read(row, f"{path}.")
     if len(rows) < least:
         raise SnipError(f"{name}: must hold at least one row")
     return rows
@@ -235,24 +235,24 @@ def load_table(name_or_path: str | Path, device_name: str | None = None) -> Timi
     torch, is given, a table of another device is refused, unless they are relatives. Raises NoTableError if the package
     has no table of this GPU, SnipError if there is no such file or a bad one.
     """
-    name, asked = str(name_or_path), device_name
+    name, device = str(name_or_path), device_name
     packaged = {path.stem: path for path in sorted(TIMINGS.glob("*.json"))}
     if name in packaged:
         path = packaged[name]
     elif _nearest(name) is not None and not os.path.lexists(name):
-        path, asked = packaged_table(name), device_name or name
+        path, device = packaged_table(name), device_name or name
     else:
         path = Path(name)
         if not os.path.lexists(path):
             raise SnipError(f"{cut(name)}: neither a file of timings nor one of {', '.join(['flops', *packaged])}")
     table = TimingTable.load(path)
-    if asked is not None and asked != table.device:
-        if _nearest(asked) is None or _nearest(asked) != _nearest(table.device):
+    if device is not None and device != table.device:
+        if _nearest(device) is None or _nearest(device) != _nearest(table.device):
             raise SnipError(
-                f"the timings of {name} were measured on {table.device}, this is {asked}:"
+                f"the timings of {name} were measured on {table.device}, this is {device}:"
                 " measure it with snip calibrate --out FILE.json and name that file, or use flops"
             )
-        _warn(asked, table.device)
+        _warn(device, table.device)
     return table
 
 
@@ -268,7 +268,7 @@ def packaged_table(device_name: str) -> Path:
 
 
 def _nearest(device_name: str) -> str | None:
-    """Return the name of the package's table of the GPU's nearest relative, which need not exist; None if unknown."""
+    """Return the name of the package's table of the GPU's nearest relative, which need not exist. None if the GPU is unknown."""
     words = re.fullmatch(r"(?:nvidia )?(\w+)(?:[ -][\w -]*)?", device_name.lower())
     return None if words is None else _RELATIVES.get(words[1])
 
