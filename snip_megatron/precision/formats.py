@@ -65,9 +65,14 @@ class Gemm(str, Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a format may be used that differs from its ``base`` in scales or rounding (``quantize.formats``), but
-    not in its numbers' bits: its GEMM runs on the same hardware in the same time. ``gemms`` are those that may run in
-    it; ``own_weight`` says that fprop and dgrad cannot share one quantised W.
+    """A format with the bits of another one but other scales or rounding (``numerics/quantize/formats.py``).
+
+    Its GEMM runs on the same hardware in the same time as that of its base.
+
+    Attributes:
+        base: the format that it is a variant of.
+        gemms: the GEMMs that may run in it.
+        own_weight: whether fprop and dgrad cannot share one quantised W.
     """
 
     base: Format

@@ -268,7 +268,7 @@ def packaged_table(device_name: str) -> Path:
 
 
 def _nearest(device_name: str) -> str | None:
-    """Return the name of the package's table of the GPU's nearest relative, which need not exist. None if the GPU is unknown."""
+    """Return the name of the table of the GPU\'s nearest relative, which need not exist. None if it is unknown."""
     words = re.fullmatch(r"(?:nvidia )?(\w+)(?:[ -][\w -]*)?", device_name.lower())
     return None if words is None else _RELATIVES.get(words[1])
 
