@@ -1,4 +1,4 @@
-"""The demonstration's words: progress while it trains, and at its end what came out and whether that is enough."""
+"""Prints the progress of the demonstration, and at its end the result and whether it is enough."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-LEAST_MAPS = 2
-LEAST_FP4 = 0.75
-MOST_OF_UNIGRAM = 0.92
+MIN_MAPS = 2
+MIN_FP4_SHARE = 0.75
+MAX_OF_UNIGRAM = 0.92
 
 STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*per iteration \(ms\): ([\d.]+) .*lm loss: ([\d.E+-]+)")
 VALIDATION = re.compile(
@@ -21,7 +21,7 @@ VALIDATION = re.compile(
 
 
 def watch(lines: Iterable[str], log: TextIO) -> None:
-    """Copies Megatron's output to ``log`` and prints one short line where training got further."""
+    """Copy Megatron's output to ``log``, and print one short line for each step that it reports."""
     print("starting Python and Megatron on both ranks …", flush=True)
     for line in lines:
         log.write(line)
@@ -39,32 +39,32 @@ def watch(lines: Iterable[str], log: TextIO) -> None:
 
 
 def validation_loss(log: str) -> tuple[int, float] | None:
-    """(step, nats a token) of the last validation in Megatron's output."""
-    found = VALIDATION.findall(log)
-    return (int(found[-1][0]), float(found[-1][1])) if found else None
+    """Return (step, nats a token) of the last validation in Megatron's output. None without a validation."""
+    validations = VALIDATION.findall(log)
+    return (int(validations[-1][0]), float(validations[-1][1])) if validations else None
 
 
 def criteria(
     adopted: list[dict[str, Any]], loss: tuple[int, float] | None, unigram: float, report: Path
 ) -> list[tuple[str, bool]]:
-    """(demand, whether it is met) for each thing the demonstration must show."""
-    good = [e for e in adopted if e.get("status") == "optimal" and (e.get("achieved") or 0.0) >= LEAST_FP4]
+    """Return (demand, whether it is met) for each demand on the demonstration."""
+    maps = [e for e in adopted if e.get("status") == "optimal" and (e.get("achieved") or 0.0) >= MIN_FP4_SHARE]
     page = report.read_text(encoding="utf-8") if report.is_file() else ""
     return [
         (
-            f"at least {LEAST_MAPS} maps adopted, optimal, with an fp4 share of at least {LEAST_FP4}",
-            len(good) >= LEAST_MAPS,
+            f"at least {MIN_MAPS} maps adopted, optimal, with an fp4 share of at least {MIN_FP4_SHARE}",
+            len(maps) >= MIN_MAPS,
         ),
         (
-            f"validation loss at most {MOST_OF_UNIGRAM} of the hold-out's unigram entropy",
-            loss is not None and loss[1] <= MOST_OF_UNIGRAM * unigram,
+            f"validation loss at most {MAX_OF_UNIGRAM} of the hold-out's unigram entropy",
+            loss is not None and loss[1] <= MAX_OF_UNIGRAM * unigram,
         ),
         ("a report was written", "</html>" in page),
     ]
 
 
 def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
-    """Prints the result, and that of a recorded ``gpu_run``; exit code 0 if the run is enough, 1 otherwise."""
+    """Print the result of the run and that of a recorded ``gpu_run``. Returns 0 if all demands are met, otherwise 1."""
     from snip_megatron.reporting.report import write_report
     from snip_megatron.reporting.summary import headline, sentences, summarise
     from snip_megatron.runtime.run_data import load_run, read_events, read_maps
@@ -73,7 +73,7 @@ def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
     maps = read_maps(run)
     loss = validation_loss(log.read_text(encoding="utf-8", errors="replace"))
     unigram: float = json.loads((data / "manifest.json").read_text())["valid"]["unigram_entropy_nats"]
-    report, beside = write_report(run), write_report(gpu_run, run / "recorded.html")
+    report, gpu_report = write_report(run), write_report(gpu_run, run / "recorded.html")
     print("map  step  status     fp4 share  changed GEMMs")
     for event in adopted:
         recorded = maps.get(event["step"])
@@ -84,8 +84,8 @@ def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
         print(
             f"{event['version']:>3}  {event['step']:>4}  {event['status']:<9}  {achieved:>9.4f}  {event['changed']:>13}"
         )
-    shown = "none" if loss is None else f"{loss[1]:.4f} nats a token after step {loss[0]}"
-    print(f"validation loss                   {shown}")
+    validation = "none" if loss is None else f"{loss[1]:.4f} nats a token after step {loss[0]}"
+    print(f"validation loss                   {validation}")
     print(f"unigram entropy of the hold-out   {unigram:.4f} nats a token")
     if loss is not None:
         print(f"ratio                             {loss[1] / unigram:.3f}")
@@ -93,13 +93,13 @@ def check(run: Path, data: Path, log: Path, gpu_run: Path) -> int:
     for demand, met in demands:
         print(f"{'met    ' if met else 'NOT MET'}  {demand}")
     on_gpu = summarise(load_run(gpu_run))
-    said = [headline(on_gpu), sentences(on_gpu)[0], *on_gpu.warnings]
-    print(f"a recorded run on a GPU: {beside}", *said, sep="\n  ")
-    good = all(met for _, met in demands)
-    works = f"SNIP chose {len(adopted)} maps while this model trained" if good else "a demand is not met"
-    print(f"verdict: {works}. {headline(summarise(load_run(run)))}")
+    lines = [headline(on_gpu), sentences(on_gpu)[0], *on_gpu.warnings]
+    print(f"a recorded run on a GPU: {gpu_report}", *lines, sep="\n  ")
+    success = all(met for _, met in demands)
+    verdict = f"SNIP chose {len(adopted)} maps while this model trained" if success else "a demand is not met"
+    print(f"verdict: {verdict}. {headline(summarise(load_run(run)))}")
     print(f"report: {report}")
-    return 0 if good else 1
+    return 0 if success else 1
 
 
 def main() -> int:

@@ -25,10 +25,10 @@ class Training:
     """A training, as Megatron and SNIP read its arguments.
 
     Attributes:
-        layout: what a rank runs, read from the model on torch's meta device, or why the model cannot be built on this
-            machine. The vocabulary is 0 if the tokenizer decides it.
+        layout: what a rank runs, read from the model on torch's meta device. The vocabulary is 0 if the tokenizer
+            decides it. If the model cannot be built on this machine, the reason as text.
         recipe: the formats of Megatron's own FP8 or FP4, which are the candidates of SNIP where none are named.
-        train_iters: training steps; None if their number is unknown.
+        train_iters: number of training steps. None if it is not known.
     """
 
     layout: Layout | str
