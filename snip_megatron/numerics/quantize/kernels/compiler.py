@@ -140,7 +140,7 @@ class Compilation:
         self.kernels, self.processes, self.compiled, self.remaining, self.seconds = len(kernels), 0, 0, 0, 0.0
         share_cache()
         self._done = _done_file([kernel for kernel in kernels if isinstance(kernel, str)], target, replays=replays)
-        self._started = self._heard = time.monotonic()
+        self._started = self._last_progress = time.monotonic()
         self._patience = patience
         self._process: subprocess.Popen[bytes] | None = None
         # A source of DeepGEMM is listed only until it is compiled.
@@ -153,10 +153,10 @@ class Compilation:
         until = time.monotonic() + wait
         while self._process is not None:
             assert self._process.stdout is not None
-            end = min(until, self._heard + self._patience)
+            end = min(until, self._last_progress + self._patience)
             if select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
                 dots = os.read(self._process.stdout.fileno(), 4096)
-                self.compiled, self._heard = self.compiled + len(dots), time.monotonic()
+                self.compiled, self._last_progress = self.compiled + len(dots), time.monotonic()
                 if not dots:
                     self.close()
             elif end == until:
