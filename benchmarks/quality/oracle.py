@@ -124,7 +124,7 @@ class Oracle:
         gradient, groups = step.gradient(owner.weight), self._host.groups
         if groups.dp_size > 1:
             dist.all_reduce(gradient, group=groups.dp)
-        if owner.update is None or not (self._host.sharded or groups.dp_rank == 0):
+        if owner.update is None or not (self._host.optimizer_sharded or groups.dp_rank == 0):
             return
         shard = gradient.reshape(-1)[owner.update.start : owner.update.end] * (scale.gradient * scale.clip)
         if drift2 is None:
