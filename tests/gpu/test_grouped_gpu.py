@@ -237,7 +237,7 @@ def test_listed_kernels_are_compiled_in_another_process_and_products_start_no_nv
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     checked, compiled, measured = map(int, done.stdout.split("calls of nvcc")[1].split())
-    assert checked == 1  # the product that is compared with cuBLASLt's
+    assert checked == 0  # nothing is compared with cuBLASLt yet
     assert compiled >= checked + 3  # two grouped products and a dense one, or two
     assert measured == compiled
     assert "compilation failed" not in done.stdout
