@@ -16,10 +16,10 @@ from pathlib import Path
 
 from snip_megatron.precision.errors import SnipError, quoted
 
-OLDEST, BEYOND = (0, 19), (0, 20)
-"""The first supported (major, minor) release, and the first later one that is not supported."""
+OLDEST, BEYOND = (0, 19, 2), (0, 20, 0)
+"""The first supported release, and the first later one that is not supported."""
 
-SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"
+SUPPORTED = ">=0.19.2,<0.20"
 
 #: Compatibility sets, which ``megatron/README.md`` describes. ``--snip-no-compat NAME`` switches one off.
 COMPAT_SETS = (
@@ -59,14 +59,14 @@ class Startup:
 
 
 def check_version(text: str) -> tuple[int, int]:
-    """Return (major, minor) of a version such as ``0.19.0rc1+abc``. Raises SnipError if it is not supported."""
-    match = re.match(r"(\d+)\.(\d+)", text)
+    """Return (major, minor) of a version such as ``0.19.2rc1+abc``. Raises SnipError if it is not supported."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
         raise SnipError(f"megatron-core has version {quoted(text)}, which cannot be read; supported: {SUPPORTED}")
-    version = int(match[1]), int(match[2])
+    version = int(match[1]), int(match[2]), int(match[3] or 0)
     if not OLDEST <= version < BEYOND:
         raise SnipError(f"megatron-core {text} is installed; snip_megatron supports {SUPPORTED}")
-    return version
+    return version[:2]
 
 
 def check_installed() -> tuple[int, int]:

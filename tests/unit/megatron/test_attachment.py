@@ -79,7 +79,7 @@ def test_only_snip_refuses_another_release(start: tuple[str, ...], snip: bool, t
     lines = [line for line in done.stderr.splitlines() if line.startswith("own: ")]
     if snip:
         assert done.returncode == 2, done.stderr
-        assert lines == ["own: megatron-core 0.20.0 is installed; snip_megatron supports >=0.19,<0.20"]
+        assert lines == ["own: megatron-core 0.20.0 is installed; snip_megatron supports >=0.19.2,<0.20"]
     else:
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("trained\n")

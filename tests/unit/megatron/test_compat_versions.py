@@ -9,12 +9,12 @@ from snip_megatron.megatron.startup import SUPPORTED, check_version
 from snip_megatron.precision.errors import SnipError
 
 
-@pytest.mark.parametrize(("text", "version"), [("0.19.2", (0, 19)), ("0.19.0rc3+ab12", (0, 19))])
+@pytest.mark.parametrize(("text", "version"), [("0.19.2", (0, 19)), ("0.19.3rc3+ab12", (0, 19))])
 def test_supported(text: str, version: tuple[int, int]) -> None:
     assert check_version(text) == version
 
 
-@pytest.mark.parametrize("text", ["0.18.2", "0.20.0", "1.0", "core", "0.20.0rc0"])
+@pytest.mark.parametrize("text", ["0.18.2", "0.19.1", "0.19", "0.20.0", "1.0", "core", "0.20.0rc0"])
 def test_unsupported(text: str) -> None:
     with pytest.raises(SnipError, match=SUPPORTED):
         check_version(text)
@@ -31,7 +31,7 @@ def test_signature() -> None:
 
 def test_names() -> None:
     def function() -> None:
-        check_version("0.19.0")
+        check_version("0.19.2")
 
     check_names(function, "check_version")
     check_names(pytest, "raises")
