@@ -246,7 +246,7 @@ def test_statistics_are_not_unpickled() -> None:
     content = io.BytesIO()
     np.savez(content, linears=np.array([Unpickled()], dtype=object))
     with pytest.raises(SnipError):
-        StatisticsTable.from_bytes(content.getvalue())
+        StatisticsTable.from_bytes(content.getvalue(), where="table")
 
 
 def test_the_damaged_state_has_every_field() -> None:
