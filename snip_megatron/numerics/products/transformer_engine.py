@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Collection
 from types import ModuleType
@@ -29,7 +28,9 @@ def te_map() -> ModuleType:
 
     Raises ImportError, or whatever the import of Transformer Engine raises.
     """
-    return importlib.import_module("snip_megatron.numerics.products.snip_te_map")
+    from snip_megatron.numerics.products import snip_te_map
+
+    return snip_te_map
 
 
 def on_blackwell() -> bool:
@@ -122,5 +123,6 @@ class TransformerEngineGemms(GemmBackend):
 @functools.cache
 def transformer_engine_gemms() -> TransformerEngineGemms:
     """Return the GEMMs of the installed Transformer Engine. Raises whatever its import raises."""
-    module: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
-    return TransformerEngineGemms(te_map().quantizer_of_format, module.general_gemm)
+    from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm
+
+    return TransformerEngineGemms(te_map().quantizer_of_format, general_gemm)
