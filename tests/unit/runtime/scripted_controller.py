@@ -31,9 +31,9 @@ LINEAR = LinearId("decoder", 0, "mlp.linear_fc1")
 FLOPS = dict.fromkeys(NAMES, 2.0)
 
 
-def table(step: int, value: float = 1.0) -> StatisticsTable:
+def table(step: int) -> StatisticsTable:
     rows = tuple(LinearRow(name, 0, 4, 4) for name in NAMES)
-    made = with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, value))
+    made = with_columns(make_table(layers=1), "linear", **dict.fromkeys(LINEAR_COLUMNS, 1.0))
     return replace(made, step=step, linears=rows)
 
 
@@ -51,10 +51,7 @@ class Script:
     schedule: dict[int, PrecisionMap] = field(default_factory=dict)
     events: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     submitted: list[tuple[int, int]] = field(default_factory=list)
-    metrics: list[tuple[int, float | None, float | None, float]] = field(default_factory=list)
     phases: list[PhasedRequest | None] = field(default_factory=list)
-    plans: dict[int, PrecisionPlan] = field(default_factory=dict)
-    closed: bool = False
 
     def submit(self, step: int, table: StatisticsTable, version: int, phases: PhasedRequest | None = None) -> float:
         assert table.step == step
@@ -81,16 +78,13 @@ class Script:
     def event(self, step: int, kind: str, /, **fields: Any) -> None:
         self.events.append((step, kind, fields))
 
-    def metric(self, figures: StepFigures, fp4_fraction: float) -> None:
-        self.metrics.append((figures.step, figures.loss, figures.grad_norm, fp4_fraction))
+    def metric(self, figures: StepFigures, fp4_fraction: float) -> None: ...
 
-    def record_plan(self, step: int, plan: PrecisionPlan) -> None:
-        self.plans[step] = plan
+    def record_plan(self, step: int, plan: PrecisionPlan) -> None: ...
 
     def record_adoption(self, step: int, precision_map: PrecisionMap) -> None: ...
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self) -> None: ...
 
     def of(self, kind: str) -> list[int]:
         return [step for step, event, _ in self.events if event == kind]
@@ -131,7 +125,7 @@ class SlowKernels:
     def close(self) -> None: ...
 
 
-LATE, LOST = Decision(ready=False), Decision()
+LATE = Decision(ready=False)
 
 
 class Run:
@@ -158,7 +152,6 @@ class Run:
             restored=restored, timeline=timeline, kernels=kernels,
         )  # fmt: skip
         self.clips: list[float] = []
-        self.value = 1.0
         self.formats: dict[int, Format] = {}
 
     def steps(
@@ -172,7 +165,7 @@ class Run:
 
             def probe(clip: float, step: int = step) -> ProbeResult:
                 self.clips.append(clip)
-                return measured(table(step, self.value))
+                return measured(table(step))
 
             self.controller.before_step(step, probe)
             self.formats[step] = self.handle.formats[0]

@@ -64,23 +64,6 @@ def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
     assert account.bf16_steps == 24
 
 
-def test_another_machine_needs_its_own_bf16_steps() -> None:
-    account = Account()
-    at = steps(account, 0, *[2.0] * 20)
-    account.adopted(at, 1, quantised=True)
-    at = steps(account, at, *[1.0] * 20)
-    account.event("resume", {"changed_fact": None})
-    account.adopted(at, 1, quantised=True)
-    at = steps(account, at, *[1.0] * 20)
-    assert account.saved_s() == 40.0
-    account.event("resume", {"changed_fact": "device"})
-    account.adopted(at, 1, quantised=True)
-    steps(account, at, *[0.1] * 20)
-    assert account.bf16_s is None
-    assert account.saved_s() == 40.0  # the last 20 cannot be judged
-    assert [s.speedup for s in account.stretches()] == [1.0, 2.0, 2.0, None]
-
-
 def test_the_line_of_a_run() -> None:
     account = Account()
     assert account.line(None, unjudged=None) is None

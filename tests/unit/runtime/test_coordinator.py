@@ -1,7 +1,6 @@
 """What rank 0 records about the solver's process."""
 
 import dataclasses
-import functools
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from snip_megatron.precision import Format, Gemm, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.run_data import load_run, read_events
+from snip_megatron.runtime.run_data import read_events
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.times import OptionTimes
@@ -65,22 +64,6 @@ def test_an_update_of_another_layout_is_solved_for_the_stages_of_this_one() -> N
     decision = coordinator.decision(12, version=2)
     coordinator.close()
     assert dict(decision.precision_map.achieved_per_stage) == {"0": 0.5, "1": 0.5}
-
-
-def test_what_timing_gemms_took_is_a_cost_of_its_own_and_no_submission(tmp_path: Path) -> None:
-    request = SolveRequest(budget=Budget("fp4", 0.5), policy="random")
-    with RunDirectory(tmp_path, {}, overwrite=False, resume_step=None) as run:
-        times = functools.partial(OptionTimes, "card", {})
-        coordinator = RankZeroCoordinator(
-            SnipConfig(enabled=True, wait=120.0), request, table(8).linears, None, run, times=times
-        )
-        first = coordinator.submit(8, table(8), version=1)
-        assert coordinator.submit(12, table(8), version=2) == 0.0
-        coordinator.event(8, "submit", version=1, wait_s=0.5)
-        coordinator.close()
-    (event,) = [event for event in read_events(tmp_path) if event["event"] == "times"]
-    assert event["wait_s"] == first > 0.0
-    assert load_run(tmp_path).updates[0].wait_s == pytest.approx(0.5 + first)
 
 
 def test_a_solve_that_failed_is_printed_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
 from snip_megatron.runtime.probe_memory import fitting, needed, probed_shapes
-from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
@@ -34,12 +33,6 @@ def handles(layers: int = 2, sizes: dict[str, tuple[int, int]] | None = None) ->
     return sorted(found, key=lambda handle: handle.id)
 
 
-def shapes(tokens: int = 512, **fields: Any) -> ProbedShapes:
-    linears = [LinearRows(tokens, n, k) for n, k in [(256, 64), (64, 128), (64, 64), (96, 64)] * 2]
-    given = {"linears": linears, "tokens": tokens, "hidden": 64, "boundaries": 4}
-    return ProbedShapes(**given | fields)
-
-
 def host(stage: int = 0, stages: int = 1, **fields: Any) -> Host:
     flights = functools.partial(microbatches_in_flight, stage=stage, pp=stages)
     whole: dict[str, Any] = {"groups": ProbeGroups(None, None), "device": CPU, "chunks": [], "hidden": 64, **fields}
@@ -52,10 +45,6 @@ def registry(linears: list[LinearHandle], active: int = 1) -> LinearRegistry:
     for handle in linears:
         found.add(handle)
     return found
-
-
-def test_shapes_of_a_rank() -> None:
-    assert probed_shapes(registry(handles()), host(), 512) == shapes()
 
 
 def test_experts_share_a_microbatch_s_tokens() -> None:
@@ -98,8 +87,3 @@ def test_too_little_for_one_sequence_is_said_in_words_and_figures() -> None:
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
     )
-
-
-def test_a_part_of_a_microbatch_needs_less() -> None:
-    whole, part = (needed(registry(handles()), host(tokens=512), 128, 2.0**30, 1, 1, part) for part in (1.0, 0.25))
-    assert part < 0.27 * whole

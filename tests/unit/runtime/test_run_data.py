@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import synthetic_run
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.runtime.run_data import load_run
@@ -79,13 +77,6 @@ def test_what_an_update_changed_is_what_its_first_adoption_did(tmp_path):
     assert [adoption.step for adoption in load_run(tmp_path).maps] == [4, 60]
 
 
-def test_validations_of_a_second_set_have_a_key_of_their_own(tmp_path):
-    with open_run(tmp_path) as run:
-        for formats, name, loss in (("map", "a", 2.0), ("bf16", "a", 2.5), ("map", "b", 3.0)):
-            run.event(4, "validation", formats=formats, set=name, loss=loss)
-    assert load_run(tmp_path).validations() == {"map": {4: 2.0}, "bf16": {4: 2.5}, "map, b": {4: 3.0}}
-
-
 def test_outcomes_that_are_no_adoption(tmp_path):
     with open_run(tmp_path) as run:
         run.event(2, "collect", seconds=0.1)
@@ -109,32 +100,3 @@ def test_broken_files_are_listed_not_fatal(tmp_path):
     assert len(run.unreadable) == 2
     assert run.adoptions[0].precision_map is None
     assert run.adoptions[1].scores is None
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-FIELDS = ("version", "seconds", "kind", "solve_seconds", "latency_s", "achieved", "achieved_per_stage", "status",
-          "changed", "time", "wait_s", "reason", "loss")  # fmt: skip
-KINDS = ("collect", "probe", "submit", "solved", "adopt", "postpone", "solve_failed", "guard", "validation", "other")
-EVENTS = st.lists(
-    st.tuples(st.integers(0, 5), st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES)),
-    max_size=8,
-)
-
-
-@settings(max_examples=40)
-@given(EVENTS)
-def test_any_events_can_be_loaded_and_drawn(tmp_path_factory, events):
-    from snip_megatron.reporting.report import render
-
-    path = tmp_path_factory.mktemp("any")
-    with open_run(path) as run:
-        run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
-        for step, kind, fields in events:
-            run.event(step, kind, **{k: v for k, v in fields.items() if k != "wait_s"})
-    run = load_run(path)
-    assert len(run.events) == len(events)
-    assert "</html>" in render(run)

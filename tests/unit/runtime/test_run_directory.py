@@ -193,13 +193,6 @@ def test_overwrite_with_resume_keeps_the_history_and_names_the_change(tmp_path):
     assert read_config(tmp_path)["config"]["policy"] == "random"
 
 
-def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SnipError, match="file"):
-            new_run(path)
-
-
 WRITER = """
 import sys
 from snip_megatron.runtime.run_directory import RunDirectory

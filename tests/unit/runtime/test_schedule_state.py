@@ -170,19 +170,6 @@ def test_a_late_policy_resumes_its_plan_and_moves_it_with_the_end() -> None:
     assert [moved.formats[s] for s in (35, 36)] == [FP4, FP8]
 
 
-def test_a_late_policy_whose_end_moves_after_the_switch_counts_what_was_spent() -> None:
-    """18 steps in fp4 and one in fp8 of 20 are over; of 40, another three in fp8 leave 36 in fp4."""
-    part = Run(Script(), timeline=late("late-all", 0.9), policy="late-all", budget="fp4=0.9")
-    part.steps(0, 19)
-    assert part.formats[18] == FP8
-    longer = Timeline(40, fixed=late("late-all", 0.9).fixed)
-    rest = Run(Script(), restored_from(part), timeline=longer, policy="late-all", budget="fp4=0.9")
-    rest.steps(19, 40)
-    assert [rest.formats[s] for s in (19, 36, 37, 39)] == [FP4, FP4, FP8, FP8]
-    spent = rest.controller.state.spent
-    assert spent.average(timed=False) == pytest.approx(0.9)
-
-
 def test_a_late_policy_after_another_plan_makes_its_own() -> None:
     """A checkpoint of a run under another budget or policy: its steps count, its plan does not."""
     part = Run(Script(), timeline=late("late-all", 0.6), policy="late-all", budget="fp4=0.6")
