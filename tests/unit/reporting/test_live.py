@@ -71,9 +71,7 @@ def test_a_run_directory_that_goes_away_is_said_and_may_come_back(run: Path, ser
     assert "<dd>40</dd>" in get(server.url)[1]
 
 
-def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer, tmp_path: Path) -> None:
-    with pytest.raises(SnipError, match="not a run directory"):
-        LiveServer(tmp_path / "absent", port=0)
+def test_what_cannot_be_served_is_refused_at_once(run: Path, server: LiveServer) -> None:
     with pytest.raises(SnipError, match=f"--port {server.port}: cannot listen"):
         LiveServer(run, port=server.port)
     with pytest.raises(SnipError, match="--port 70000"):

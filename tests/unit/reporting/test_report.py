@@ -128,21 +128,6 @@ def test_the_grid_is_the_map(page, whole_run):
                 )
 
 
-def test_tables_hold_updates_faults_and_configuration(page):
-    for text in (
-        "v5",
-        "optimal",
-        "guard",
-        "reason loss spike, loss 6.1, limit 5",
-        "sidecar_restart",
-        "layout.pipeline",
-    ):
-        assert text in page.texts
-    assert "fp4=0.75" in page.texts
-    captions = [attributes.get("aria-label") for _, attributes in page.elements]
-    assert "Updates" in captions
-
-
 def test_a_bf16_run(tmp_path):
     page = page_of(synthetic_run.write_run(tmp_path / "run", updates=0, faults=False))
     assert page.data("maps-data") is None
@@ -151,12 +136,6 @@ def test_a_bf16_run(tmp_path):
     assert figures["formats"] is None
     assert "No fault is recorded." in page.texts
     assert "slider" not in page.ids()
-
-
-def test_a_run_that_has_just_begun(tmp_path):
-    page = page_of(synthetic_run.write_run(tmp_path / "run", steps=0))
-    assert page.data("figures-data") == dict.fromkeys(("loss", "formats"))
-    assert "No loss is recorded yet." in page.texts
 
 
 def test_granularity_layer_and_a_missing_linear(tmp_path):

@@ -83,12 +83,6 @@ def test_with_phases_the_rise_now_and_the_rise_that_the_budget_bounds_are_told_a
     assert "at the end of training" not in "\n".join(lines(summarise(run)))
 
 
-def test_the_page_says_what_stays_in_bf16(tmp_path: Path) -> None:
-    stays = ["decoder.layers.*.mlp.linear_fc1 of 2 layers stays bf16 (frozen)"]
-    a_run(tmp_path, facts={"stays_bf16": stays})
-    assert f"Not converted: {stays[0]}." in render(load_run(tmp_path / "run"))
-
-
 def test_scores_that_are_no_losses_count_with_their_fprops_alone(tmp_path: Path) -> None:
     worth = a_run(tmp_path, config={"q": "paper"})
     adoption = load_run(tmp_path / "run").adoptions[-1]
@@ -107,9 +101,6 @@ def test_maps_that_bring_nothing_are_said_with_a_remedy(tmp_path: Path) -> None:
     assert "not faster than in bf16 (0.91 x)" in warning
     assert "--snip without a budget" in warning
     assert headline(worth).startswith("Worth it: no. Lost ")
-    page = render(load_run(tmp_path / "run"))
-    assert "Worth it: no. Lost " in page
-    assert "not faster than in bf16" in page
 
 
 def test_updates_that_cost_more_than_maps_save(tmp_path: Path) -> None:
@@ -151,12 +142,7 @@ def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> Non
     assert worth.maps[-1].predicted == pytest.approx(144 / 108)
     assert (worth.fp8, worth.over_fp8) == ("fp8", pytest.approx(1.0))  # fp8 everywhere is as fast
     page = render(load_run(tmp_path / "run"))
-    for label, value in (
-        ("speedup over bf16, measured", "1.053"),
-        ("speedup over bf16, predicted", "1.333"),
-        ("speedup over fp8 everywhere, predicted", "1.000"),
-    ):
-        assert f"<dt>{label}</dt><dd>{value}</dd>" in page
+    assert "<dt>speedup over bf16, predicted</dt><dd>1.333</dd>" in page
     assert worth.verdict == "yes"
     assert "less than half of the predicted gain was measured (1.05 x, predicted 1.33 x)" in worth.warnings[0]
 
@@ -225,15 +211,3 @@ def test_the_head_of_the_report_names_machine_and_rate(tmp_path: Path) -> None:
     assert "4 × NVIDIA H200 · node-7 · " in page
     assert " · snip_megatron 9.9 · torch 2.11" in page
     assert "<dt>tokens a second</dt><dd>1,024</dd>" in page
-
-
-def test_the_mean_step_stands_beside_the_median(tmp_path: Path) -> None:
-    """One slow step in 85 is in the mean alone."""
-    a_run(tmp_path)
-    path = tmp_path / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.open()]
-    rows[60]["step_s"] = 86.0
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = summarise(load_run(tmp_path / "run"))
-    assert (summary.maps[-1].step_s, summary.maps[-1].mean_s) == (1.0, 2.0)
-    assert "1.0 s under map 1 (85 steps, mean 2.0 s)" in "\n".join(lines(summary))
