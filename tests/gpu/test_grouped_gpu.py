@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.layers.experts_steps import Problem, snip_step
-from snip_megatron.layers.grouped import pad, unpad
 from snip_megatron.numerics.products.backend import REFERENCE, assemble, flatten
 from snip_megatron.numerics.products.deepgemm import find_nvcc, why_not
 from snip_megatron.numerics.products.grouped import GroupLoop, group_rows
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups
 from snip_megatron.numerics.products.selection import select_backend
-from snip_megatron.numerics.quantize import swiglu
-from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
 from snip_megatron.numerics.quantize.operands import GradientKeys, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -128,41 +125,12 @@ def amid_nan(tensor: Tensor) -> Tensor:
     return inner.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def test_swiglu_times_probabilities_is_that_of_torch() -> None:
-    """Roundings of the exponential may differ: few numbers, by one step."""
-    rows, k = 1280, 768
-    y, d, probs = draws(rows, 2 * k, seed=7), draws(rows, k, seed=8), draws(rows, seed=9).float().abs()
-    spec = OperandSpec(FP8, BF16)
-    found = (*triton_swiglu.quantize_swiglu(y, spec, probs), *triton_swiglu.quantize_swiglu_gradient(d, y, spec, probs))
-    expected = (*swiglu.quantize_swiglu(y, spec, probs), *swiglu.quantize_swiglu_gradient(d, y, spec, probs))
-    for one, other in zip(found, expected, strict=True):
-        actual, exact = (t if isinstance(t, Tensor) else t.dequantize() for t in (one, other))
-        assert (actual.float() - exact.float()).norm() <= 5e-3 * exact.float().norm()
-
-
 RAGGED = {
     "few": (3, 0, 128, 130, 1, 77, 0),
     "one row": (0, 1, 0),
     "many": tuple(13 * (e * e % 11) for e in range(128)),
     "long": (2100, 0, 2050, 1),
 }
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("splits", RAGGED.values(), ids=RAGGED)
-def test_padding_on_the_device(splits: tuple[int, ...], backwards: bool) -> None:
-    rows = group_rows(splits, torch.device("cuda"), backwards=backwards)
-    x = draws(sum(splits), 64, seed=6).requires_grad_()
-    padded = pad(x, rows)
-    assert torch.equal(padded, rows.map.pad(x))
-    y = unpad(padded * 3, rows)
-    assert torch.equal(y, x * 3)
-    y.sum().backward()
-    assert x.grad is not None
-    assert (x.grad == 3).all()
-    probs = draws(sum(splits), seed=7).float()
-    assert torch.equal(rows.pad(probs), rows.map.pad(probs))
-    assert torch.equal(rows.unpad(rows.pad(probs)), probs)
 
 
 @needs_deepgemm

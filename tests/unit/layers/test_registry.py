@@ -7,7 +7,7 @@ from dense_names import dense_names
 from handles import handle_of
 
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.registry import LinearRegistry, check_map_fits
+from snip_megatron.layers.registry import LinearRegistry
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearId, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 
@@ -83,9 +83,3 @@ def test_a_linear_is_registered_once_and_only_if_known() -> None:
     for linear in (LinearId("decoder", 0, "mlp.linear_fc1"), LinearId("decoder", 3, "mlp.linear_fc1")):
         with pytest.raises(SnipError, match="registered twice or not a linear of this model"):
             registry.add(handle_of(linear, context=registry.context))
-
-
-def test_a_map_of_this_model_fits() -> None:
-    """Of other models they do not: megatron/test_validate.py."""
-    check_map_fits(PrecisionMap.uniform(NAMES, Format.FP4), NAMES, "m.json")
-    check_map_fits(PrecisionMap(choices=dict.fromkeys(NAMES, Format.FP8)), NAMES, "m.json")

@@ -29,12 +29,3 @@ def test_what_has_no_backward_is_not_noted() -> None:
     with torch.no_grad():
         spans.run(forward, torch.ones(4, requires_grad=True), 3.0)
     assert spans.seconds() is None
-
-
-def test_the_latest_are_kept() -> None:
-    spans, x = Spans(2), torch.ones(4, requires_grad=True)
-    for number in range(4):
-        y, _ = spans.run(forward, 1.0 * x, 3.0)
-        y.sum().backward()
-        spans._latest[-1][:] = [0.0, float(number), 0.0, float(number)]
-    assert spans.seconds() == 5.0  # of 4 and 6

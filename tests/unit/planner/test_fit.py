@@ -39,9 +39,3 @@ def test_a_given_memory_counts(
     memory, text = plan(tmp_path, capsys, "--gpu-memory", str(factor * peak))
     assert memory["fits"] is (factor > 1)
     assert (line or f"GiB of the {factor * peak:.1f} that a GPU has\n") in text
-
-
-def test_without_a_known_memory_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory, text = plan(tmp_path, capsys, "--timings", "flops")
-    assert (memory["gpu"], memory["fits"]) == (None, None)
-    assert "fits" not in text

@@ -48,21 +48,6 @@ def test_fused_swiglu_spares_a_read_on_hopper() -> None:
         assert seconds[0].linears == seconds[1].linears
 
 
-def test_experts_behind_a_latent_projection_fuse_swiglu_by_side() -> None:
-    """Neither of their linears is an end of the sub-block."""
-    sides = {"mlp.linear_fc1": Side.OUTPUT, "mlp.linear_fc2": Side.INPUT}
-    rows = [
-        replace(row, role=Role.BETWEEN, experts=4, active=2, sharded=sides[row.id.path])
-        if row.id.path in sides
-        else row
-        for row in SMALL.model(1).rows
-    ]
-    chosen = layout(SMALL, grouped_experts=True)
-    shapes = replace(chosen, model=replace(chosen.model, rows=tuple(rows))).shapes
-    first = {path: shapes[f"decoder.layers.0.{path}"].fused for path in sides}
-    assert first == {"mlp.linear_fc1": "gradient", "mlp.linear_fc2": "input"}
-
-
 def test_tokens_go_to_experts_behind_a_latent_projection_in_its_width() -> None:
     whole = layout(SMALL, grouped_experts=True, ep=2, dp=2)
     hidden, spent = whole.model.hidden, []

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from refusal import refusal
 
 from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
-from benchmarks.quality.models import Data, load_data
+from benchmarks.quality.models import Data
 from benchmarks.quality.runs import experiment_runs, fill, training_command, warm_arguments
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.sensitivity.policies import LATE
@@ -103,53 +101,9 @@ def test_branches_continue_the_warm_runs_schedule() -> None:
         ("schema", "snip.experiment/9", 'e.json: "schema" must be "snip.experiment/1"'),
         ("training.micro_batch", 3, "e.json: training.global_batch: 4 is no multiple of micro_batch"),
         ("warm", None, "e.json: from_warm needs warm"),
-        ("warm.save", [9], "e.json: warm.save: steps must lie between 0 and 8"),
         ("from_warm.policies", ["best"], "e.json: from_warm.policies[0].policy: 'best' is unknown"),
         ("from_warm.policies", ["snip", {"policy": "snip"}], "e.json: from_warm.policies: 'snip' stands there twice"),
-        (
-            "planned",
-            [{"ours": "snip", "theirs": ["best"], "budgets": [0.75]}],
-            "e.json: planned[0]: 'best' is no policy",
-        ),
-        ("from_warm.updates", {"interval": 1}, "e.json: from_warm.updates.interval: 1 is not from 2"),
-        ("training.lr", "x", "e.json: experiment.training.lr: must be a finite number"),
     ],
 )
 def test_faults_are_named_by_place(path: str, value: Any, message: str) -> None:
     assert refusal(parse, changed(path, value)).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("from_warm.updates", {"interval": 5, "lag": 9}, "snip 75 % seed 1: --snip-lag 9"),
-        ("from_warm.updates", {"first": 5}, "snip 75 % seed 1: its first map would come at step 14, after the last"),
-        (
-            "from_warm.policies",
-            [{"policy": "bf16", "settings": {"lag": "x"}}],
-            'bf16 seed 1: --snip-settings lag: expected int, not "x"',
-        ),
-    ],
-)
-def test_what_a_run_would_refuse_is_refused_before_the_warm_run(
-    path: str, value: Any, message: str, prepared: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "e.json").write_text(json.dumps(changed(path, value)))
-    line = refused(tmp_path / "e.json", "--data", prepared, "--dry-run")
-    assert line.startswith(f"nano: {message}")
-
-
-def test_data_must_be_prepared_text_with_the_tokenizer_and_a_hold_out(prepared: Path) -> None:
-    with pytest.raises(SnipError, match="holds no prepared text; make it with: snip prepare-data --tokenizer bytes"):
-        load_data(prepared.parent, "bytes")
-    with pytest.raises(SnipError, match=r"its tokenizer is bytes, the experiment wants bpe; .* --output .*-bpe$"):
-        load_data(prepared, "bpe")
-    assert load_data(prepared, "bytes").tokens == 1000
-    manifest = json.loads((prepared / "manifest.json").read_text())
-    for change, words in (
-        ({"files_sha256": {"train.bin": "1"}, "valid": None}, "has no hold-out for validation; make it with"),
-        ({"files_sha256": {"valid.bin": "1"}}, r"manifest\.json cannot be used"),
-    ):
-        (prepared / "manifest.json").write_text(json.dumps(manifest | change))
-        with pytest.raises(SnipError, match=words):
-            load_data(prepared, "bytes")

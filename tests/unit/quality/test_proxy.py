@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from sensitivity.synthetic import make_table
 
-from benchmarks.quality.proxy import CEILING, QUANTITIES, find_tables, spearman, validate
-from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, load_truth, plan_trials, save_truth, truth_of
+from benchmarks.quality.proxy import CEILING, QUANTITIES, spearman, validate
+from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, save_truth, truth_of
 from benchmarks.quality.validate_proxy import main
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
 
@@ -43,18 +42,6 @@ def test_an_estimator_that_is_the_truth_correlates_perfectly() -> None:
     loss, pooled = validation.of("loss", "noise"), validation.of("drift: all", "noise")
     assert (loss.options, pooled.options) == (16, 48)  # fprop only; all three GEMMs
     assert validation.of("drift: all", "fisher") is None  # it has no weight divergence
-
-
-def test_each_kind_of_linear_has_a_correlation_and_the_ratio_of_its_sums() -> None:
-    table, truth, again = measured()
-    fc2 = [row.id.path == "mlp.linear_fc2" for row in table.linears]
-    truth["loss"][fc2] *= 2.0
-    kinds = {(each.kind, each.quantity): each for each in validate(table, truth, again, "fp4", "run").kinds}
-    assert {quantity for _, quantity in kinds} == {"loss", "drift: all"}
-    for (kind, quantity), each in kinds.items():
-        assert each.rho == pytest.approx(1.0)
-        doubled = (kind, quantity) == ("mlp.linear_fc2", "loss")
-        assert each.predicted / each.measured == pytest.approx(0.5 if doubled else 1.0)
 
 
 def test_options_below_the_rounding_noise_are_counted_and_left_out_of_the_second_figure() -> None:
@@ -89,27 +76,6 @@ def test_the_command_reads_runs_and_writes_figures(tmp_path: Path, capsys: pytes
     assert [v["step"] for v in body["validations"]] == [5, 11]
     shown = capsys.readouterr().out
     assert "| loss | 16 (16 above noise) | " in shown
-
-
-def test_runs_without_truth_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SnipError, match="no run directory with statistics"):
-        find_tables(tmp_path)
-    table, truth, again = measured()
-    run = save(tmp_path / "run", (table, truth | {"loss": truth["loss"] * np.nan}, again))
-    with pytest.raises(SnipError, match="values that are not finite"):
-        load_truth(run / "stats" / "step_7.npz")
-    (run / "truth" / "step_7.npz").unlink()
-    assert main([str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 2
-    assert "its run holds no truth; give an experiment file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["fp3", "bf16", "nvfp4_46"])
-def test_a_format_that_not_all_gemms_can_be_forced_to_is_refused_by_the_name_of_its_argument(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path), "--format", name])
-    assert f"argument --format: invalid choice: '{name}'" in capsys.readouterr().err
 
 
 NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]

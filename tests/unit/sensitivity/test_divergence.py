@@ -81,12 +81,6 @@ def test_fprop_without_the_forward_noise_pass_is_refused() -> None:
     assert not fprop_propagation(quiet_table(cn2=0.0, c2=0.0, e2=0.0), "fp4").linears.any()
 
 
-def test_without_optimizer_state_there_is_no_weight_divergence() -> None:
-    table = make_table()
-    with pytest.raises(SnipError, match="hold no drift of the optimizer's update"):
-        weight_divergence(with_columns(table, "", drift2=0.0), ("fp4",))
-
-
 def test_dgrad_goes_down_unchanged() -> None:
     # ‖E_D‖/‖D‖ = 1/2 everywhere, a branch carries 1/10 of the residual gradient: q = .05.
     n = np.array([192.0, 64.0, 256.0, 64.0] * 2)

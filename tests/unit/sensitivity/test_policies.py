@@ -231,21 +231,6 @@ def test_late_forward_switches_the_fprops_and_late_all_everything() -> None:
         assert formats(late) == last
 
 
-def test_the_better_format_is_the_one_with_most_bits_and_bf16_where_all_have_four() -> None:
-    early, late = late_maps(SolveRequest(policy="late-all", formats=("mxfp8", "nvfp4", "nvfp4_46")), LATE_NAMES)
-    assert formats(early) == ["nvfp4"] * 3  # no variant beside its base
-    assert formats(late) == ["mxfp8"] * 3
-    _, late = late_maps(SolveRequest(policy="late-all", formats=("fp4", "nvfp4")), LATE_NAMES)
-    assert formats(late) == ["bf16"] * 3
-
-
-def test_pins_hold_in_both_maps() -> None:
-    request = SolveRequest(policy="late-all", pins=(("*.0.*:fprop", "bf16"),))
-    for precision_map in late_maps(request, LATE_NAMES):
-        assert formats(precision_map, LATE_NAMES[0])[0] == formats(precision_map, LATE_NAMES[1])[0] == "bf16"
-    assert formats(late_maps(request, LATE_NAMES)[0])[1:] == ["fp4", "fp4"]
-
-
 @given(
     st.sampled_from(LATE),
     st.floats(0.0, 1.0),

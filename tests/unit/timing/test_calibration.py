@@ -17,10 +17,10 @@ from snip_megatron.planner.layout import Layout
 from snip_megatron.planner.models import MODELS
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.timing.calibration import Workload, calibrate, coarse_first, grid_workload, run_once, shapes_workload
+from snip_megatron.timing.calibration import Workload, calibrate, coarse_first, grid_workload, shapes_workload
 from snip_megatron.timing.cost_model import LinearShape
 from snip_megatron.timing.log_grid import LogGrid
-from snip_megatron.timing.measure import Call, HostClock, Measurer, uneven_splits
+from snip_megatron.timing.measure import Call, HostClock, Measurer
 from snip_megatron.timing.table import TimingTable
 from tests.unit.numerics.products import emulated_grouped
 from tests.unit.numerics.products.emulated_scaled_mm import scaled_mm
@@ -44,28 +44,6 @@ def test_a_whole_calibration_makes_a_table(backend: GemmBackend) -> None:
     assert table.about["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert (set(table.gemms), set(table.grouped)) == (set(WORKLOAD.gemms), set(WORKLOAD.grouped))
     assert TimingTable.from_json(table.to_json()) == table
-
-
-def test_what_is_run_once_is_what_is_timed() -> None:
-    """Kernels are listed by it, before anything is timed."""
-    seen: set[object] = set()
-
-    class Noting(HopperBackend):
-        def quantize(self, x: Any, spec: Any, cached: Any = None) -> Any:
-            seen.add((tuple(x.shape), spec.formats, spec.weight))
-            return super().quantize(x, spec, cached)
-
-        def multiply(self, gemm: Gemm, a: Any, b: Any, *more: Any) -> Any:
-            seen.add((gemm, type(a), a.values.shape if isinstance(a, Operand) else None))
-            return super().multiply(gemm, a, b, *more)
-
-    backend = Noting(operands, scaled_mm=scaled_mm, activations=swiglu, groups=emulated_grouped)
-    run_once(backend, FORMATS, WORKLOAD, torch.device("cpu"))
-    listed = set(seen)
-    seen.clear()
-    calibrate(Measurer(backend, HostClock(), FORMATS), WORKLOAD, {}, 600.0)
-    assert len(listed) > 20
-    assert listed == seen
 
 
 class InterruptedClock(HostClock):
@@ -97,42 +75,6 @@ def test_a_calibration_stopped_too_early_says_so() -> None:
         calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 0.0)
 
 
-class Hanging:
-    """Processes that never end."""
-
-    def __init__(self) -> None:
-        self.waited, self.closed = list[float](), False
-
-    def running(self, wait: float = 0.0) -> bool:
-        self.waited.append(wait)
-        return True
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_compiler_that_hangs_takes_less_than_half_of_the_time() -> None:
-    compilation: Any = Hanging()
-    table = calibrate(Measurer(REFERENCE, HostClock(), FORMATS), WORKLOAD, {}, 600.0, compilation)
-    assert table.about["complete"] is True
-    assert compilation.closed
-    (waited,) = compilation.waited
-    assert waited < 300.0
-
-
-@pytest.mark.parametrize("kind", ["activations", "weights", "gemms"])
-def test_a_kind_without_any_size_makes_no_table(kind: str) -> None:
-    """A table without rows of one kind cannot be read."""
-
-    def refuse(_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    measurer = Measurer(REFERENCE, HostClock(), FORMATS)
-    setattr(measurer, kind, refuse)
-    with pytest.raises(SnipError, match=rf"^no size of {kind} could be measured: {kind} \(128, 128.*: out of memory"):
-        calibrate(measurer, WORKLOAD, {})
-
-
 def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
     class Refusing(HopperBackend):
         def multiply(self, gemm: Gemm, x: Any, b: Any, dtype: torch.dtype, out: Any = None) -> torch.Tensor:
@@ -147,15 +89,6 @@ def test_a_size_that_a_library_refuses_is_left_out_and_named() -> None:
     assert table.about["complete"] is False
     refused = ("gemms (128, 128, 256)", "grouped (3, 128, 128, 256)")
     assert table.about["notes"] == [f"{size}: CUBLAS_STATUS_NOT_SUPPORTED" for size in refused]
-
-
-@pytest.mark.parametrize(("experts", "tokens", "multiple"), [(1, 1000, 128), (16, 4096, 1), (128, 100, 128)])
-def test_rows_of_experts_are_uneven_and_padded(experts: int, tokens: int, multiple: int) -> None:
-    splits = uneven_splits(experts, tokens, multiple)
-    assert len(splits) == experts
-    assert not any(count % multiple for count in splits)
-    assert tokens <= sum(splits) < tokens + experts * multiple
-    assert len(set(splits)) > 1 or experts == 1
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -173,16 +106,6 @@ def test_a_calibration_cut_short_still_spans_everything() -> None:
     for count in (8, 27, len(gemms)):
         grid = LogGrid(dict.fromkeys(gemms[:count]))
         assert not grid.place((8192, 7168, 8192)).extrapolated
-
-
-def test_kinds_advance_together() -> None:
-    """Wherever a calibration is stopped, each kind has its share of what was measured."""
-    workload = grid_workload("cuda")
-    ordered = workload.ordered()[len(workload.attention) : -len(workload.grouped)]
-    assert len({kind for kind, _ in ordered[:3]}) == 3
-    half = [kind for kind, _ in ordered[: len(ordered) // 2]]
-    for kind in ("gemms", "activations", "weights"):
-        assert half.count(kind) == pytest.approx(len(getattr(workload, kind)) / 2, abs=2)
 
 
 @pytest.mark.parametrize(

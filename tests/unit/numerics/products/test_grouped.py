@@ -65,22 +65,6 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     assert error.norm() / g.float().norm() < 0.03
 
 
-def test_experts_run_what_the_backend_runs_by_then() -> None:
-    """C++ takes over the methods of a backend, and may lose them again, after its kernels were listed."""
-    backend = hopper(groups=emulated_grouped)
-    backend.grouped(N, K, torch.bfloat16)
-    ran: list[Format | None] = []
-    own = backend.quantize
-
-    def noting(x: Tensor, spec: OperandSpec, *rest: Any) -> Any:
-        ran.append(spec.rowwise)
-        return own(x, spec, *rest)
-
-    backend.quantize = noting  # type: ignore[method-assign]  # as selection.replay does
-    backend.grouped(N, K, torch.bfloat16).quantize_rows(torch.randn(128, K).bfloat16(), (128,), OperandSpec(FP8, None))
-    assert ran == [FP8]
-
-
 def test_other_shapes_and_dtypes_run_expert_by_expert() -> None:
     for n, k, dtype in ((N, 200, torch.bfloat16), (200, K, torch.bfloat16), (N, K, torch.float32)):
         assert type(hopper().grouped(n, k, dtype)) is GroupLoop

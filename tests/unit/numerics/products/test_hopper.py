@@ -3,7 +3,6 @@
 What a GPU computes is tested in tests/gpu; here, that every operand has the layout that cuBLAS takes, and the numbers.
 """
 
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import Format, Gemm
 
-from .interpreted import differences
 from .products import BACKENDS, EVEN, assert_reference, hopper, operands
 
 BF16, FP8, FP4, TENSOR, NVFP4 = Format.BF16, Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4
@@ -70,12 +68,3 @@ def test_wgrad_is_added_inside_the_gemm_where_the_library_can(
     assert hopper(library=library).multiply(Gemm.WGRAD, g_col, x_col, torch.float32, out) is out
     torch.testing.assert_close(out, expected.to(dtype))
     assert library.calls == calls
-
-
-# -- the kernels ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", [(136, 144, 208), (130, 136, 200)])
-@pytest.mark.parametrize("formats", [("fp8", "fp8", "fp8"), ("fp8", "fp4", "fp4"), ("fp8_tensor", "fp4", "fp8_tensor")])
-def test_triton_s_quantisers_in_the_interpreter(
-    interpreter: ProcessPoolExecutor, shape: tuple[int, int, int], formats: tuple[str, str, str]
-) -> None:
-    assert interpreter.submit(differences, shape, formats).result(timeout=300) == []

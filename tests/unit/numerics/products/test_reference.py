@@ -90,13 +90,6 @@ def test_products_are_those_of_the_quantised_operands(fmt: Format, tokens: int) 
     assert decibel(expected, found) > 120
 
 
-def test_weight_blocks_are_the_same_numbers_in_fprop_and_dgrad() -> None:
-    eye = torch.eye(256)
-    w = operands()[1][:256, :256].contiguous()
-    for fmt in (Format.FP8, Format.FP4, Format.FP8_TENSOR, Format.NVFP4):
-        assert torch.equal(fprop(eye, w, fmt).t(), dgrad(eye, w, fmt, seed=0))
-
-
 @pytest.mark.parametrize("fmt", [Format.FP4, Format.NVFP4, Format.MXFP4], ids=lambda f: f.value)
 def test_four_bit_gradients_round_stochastically_from_their_key(fmt: Format) -> None:
     x, w, g = operands()

@@ -57,11 +57,6 @@ def test_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert select_backend("reference").backend is REFERENCE
 
 
-def test_an_unknown_library_is_an_error() -> None:
-    with pytest.raises(SnipError, match="gemm_library=fast: unknown; choose one of auto, cublas"):
-        select_backend("auto", library="fast")
-
-
 def test_a_torch_without_scaled_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")

@@ -1,4 +1,4 @@
-"""Keys made on the device have the bits of the host's, in plain torch; the kernel: ``kernels/test_keys.py``."""
+"""Keys made on the device have the bits of the host's, in plain torch; the kernel: ``kernels/test_quantize.py``."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from scipy.linalg import hadamard
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.quantize import fake_quantize, quantize, quantize_dequantize
 from snip_megatron.numerics.quantize.reference import Rotation, rotate
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Gemm
 from snip_megatron.precision.errors import SnipError
 
 from . import oracle
@@ -81,19 +81,6 @@ def test_input_is_not_written_to(fmt: str) -> None:
         for rounding in ("nearest", "stochastic"):
             quantize_dequantize(x, fmt, "tile", rounding=rounding, seed=1)
         assert torch.equal(x, kept)
-
-
-@every_format
-@every_granularity
-def test_a_zero_tile_is_zero_and_its_scale_is_one(fmt: str, granularity: str) -> None:
-    x = matrix(256, 256)
-    x[:128, :128] = 0
-    assert (quantize_dequantize(x, fmt, granularity)[:128, :128] == 0).all()
-    zeros = quantize(torch.zeros(130, 140), fmt, block=granularity == "block")
-    assert (zeros.values == 0).all()
-    if fmt != "nvfp4":  # there the scale is stored in two parts; the E4M3 one is zero
-        assert (zeros.scale == 1).all()
-    assert (zeros.dequantize() == 0).all()
 
 
 @every_format
@@ -200,14 +187,11 @@ def test_empty_tensors_go_through(fmt: str, shape: tuple[int, int]) -> None:
     ("change", "message"),
     [
         ({"format": "fp5"}, "'fp5' cannot be quantised to"),
-        ({"format": Format.BF16}, "'bf16' cannot be quantised to"),
         ({"granularity": "row"}, "granularity 'row'"),
         ({"rounding": "up"}, "rounding 'up'"),
         ({"rounding": "stochastic"}, "needs a seed"),
         ({"x": torch.zeros(2, 3, 4)}, r"2-D tensor .* \(2, 3, 4\)"),
-        ({"x": torch.zeros(3)}, "2-D tensor"),
         ({"x": torch.zeros(2, 2, dtype=torch.float64)}, "not torch.float64"),
-        ({"x": torch.zeros(2, 2, dtype=torch.int32)}, "not torch.int32"),
     ],
 )
 def test_bad_input_is_one_clear_line(change: dict, message: str) -> None:
@@ -237,37 +221,12 @@ def test_four_over_six_takes_the_better_scale_of_each_tile(rows: int, cols: int,
         assert min(e for e, s in zip(errors, same, strict=True) if s) <= min(errors) * (1 + 1e-3) + 1e-30
 
 
-def test_four_over_six_takes_both_and_errs_less() -> None:
-    x = spread_matrix(64, 512)
-    choices = oracle.four_over_six(x.numpy())
-    fours = np.mean([c.errors[1] < c.errors[0] for c in choices])
-    assert 0.2 < fours < 0.8
-    errors = [float((fake_quantize(x, fmt) - x).square().sum()) for fmt in ("nvfp4_46", "nvfp4")]
-    assert errors[0] < 0.9 * errors[1]
-
-
 def test_a_tile_of_the_tensors_amax_may_have_either_scale() -> None:
     """Its scale is 256 of 448, so that 1.5 of it is an E4M3 number too."""
     x = torch.full((1, 16), 3.0)
     x[0, 0] = 4.0  # 4 and 3 are E2M1 numbers, 6 and 4.5 are not
     assert torch.equal(fake_quantize(x, "nvfp4_46"), x)
     assert not torch.equal(fake_quantize(x, "nvfp4"), x)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_four_over_six_spoils_one_tile(bad: float) -> None:
-    x = spread_matrix(3, 48)
-    x[1, 20] = bad
-    found = fake_quantize(x, "nvfp4_46")
-    assert found.isnan().sum() == 16
-    assert found[1, 16:32].isnan().all()
-
-
-def test_zeros_stay_and_tiny_tiles_survive_as_well_as_in_nvfp4() -> None:
-    assert not fake_quantize(torch.zeros(4, 32), "nvfp4_46").any()
-    x = torch.zeros(1, 32)
-    x[0, 0], x[0, 16:] = 1.0, 2.0**-18
-    assert fake_quantize(x, "nvfp4_46")[0, 16:].any() or not fake_quantize(x, "nvfp4")[0, 16:].any()
 
 
 # -- Hadamard --------------------------------------------------------------------------------------
@@ -291,14 +250,6 @@ def wgrad(g: torch.Tensor, x: torch.Tensor, of_g: Rotation, of_x: Rotation, seed
     _, left = REFERENCE.quantize(g, spec(None, "nvfp4_hadamard", col_seed=seed, rotation=of_g))
     _, right = REFERENCE.quantize(x, spec(None, "nvfp4_hadamard", rotation=of_x))
     return REFERENCE.multiply(Gemm.WGRAD, left, right, torch.float32)
-
-
-def test_signs_of_one_operand_alone_give_another_product() -> None:
-    x, g = spread_matrix(64, 24, 1), spread_matrix(64, 40, 2)
-    exact = g.double().t() @ x.double()
-    for signs, close in (((5, 5), True), ((5, 6), False)):
-        found = wgrad(g, x, Rotation(signs[0]), Rotation(signs[1]))
-        assert bool((found - exact).norm() < 0.5 * exact.norm()) is close
 
 
 def test_stochastic_rounding_stays_unbiased_under_the_transform() -> None:

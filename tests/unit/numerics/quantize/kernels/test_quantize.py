@@ -66,11 +66,6 @@ def test_torch_quantises_matrices_that_kernels_do_not_read(rows: int, cols: int,
     assert swiglu.fits(torch.zeros(2, 512, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (5, 258)])
-def test_small_shapes(quantizers: Quantizers, shape: tuple[int, int]) -> None:
-    check_tiles(quantizers, matrix(*shape), "fp4", "fp8")
-
-
 def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
     x = matrix(130, 400)
     check_tiles(quantizers, x[:, 100:300], "fp8", "fp4")
