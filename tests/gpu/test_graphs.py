@@ -246,20 +246,6 @@ def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs(on_one: Training
     same_steps(plain, mapped)
 
 
-@pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
-def test_a_new_map_is_captured_anew(on_one: Trainings, graphs: str) -> None:
-    run = on_one.begin("fp4", graphs).result()
-    adopted = [event["step"] for event in run["events"] if event["event"] == "adopt"]
-    captures = [event for event in run["events"] if event["event"] in ("capture", "recapture")]
-    assert adopted == [5, 11]
-    assert [event["event"] for event in captures] == ["capture", "recapture", "recapture"]
-    later = {"local": 0, "transformer_engine": 0, "full_iteration": 1}[graphs]  # full_iteration: after a step without
-    assert [event["step"] for event in captures[1:]] == [step + later for step in adopted]
-    assert all(event["seconds"] > 0 for event in captures)
-    assert (run["replays"][adopted[0] + 1] > 0) == (graphs == "transformer_engine")  # counted from 1
-    assert run["replays"][adopted[0] + 2] > 0
-
-
 @pytest.mark.parametrize("graphs", ["local", "transformer_engine"])
 def test_a_resumed_run_goes_on_bit_for_bit(on_one: Trainings, graphs: str) -> None:
     whole, resumed = on_one.saving("fp4", graphs).result(), on_one.resumed("fp4", graphs).result()

@@ -1,6 +1,5 @@
 """Proxy validation on tables whose truth is known, and the trials that measure it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from sensitivity.synthetic import make_table
 
 from benchmarks.quality.proxy import CEILING, QUANTITIES, spearman, validate
 from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, save_truth, truth_of
-from benchmarks.quality.validate_proxy import main
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -67,15 +65,6 @@ def save(folder: Path, *measurements: tuple[StatisticsTable, Truth, Truth]) -> P
         (folder / "stats" / f"step_{table.step}.npz").write_bytes(table.to_bytes())
         save_truth(folder, table.step, truth, again)
     return folder
-
-
-def test_the_command_reads_runs_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save(tmp_path / "run", measured(0.1, 0.1, 5), measured(0.1, 0.1, 11))
-    assert main([str(run), "--out", str(tmp_path / "out"), "--gpus", "0"]) == 0
-    body = json.loads((tmp_path / "out" / "proxy.json").read_text())
-    assert [v["step"] for v in body["validations"]] == [5, 11]
-    shown = capsys.readouterr().out
-    assert "| loss | 16 (16 above noise) | " in shown
 
 
 NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]

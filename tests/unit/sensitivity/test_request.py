@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import Schedule, SchedulePhase
 from snip_megatron.sensitivity.request import PhasedRequest, carried_weights
 
@@ -66,16 +65,3 @@ def test_only_what_remains_is_weighed_and_the_whole_run_is_the_unit() -> None:
     cut = carried_weights(0, (600, 750, 900), 1000, COSINE)
     assert cut[0] < whole[1]
     assert cut[1:] == pytest.approx(whole[2:], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ([], "must be finite numbers"),
-        ([1.0, float("nan")], "must be finite numbers"),
-        ([0.0, 0.0], "one of the run must be above 0"),
-    ],
-)
-def test_rates_that_are_refused(rates: list[float], message: str) -> None:
-    with pytest.raises(SnipError, match=message):
-        carried_weights(0, (0,), 10, rates)

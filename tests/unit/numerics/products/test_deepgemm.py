@@ -55,11 +55,10 @@ def operand(x: Tensor, fmt: Format, *, weight: bool = False) -> Operand:
 
 
 @pytest.mark.parametrize("rows", [48, 256])  # one row of blocks and two
-@pytest.mark.parametrize("depth", [128, 512, 640, 1000])  # blocks with and without cuBLASLt's padding
-@pytest.mark.parametrize("fmt", [Format.FP8, Format.FP4])
+@pytest.mark.parametrize("depth", [512, 1000])  # blocks with and without cuBLASLt's padding
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_equal_the_other_librarys(rows: int, depth: int, fmt: Format, dtype: torch.dtype) -> None:
-    a, b = operand(matrix(64, depth), fmt), operand(matrix(rows, depth, 1), fmt, weight=True)
+def test_products_equal_the_other_librarys(rows: int, depth: int, dtype: torch.dtype) -> None:
+    a, b = operand(matrix(64, depth), Format.FP8), operand(matrix(rows, depth, 1), Format.FP8, weight=True)
     found = hopper(faster=DeepGemm(fp8_gemm_nt)).multiply(Gemm.FPROP, a, b, dtype)
     assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, dtype))
 
@@ -106,9 +105,7 @@ def test_a_library_that_fails_is_not_trusted() -> None:
 @pytest.mark.parametrize(
     ("package", "said"),
     [
-        ("import something_that_it_needs", "No module named 'something_that_it_needs'"),
         ("assert None is not None, 'CUDA_HOME'", "CUDA_HOME"),  # it looks for the CUDA toolkit while it is imported
-        ("raise RuntimeError('built for\\nanother driver')", "built for another driver"),
         ("fp8 = None  # another package of this name", "module 'deep_gemm' has no attribute 'fp8_gemm_nt'"),
     ],
 )

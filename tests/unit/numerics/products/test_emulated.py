@@ -1,6 +1,5 @@
 """The backend that multiplies quantised numbers on bf16 tensor cores, on a CPU: numbers, layouts, what is kept."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -43,9 +42,9 @@ def test_error_of_the_gemm_alone(fmt: Format) -> None:
         assert float((found.double() - expected).norm() / expected.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("formats", [*itertools.product((BF16, FP8, NVFP4, MXFP8), repeat=3)])
+@pytest.mark.parametrize("formats", MIXED)
 def test_hopper_leaves_other_formats_to_it(formats: Any) -> None:
-    """Any map of three formats, native or not."""
+    """Maps of native formats and others."""
     assert_reference(hopper(others=backend()), (136, 144, 208), formats)
 
 
