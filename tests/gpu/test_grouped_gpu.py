@@ -30,8 +30,6 @@ EXPERTS = {
     "128": [128 * (e % 5) for e in range(128)],
     "no rows": [0, 0, 0, 0],
 }
-
-
 pytestmark = pytest.mark.usefixtures("hopper")
 needs_deepgemm = pytest.mark.skipif(why_not() is not None, reason=f"DeepGEMM {why_not()}")
 

@@ -23,8 +23,6 @@ def text(name: str, lines: int) -> str:
 
 
 TEXTS = [text("alpha", 200), text("beta", 90), text("short", CONTEXT_LINES + CHOICE_LINES), "x\n" * 500]
-
-
 LONGEST = 500
 
 

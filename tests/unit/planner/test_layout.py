@@ -45,10 +45,7 @@ def test_parameters_of_the_stages_are_those_of_the_model() -> None:
         ({"tp": 3}, "--tp 3: small has 8 heads, which cannot be split over 3 ranks"),
         ({"tp": 0}, "--tp 0: must be a whole number from 1 to 2147483648"),
         ({"pp": 3}, "--pp 3: small has 8 blocks, not divisible by 3; choose another size"),
-        (
-            {"dp": 3, "global_batch_size": 8},
-            "--global-batch-size 8: must be a multiple of --micro-batch-size × --dp",
-        ),
+        ({"dp": 3, "global_batch_size": 8}, "--global-batch-size 8: must be a multiple of --micro-batch-size × --dp"),
         ({"seq_length": 100, "tp": 8, "sequence_parallel": True}, "--sequence-parallel: --seq-length 100 cannot be"),
     ],
 )

@@ -37,12 +37,7 @@ def test_a_comparison_is_complete_with_all_runs_from_one_checkpoint(tmp_path: Pa
 
 
 def job(tmp: Path, name: str, code: str, **fields: object) -> Job:
-    return Job(
-        name,
-        [sys.executable, "-S", "-c", code],
-        tmp / "logs" / f"{name}.txt",
-        **fields,
-    )  # type: ignore[arg-type]
+    return Job(name, [sys.executable, "-S", "-c", code], tmp / "logs" / f"{name}.txt", **fields)  # type: ignore[arg-type]
 
 
 def run(pool: Pool, jobs: list[Job]) -> tuple[dict[str, Outcome], int]:

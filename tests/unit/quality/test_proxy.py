@@ -1,14 +1,13 @@
 """Proxy validation on tables whose truth is known, and the trials that measure it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from sensitivity.synthetic import make_table
 
 from benchmarks.quality.proxy import CEILING, QUANTITIES, spearman, validate
-from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, save_truth, truth_of
+from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, truth_of
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -57,14 +56,6 @@ def test_spearman_of_too_little_is_none() -> None:
     assert spearman([1.0, 2.0], [1.0, 2.0]) is None
     assert spearman([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
     assert spearman([1.0, 2.0, 3.0], [1.0, 4.0, 9.0]) == pytest.approx(1.0)
-
-
-def save(folder: Path, *measurements: tuple[StatisticsTable, Truth, Truth]) -> Path:
-    (folder / "stats").mkdir(parents=True)
-    for table, truth, again in measurements:
-        (folder / "stats" / f"step_{table.step}.npz").write_bytes(table.to_bytes())
-        save_truth(folder, table.step, truth, again)
-    return folder
 
 
 NAMES = [f"decoder.layers.{i}.{kind}" for i in range(2) for kind in DENSE_LAYER]

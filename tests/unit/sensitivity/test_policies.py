@@ -124,14 +124,8 @@ def test_a_pin_that_matches_nothing_is_an_error(glob: str, granularity: str, hin
 
 
 RNG = np.random.default_rng(0)
-
-
 TABLE = make_table(1)
-
-
 LOSS, WEIGHT = (RNG.uniform(0.1, 1.0, (4, 3, 2)) * [1e-2, 1.0] for _ in range(2))
-
-
 LOSS[:, 1:] = 0.0
 
 
@@ -162,8 +156,6 @@ def test_without_weight_divergence_the_loss_decides_alone(rule: str) -> None:
 
 
 DENSE = dense_names(20)
-
-
 HARDWARE = [("mxfp8", "nvfp4"), ("mxfp8", "mxfp4"), ("bf16", "mxfp8", "nvfp4", "nvfp4_46", "nvfp4_hadamard")]
 
 
@@ -210,8 +202,6 @@ def test_nvidias_recipe(formats: tuple[str, ...], low: str) -> None:
 
 
 FLOPS = {f"decoder.layers.{layer}.mlp.{kind}": 3.0 for layer in (0, 1) for kind in ("linear_fc1", "linear_fc2")}
-
-
 LATE_NAMES = list(FLOPS)
 
 
@@ -231,13 +221,7 @@ def test_late_forward_switches_the_fprops_and_late_all_everything() -> None:
         assert formats(late) == last
 
 
-@given(
-    st.sampled_from(LATE),
-    st.floats(0.0, 1.0),
-    st.integers(0, 5000),
-    st.integers(1, 5000),
-    st.floats(0.0, 20.0),
-)
+@given(st.sampled_from(LATE), st.floats(0.0, 1.0), st.integers(0, 5000), st.integers(1, 5000), st.floats(0.0, 20.0))
 def test_the_average_is_reached_and_one_more_precise_step_would_miss_it(
     policy: str, target: float, origin: int, steps: int, unquantised: float
 ) -> None:

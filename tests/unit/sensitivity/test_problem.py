@@ -237,8 +237,6 @@ PHASES = PhasedRequest(
     spent_steps=100,
     spent=0.9,
 )
-
-
 REQUEST = SolveRequest(budget=Budget("fp4", 0.8), phases=PHASES, standing_share=0.75)
 
 

@@ -26,17 +26,9 @@ from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, Table
 from snip_megatron.sensitivity.sums import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
 FORMATS = ("fp8", "fp4")
-
-
 T, N, K = 256, 256, 384
-
-
 CONTEXT = StepContext(step=3, seed=21, dp_size=2, dp_rank=1)
-
-
 COLUMN, ROW = LinearId("decoder", 1, "mlp.linear_fc1"), LinearId("decoder", 1, "mlp.linear_fc2")
 
 
@@ -317,8 +309,6 @@ def test_the_sum_over_shards_is_the_whole(
 
 
 WHOLE = TokenShard(rank=0, size=1, reports=True)
-
-
 SEQUENCE, BATCH, HIDDEN = 32, 2, 8
 
 

@@ -35,8 +35,6 @@ def test_a_shard_draws_what_the_whole_does() -> None:
 
 
 LR, BETAS, EPS = 1e-3, (0.9, 0.95), 1e-8
-
-
 N, K = 24, 40
 
 
