@@ -1,4 +1,4 @@
-"""The table of whole trainings: what is refused, why one failed, what updates cost. Trainings: tests/distributed."""
+"""The table of whole trainings: why one failed, what updates cost. Trainings: tests/distributed."""
 
 from typing import Any
 

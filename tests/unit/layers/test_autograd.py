@@ -86,18 +86,6 @@ def test_bias(group: dist.ProcessGroup, context: StepContext) -> None:
     torch.testing.assert_close(linear.bias.grad, g.sum((0, 1)), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP4, FP4, FP4), (BF16, FP4, BF16)], ids=name)
-def test_no_tokens(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
-    """An expert that no token was sent to."""
-    linear = our_linear(group, context, formats, 96, 64, dtype=torch.bfloat16)
-    main_grad = with_main_grad(linear)
-    main_grad.fill_(2.0)
-    x, _, y = passed(linear, 0, 2)
-    assert y.shape == (0, 2, 96)
-    assert x.grad.shape == (0, 2, 64)
-    assert torch.equal(main_grad, torch.full((96, 64), 2.0))
-
-
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (5, 64), (3, 0, 64), (0, 3, 64), (2, 3, 5, 64)])
 def test_the_output_has_the_leading_dimensions_of_the_input(context: StepContext, shape: tuple[int, ...]) -> None:
     """As ``torch.nn.functional.linear``."""

@@ -1,4 +1,4 @@
-"""Questions and whole plans: budgets met, in the units they are asked in, and the same plan every time."""
+"""Questions and whole plans: budgets met, in the units they are asked in."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Comparisons: their pool of processes, the devices of a run, and the results from which they go on."""
+"""Comparisons: their pool of processes, and when they are complete."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Operands in E4M3 and in bf16: layouts of the GEMM libraries, and the numbers of the reference."""
+"""Operands in E4M3 and in bf16: the numbers of the reference in both orientations."""
 
 import numpy as np
 import pytest
