@@ -76,10 +76,3 @@ def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
         registry.adopt(PrecisionMap(choices=bad, version=9))
     assert registry.current is before
     assert registry[str(linear)].formats == ALL_BF16
-
-
-def test_a_linear_is_registered_once_and_only_if_known() -> None:
-    registry = registry_of(LinearId("decoder", 0, "mlp.linear_fc1"))
-    for linear in (LinearId("decoder", 0, "mlp.linear_fc1"), LinearId("decoder", 3, "mlp.linear_fc1")):
-        with pytest.raises(SnipError, match="registered twice or not a linear of this model"):
-            registry.add(handle_of(linear, context=registry.context))

@@ -7,7 +7,6 @@ import pytest
 from dense_names import dense_names
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from refusal import refusal
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, fp4_fraction, misplaced
 from snip_megatron.precision.budget import Budget
@@ -109,18 +108,6 @@ def test_the_last_matching_pin_wins() -> None:
     assert fixed[f"{NAMES[3]}:dgrad"] == "fp8"
     assert fixed[f"{NAMES[3]}:wgrad"] == "fp4"
     assert pinned_formats(NAMES, (("*.0.*", "bf16"),), "layer") == dict.fromkeys(NAMES[:4], "bf16")
-
-
-@pytest.mark.parametrize(
-    ("glob", "granularity", "hint"),
-    [
-        ("decoder.layers.9.*", "gemm", "the first option is decoder.layers.0.self_attention.linear_qkv:fprop"),
-        ("*:dgrad", "layer", "at granularity layer a pin names linears, not GEMMs"),
-    ],
-)
-def test_a_pin_that_matches_nothing_is_an_error(glob: str, granularity: str, hint: str) -> None:
-    message = refusal(pinned_formats, NAMES, ((glob, "bf16"),), granularity)
-    assert message == f"--snip-pin {glob}=bf16: matches no option; {hint}"
 
 
 RNG = np.random.default_rng(0)

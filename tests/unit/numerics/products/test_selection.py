@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snip_megatron.numerics.products import BACKENDS, selection, transformer_engine
+from snip_megatron.numerics.products import selection, transformer_engine
 from snip_megatron.numerics.products.backend import REFERENCE
 from snip_megatron.numerics.products.selection import native_backend, resolve_gemm, select_backend
 from snip_megatron.precision import Format
@@ -122,9 +122,3 @@ def test_blackwell_checks_transformer_engine_and_probes_by_emulation(monkeypatch
         select_backend("transformer_engine", {Format.NVFP4})
     with pytest.raises(SnipError, match="its linears run bf16, fp8, fp8_tensor, mxfp8, nvfp4 on this card, not fp4"):
         select_backend("transformer_engine", {Format.FP4})
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(SnipError, match="--snip-gemm fast: unknown; choose one of auto, reference, emulated, hopper"):
-        select_backend("fast")
-    assert BACKENDS[0] == "auto"
