@@ -1,10 +1,12 @@
 """Questions from held-out files: what they hold, that they can be drawn again, and how results are compared."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.quality.downstream import add_paired, table
 from benchmarks.quality.downstream_tasks import (
@@ -14,6 +16,7 @@ from benchmarks.quality.downstream_tasks import (
     LEAST_CHARACTERS,
     held_out_texts,
     make_items,
+    write_tasks,
 )
 from snip_megatron.megatron import prepare_data
 
@@ -23,6 +26,8 @@ def text(name: str, lines: int) -> str:
 
 
 TEXTS = [text("alpha", 200), text("beta", 90), text("short", CONTEXT_LINES + CHOICE_LINES), "x\n" * 500]
+
+
 LONGEST = 500
 
 
@@ -49,6 +54,18 @@ def test_a_seed_draws_the_same_questions_from_all_texts_alike() -> None:
     items = make_items(TEXTS, 12, 3, LONGEST)
     assert items == make_items(TEXTS, 12, 3, LONGEST) != make_items(TEXTS, 12, 4, LONGEST)
     assert sum("alpha" in item.context for item in items) == 6
+
+
+def test_tasks_hold_questions_and_texts(tmp_path: Path) -> None:
+    items = make_items(TEXTS, 5, 1, LONGEST)
+    write_tasks(tmp_path, TEXTS, items, characters=10)
+    for name, rows in (("held_out_lines", 5), ("held_out_text", len(TEXTS))):
+        task = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+        source = Path(task["dataset_kwargs"]["data_files"]["test"])
+        body = [json.loads(line) for line in source.read_text().splitlines()]
+        assert (task["task"], len(body)) == (name, rows)
+        assert task["doc_to_target"] in body[0]
+    assert body[0] == {"text": TEXTS[0][:10]}
 
 
 def row(label: str, policy: str, seed: int, right: str) -> dict[str, Any]:

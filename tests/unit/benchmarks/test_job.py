@@ -1,12 +1,19 @@
-"""The table of whole trainings: why one failed, what updates cost. Trainings: tests/distributed."""
+"""The table of whole trainings: what is refused, why one failed, what updates cost. Trainings: tests/distributed."""
 
 from typing import Any
 
 import pytest
 
+from benchmarks import job
 from benchmarks.common import ROOT
 from benchmarks.jobs import turns as job_turns
 from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
+
+
+def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        job.main(["--model", "1b", "--contenders", "fp3"])
+    assert "fp3: unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -14,7 +21,10 @@ from benchmarks.jobs.updates import accounts, adopted_maps, predicted_step
     [
         ("Traceback (most recent call last):\n  File\nRuntimeError: no such device\n", "RuntimeError: no such device"),
         ("[rank0]: RuntimeError: first\n[rank0]:[W722] a warning of the destructor\n", "RuntimeError: first"),
+        ("torch.OutOfMemoryError: CUDA out of memory\n", "torch.OutOfMemoryError: CUDA out of memory"),
         ("pretrain_gpt: --x cannot be combined with --y: leave one out\n", "pretrain_gpt: --x cannot be combined with"),
+        ("pretrain_gpt: --x is wrong\n[W722] a warning of the destructor\n", "pretrain_gpt: --x is wrong"),
+        ("Killed\n\n", "Killed"),
         ("", ""),
     ],
 )

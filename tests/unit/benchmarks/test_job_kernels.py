@@ -1,9 +1,23 @@
 """The kinds of kernels of a step."""
 
 import json
+import time
 from pathlib import Path
 
-from benchmarks.jobs.kernels import FILE, gaps_between, summary
+import torch
+
+from benchmarks.jobs.kernels import FILE, gaps_between, recorded, summary
+
+
+def test_the_time_between_two_operators_is_a_gap() -> None:
+    def call() -> None:
+        torch.ones(4)
+        time.sleep(0.02)
+        torch.ones(4)
+
+    _, rows, gaps = recorded(call)
+    assert rows
+    assert max(ms for _, _, ms in gaps) > 15.0
 
 
 def test_a_step_is_summed_by_kind(tmp_path: Path) -> None:

@@ -62,3 +62,25 @@ def test_every_library_multiplies_the_same_product(case: Any) -> None:
     assert all(error < bf16 for name, error in row["own_error"].items() if name != "te"), row["own_error"]
     assert row["same_bits"]["cublaslt"] == 1.0
     assert "error" in library_gemms.show(row)
+
+
+def test_a_library_without_a_kernel_is_left_out() -> None:
+    class WithoutKernels(Library):
+        def multiply(self, *args: Any, **named: Any) -> None:  # type: ignore[override]
+            return None
+
+    case = (Gemm.FPROP, Format.FP8, None)
+    row = library_gemms.row_of(case, SHAPE, quantize_operands, WithoutKernels(), None, {}, 1, "cpu", clock)  # type: ignore[arg-type]
+    assert row["failed"] == {"cublaslt": "RuntimeError: no kernel"}
+    assert row["ratio"] == {}
+    assert "no kernel" in library_gemms.show(row)
+
+
+def test_means_are_of_the_rows_in_which_a_library_ran() -> None:
+    rows = [{"gemm": "fprop fp8", "ratio": {"torch": 2.0, "te": 1.0}}, {"gemm": "fprop fp8", "ratio": {"torch": 0.5}}]
+    assert library_gemms.means(rows) == {"fprop fp8": {"torch": pytest.approx(1.0), "te": 1.0}}
+
+
+def test_arguments() -> None:
+    found = library_gemms.parse(["--seconds", "60", "--tokens", "8192", "16384"])
+    assert (found.seconds, found.tokens, found.rounds) == (60.0, [8192, 16384], 25)

@@ -32,3 +32,19 @@ def test_promised_speedups_of_steps_with_graphs_are_kept_within_5_percent(name: 
     rows = [row for row in rows_of(job, load_cost_model("h200")) if row["graphs"] != "none"]
     assert rows
     assert max(abs(row["speedup"]["error"]) for row in rows) < 0.05
+
+
+def test_apex_is_taken_from_the_command_of_the_job() -> None:
+    assert not layout_of(JOB).gradient_accumulation_fusion
+    assert layout_of(JOB | {"command": f"{JOB['command']} --fused-accumulation"}).gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("tp2", 2, 1, 1), ("pp2", 1, 2, 1), ("dp2", 1, 1, 2)])
+def test_layouts_of_two_gpus_are_predicted(name: str, tp: int, pp: int, dp: int) -> None:
+    job = json.loads((JOBS / f"job_8b-blocks-4k-{name}_2xh200_2026-11-22.json").read_text(encoding="utf-8"))
+    layout = layout_of(job)
+    assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (tp, pp, dp, tp > 1)
+    rows = {row["contender"]: row for row in rows_of(job, load_cost_model("h200"))}
+    assert abs(rows["snip_fp4_75_graphs"]["ms"]["error"]) < 0.07
+    if name == "tp2":
+        assert rows["snip_fp4_75"]["speedup"]["measured"] == job["ms"]["bf16"] / job["ms"]["snip_fp4_75"]

@@ -12,6 +12,7 @@ from snip_megatron.numerics.quantize.kernels import quantize, swiglu
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
 from snip_megatron.numerics.quantize.operands import CachedPair, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format
+from snip_megatron.precision.errors import SnipError
 
 from ..specs import matrix as seeded_matrix
 from ..specs import spec
@@ -48,14 +49,9 @@ def check_tiles(quantizers: Quantizers, x: torch.Tensor, row: str | None, col: s
     check(quantizers, x, spec(row, col, **options), drawn=("row_seed" in options, "col_seed" in options))
 
 
-@pytest.mark.parametrize("weight", [False, True])
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp4", "fp8"), ("fp8", None), (None, "fp8")])
-def test_tiles_and_blocks_with_tails(
-    quantizers: Quantizers, formats: tuple[str | None, str | None], weight: bool
-) -> None:
-    x = matrix(200, 300)
-    x[128:, :128] = 0
-    check(quantizers, x, spec(*formats, weight=weight))
+def test_tiles_with_tails(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    check_tiles(quantizers, matrix(200, 300), *formats)
 
 
 @pytest.mark.parametrize(("rows", "cols", "dtype"), [(1, 512, BF16), (4, 257, BF16), (4, 512, torch.float16)])
@@ -68,6 +64,11 @@ def test_torch_quantises_matrices_that_kernels_do_not_read(rows: int, cols: int,
         assert not listing.kernels
     assert not swiglu.fits(x)
     assert swiglu.fits(torch.zeros(2, 512, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (5, 258)])
+def test_small_shapes(quantizers: Quantizers, shape: tuple[int, int]) -> None:
+    check_tiles(quantizers, matrix(*shape), "fp4", "fp8")
 
 
 def test_strided_and_transposed_input(quantizers: Quantizers) -> None:
@@ -94,6 +95,13 @@ def test_tiles_of_subnormal_scales(quantizers: Quantizers) -> None:
         check_tiles(quantizers, x.t().contiguous(), "fp8", "fp4", **seeds)
     found, _ = operands.quantize_operands(x, spec("fp4", row_seed=3))
     assert found.values.float().abs().max() == 6
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp4", "fp8"), (None, "fp4"), ("fp8", None)])
+def test_weight_blocks(quantizers: Quantizers, formats: tuple[str | None, str | None]) -> None:
+    w = matrix(140, 300)
+    w[128:, :128] = 0
+    check(quantizers, w, spec(*formats, weight=True))
 
 
 @pytest.mark.parametrize("amax", [None, torch.tensor(3.0)])
@@ -153,6 +161,13 @@ def test_empty_matrices(quantizers: Quantizers, shape: tuple[int, int]) -> None:
     check(quantizers, x, spec("fp8_tensor"))
 
 
+def test_bad_input_is_one_clear_line(quantizers: Quantizers) -> None:
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    for given, message in ((x[0], "2-D"), (x.double(), "float64")):
+        with pytest.raises(SnipError, match=message):
+            quantizers.call("quantize_operands", given, spec("fp8"))
+
+
 def test_weights_of_experts(quantizers: Quantizers) -> None:
     w = torch.stack([matrix(256, 384), matrix(256, 384) * 3])
     for formats in (("fp8", "fp4"), (None, "fp8"), ("fp8", None), ("fp4", None)):
@@ -161,6 +176,9 @@ def test_weights_of_experts(quantizers: Quantizers) -> None:
 
 
 # -- CUDA graphs: keys from memory, weights that are written in place ------------------------------
+KEYS = torch.tensor([[11, -7], [2**31 - 1, -(2**31)]], dtype=torch.int32)
+
+
 def test_the_kernel_of_keys_gives_the_reference_s_words(quantizers: Quantizers) -> None:
     keys = DeviceKeys([LinearIdentity(5, 3, 2), LinearIdentity(2**48 + 9, 1, 0)], (1, 2), torch.device("cpu"))
     keys.start_step(2**63 + 17, 123_456)
@@ -191,6 +209,7 @@ def test_tiles_with_keys_from_memory(quantizers: Quantizers) -> None:
 
     expected = tiles(seeds)
     assert_operands(tiles(words), expected)
+    assert not torch.equal(*(each[0].values.view(torch.uint8) for each in (tiles(KEYS), expected)))
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("fp8_tensor", "fp8_tensor"), ("fp8", None)])

@@ -236,3 +236,12 @@ def test_a_missing_or_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="no C\\+\\+ compiler"):
         replay.compiled_extension()
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_a_compiler_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(replay, "_TIMEOUT", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replay._compile([str(compiler)], tmp_path / "found.so")
