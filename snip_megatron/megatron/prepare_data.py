@@ -10,12 +10,14 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import numpy as np
 
 from snip_megatron.precision.errors import SnipError, needs_extra
 
-with needs_extra("text", "snip prepare-data"):
+with needs_extra("text", "a tokenizer"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from tqdm import tqdm
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     names = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as place:
+        with exit_on_signals(), tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as place:
             folder = Path(place, "new")
             manifest = _write_all(split(files, args.holdout), request, names, folder)
             if output.exists():
@@ -88,6 +90,22 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--output {output}: cannot be written ({error.strerror or error})") from error
     _report(manifest, output)
     return 0
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP in this context, so that temporary folders are removed.
+
+    A signal that is ignored stays ignored, as SIGHUP is under nohup.
+    """
+    deadly = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for each in deadly:
+        signal.signal(each, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for each in deadly:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _check(args: argparse.Namespace) -> None:

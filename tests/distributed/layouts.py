@@ -28,7 +28,8 @@ AT = 3
 """Steps in the checkpoint; the probe runs before the next one."""
 # Pipeline stages have budgets of their own: without a stage constraint all layouts are asked the same.
 SNIP = shlex.split(
-    "--snip --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none --snip-settings probe_tokens=96"
+    "--snip --snip-estimator noise --snip-update-interval 1000 --snip-wait 240 --snip-stage-tolerance none"
+    " --snip-settings probe_tokens=96"
 )
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
@@ -92,7 +93,7 @@ MODELS: dict[str, Model] = {
         "experts-shared-world-1",
         f"{_EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 --moe-router-enable-expert-bias"
         " --moe-router-score-function sigmoid",
-        "--snip-budget fp4=0.4 --snip-estimator noise",
+        "--snip-budget fp4=0.4",
         probed=4,
         at=AT + 1,
         ragged=True,

@@ -102,7 +102,8 @@ def test_what_is_frozen_stays_as_it_is_and_the_rest_is_measured(warm: WarmRanks,
 def test_an_optimizer_whose_update_is_not_known_is_refused_before_the_first_step(
     warm: WarmRanks, tmp_path: Path
 ) -> None:
-    args = tiny_llama_args("--snip", "--snip-first-update", "3", "--snip-dir", str(tmp_path / "run"), iters=5)
+    snip = ("--snip", "--snip-estimator", "noise", "--snip-first-update", "3", "--snip-dir", str(tmp_path / "run"))
+    args = tiny_llama_args(*snip, iters=5)
     process = warm.run(1, args, tmp=tmp_path, module="altered_pretrain", env={"ALTER": "couple"})
     assert process.returncode == 2
     (line,) = error_lines(process)

@@ -23,7 +23,7 @@ MODEL = shlex.split(
 )
 AT = 3  # the step before which options are forced
 TRUTH = shlex.split(
-    "--snip --snip-formats fp4 --snip-update-interval 1000 --snip-lag 500"
+    "--snip --snip-estimator noise --snip-formats fp4 --snip-update-interval 1000 --snip-lag 500"
     f" --snip-first-update {AT} --snip-settings probe_tokens=32 --exit-interval {AT + 1}"
 )
 # Ranks add in another order, so that a value on a boundary of roundings falls to the other side, in about one option in

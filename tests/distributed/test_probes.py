@@ -111,7 +111,7 @@ def test_snip_plan_counts_the_passes_that_an_update_runs(runs: Runs) -> None:
     _, _, directory = runs.run("pipeline", *PROBES)
     events = [event for event in read_events(directory) if event["event"] == "probe"]
     tiny = Llama("tiny", 4, 64, 192, 4, 2, 16, vocabulary=255, context=64).model(2)
-    planned = probe_passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True))
+    planned = probe_passes(Layout(tiny, 1, 2, 1, 1, 64, 2, 4), SnipConfig(enabled=True, estimator="noise"))
     first = events[0]["step"]
     assert planned == {e["kind"]: e["passes"] for e in events if e["step"] == first}
 

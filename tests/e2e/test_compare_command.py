@@ -103,7 +103,7 @@ def test_an_interrupted_comparison_goes_on(data: Path, work: Path, tmp_path: Pat
 def test_runs_of_two_ranks_are_compared(data: Path, tmp_path: Path) -> None:
     body = json.loads(NANO.read_text())
     layout = ["--use-distributed-optimizer"]
-    body["training"] |= {"ranks": 2, "arguments": layout}
+    body["training"] |= {"ranks": 2, "micro_batch": 2, "arguments": layout}
     del body["warm"]
     sums = {"label": "sums in fp8", "policy": "uniform-fp4", "arguments": ["--snip-gradient-reduction", "fp8"]}
     body["from_scratch"] = body.pop("from_warm") | {"steps": 3, "save": False, "policies": [sums]}

@@ -100,7 +100,7 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
 
 def test_what_an_update_measures(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    for given, microbatches in (((), 2), (("--policy", "uniform-fp8"), 0)):
+    for given, microbatches in (((), 1), (("--estimator", "noise"), 2), (("--policy", "uniform-fp8"), 0)):
         done = snip("plan", "--model", "1b", "--timings", "flops", "--dp", 2, "--json", out, *given)
         assert done.returncode == 0
         overhead = json.loads(out.read_text())["overhead"]

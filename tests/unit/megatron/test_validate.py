@@ -39,6 +39,7 @@ LOW = {"accumulate_allreduce_grads_in_fp32": False}
 TP, PP, CP = ({f"{kind}_size": 2} for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"))
 FP8 = {"gradient_reduction": "fp8"}
 OVERLAPPED, OWN_GEMMS = {"tp_comm_overlap": True}, {"gemm": "transformer_engine"}
+NOISE = {"estimator": "noise"}
 FISHER, RULE, FIRST = {"estimator": "fisher"}, {"policy": "backward-first"}, {"first_update": 0}
 
 
@@ -125,14 +126,14 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          f"{OF_FP8} with --tensor-model-parallel-size 2 cannot be combined with --position-embedding-type learned", ""),
         (LOW | SCATTERS | {"grad_reduce_in_bf16": True}, FP8,
          "--grad-reduce-in-bf16 cannot be combined with --snip-gradient-reduction fp8", ""),
-        *(({"optimizer": name}, {}, f"--optimizer {name} cannot be combined with --snip-estimator noise",
+        *(({"optimizer": name}, NOISE, f"--optimizer {name} cannot be combined with --snip-estimator noise",
            "knows the updates of adam, sgd, lion, muon") for name in ("soap", "adaptive_muon")),
         ({"optimizer": "sgd", "use_distributed_optimizer": True}, FISHER,
          "--optimizer sgd cannot be combined with --use-distributed-optimizer", ""),
         # Megatron's own validation turns the distributed optimizer into the layer-wise one.
         *(({"optimizer": name, "use_layer_wise_distributed_optimizer": True, "bf16": False}, {},
            f"--optimizer {name} with --use-distributed-optimizer needs --bf16", "") for name in ("lion", "muon")),
-        ({}, FIRST, "", "--snip-first-update 0"),
+        ({}, FIRST | NOISE, "", "--snip-first-update 0"),
     ],
     ids=str,
 )  # fmt: skip
