@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,8 +44,6 @@ SPEED_FACTS = (
 
 LOCK = "lock.json"
 LOCK_SCHEMA = "snip.lock/1"
-SILENT_S = 900.0
-"""A job on another host that has written nothing for so long counts as dead. Compiling and saving take less."""
 
 
 class RunDirectory:
@@ -82,15 +82,19 @@ class RunDirectory:
         self._body: dict[str, Any] = {"schema": RUN_SCHEMA, "config": config, "facts": facts or {}}
         self._config = dump_json(self._body).encode()
         try:
-            check_lock(self.path)
-            changed = _check_earlier_run(self.path, config, overwrite=overwrite, resuming=resume_step is not None)
+            if self.path.exists() and not self.path.is_dir():
+                raise SnipError(f"run directory {self.path}: is a file; choose another --snip-dir")
             take_lock(self.path)
+            changed = _check_earlier_run(self.path, config, overwrite=overwrite, resuming=resume_step is not None)
             for folder in STEP_FILES:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             changed_fact = None if resume_step is None else _changed_fact(self.path, facts or {})
             cut_records = _clear(self.path) if resume_step is None else _cut_back(self.path, resume_step)
             write_atomically(self.path / CONFIG, self._config)
-        except OSError as error:
+        except (OSError, SnipError) as error:
+            release_lock(self.path)
+            if isinstance(error, SnipError):
+                raise
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
@@ -209,8 +213,6 @@ def _check_earlier_run(run: Path, config: Mapping[str, Any], *, overwrite: bool,
     Returns the first key that differs. None if the configurations are equal or there is no earlier one. Raises
     SnipError where records of two runs would be mixed.
     """
-    if run.exists() and not run.is_dir():
-        raise SnipError(f"run directory {run}: is a file; choose another --snip-dir")
     has_events = (run / EVENTS).exists() and (run / EVENTS).stat().st_size > 0
     difference: tuple[str, str, str] | None = None
     fault, remedy = "", "pass --snip-overwrite or another --snip-dir"
@@ -278,6 +280,15 @@ class Lock:
         born = _start_ticks(os.getpid()) or 0
         return cls(socket.gethostname(), os.getpid(), born, None if job in ("", "none") else job)
 
+    @classmethod
+    def parse(cls, content: bytes) -> Lock | None:
+        """Return the lock with this content. None if it is torn."""
+        try:
+            body = json.loads(content)
+            return cls(str(body["host"]), int(body["process"]), int(body["born"]), body["job"] and str(body["job"]))
+        except (ValueError, LookupError, TypeError):
+            return None
+
     @property
     def is_local(self) -> bool:
         """Whether the process is, or was, one of this host."""
@@ -293,17 +304,16 @@ class Lock:
         """Whether this process wrote the lock."""
         return self == replace(Lock.of_this_process(), job=self.job)
 
-    def is_stale(self, run: Path) -> bool:
-        """Return whether this process may take over the lock of ``run``.
+    @property
+    def is_stale(self) -> bool:
+        """Whether this process may take over the lock.
 
-        On its own host a lock is stale if its process has ended. From another host it is stale if it belongs to an
-        earlier start of the same job, or if nothing was written for :data:`SILENT_S`.
+        On its own host a lock is stale if its process has ended. A lock of another host is stale if it belongs to an
+        earlier start of the same job, which SLURM or torchrun has ended before it started this one.
         """
         if self.is_local:
             return self.has_ended or self.is_mine
-        if self.job is not None and self.job == Lock.of_this_process().job:
-            return True
-        return time.time() - last_write(run) > SILENT_S
+        return self.job is not None and self.job == Lock.of_this_process().job
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" of job {cut(self.job)}"
@@ -313,47 +323,63 @@ class Lock:
 def read_lock(run: Path) -> Lock | None:
     """Return the lock of a run directory. None if there is none, or it cannot be read."""
     try:
-        body = json.loads((run / LOCK).read_text(encoding="utf-8"))
-        return Lock(str(body["host"]), int(body["process"]), int(body["born"]), body["job"] and str(body["job"]))
-    except (OSError, ValueError, LookupError, TypeError):
+        return Lock.parse((run / LOCK).read_bytes())
+    except OSError:
         return None
-
-
-def last_write(run: Path) -> float:
-    """Return when a job last wrote to a run directory, in Unix seconds. 0 if it is empty."""
-    times = [0.0]
-    for name in (LOCK, EVENTS, METRICS):
-        with contextlib.suppress(OSError):
-            times.append((run / name).stat().st_mtime)
-    return max(times)
-
-
-def check_lock(run: Path) -> None:
-    """Raise SnipError if another job writes the run directory."""
-    other = read_lock(run)
-    if other is None or other.is_stale(run):
-        return
-    age = max(0.0, time.time() - last_write(run))
-    why = "which still runs" if other.is_local else f"whose last write is {age:.0f} s old"
-    remedy = "" if other.is_local else f"; if it is dead, remove {run / LOCK}"
-    raise SnipError(f"run directory {run}: belongs to {other}, {why}; end it or choose another --snip-dir{remedy}")
 
 
 def take_lock(run: Path) -> None:
     """Lock the run directory for this process, until it ends or calls :func:`release_lock`.
 
-    Raises SnipError if another job writes there, and OSError if the lock cannot be written.
+    Of several processes that call this at the same time, one gets the lock. Raises SnipError if another job has it, and
+    OSError if it cannot be written.
     """
-    check_lock(run)
     run.mkdir(parents=True, exist_ok=True)
-    (run / LOCK).unlink(missing_ok=True)
     body = {"schema": LOCK_SCHEMA, **asdict(Lock.of_this_process()), "time": round(time.time(), 3)}
+    part = run / f".{uuid.uuid4().hex}.part"
     try:
-        with (run / LOCK).open("x", encoding="utf-8") as file:
-            file.write(dump_json(body))
-    except FileExistsError:
-        raise SnipError(f"run directory {run}: another job begins to write there; choose another --snip-dir") from None
+        part.write_text(dump_json(body), encoding="utf-8")
+        _take(run / LOCK, part)
+    finally:
+        part.unlink(missing_ok=True)
     atexit.register(release_lock, run)
+
+
+def _take(path: Path, part: Path) -> None:
+    """Give the lock ``part`` the name ``path``, which no other process has then. Raises SnipError or OSError.
+
+    A link appears with its whole content, and fails if the name is taken. A stale lock is replaced only by the process
+    that has a second lock, whose name depends on the content of the stale one. If that process is killed before it has
+    replaced the lock, the second lock is stale as well.
+    """
+    while True:
+        try:
+            os.link(part, path)
+            return
+        except FileExistsError:
+            content = _content(path)
+        if content is None:
+            continue
+        other = Lock.parse(content)
+        if other is not None and not other.is_stale:
+            runs, remedy = (", which still runs", "") if other.is_local else ("", f"; if it is dead, remove {path}")
+            raise SnipError(
+                f"run directory {path.parent}: belongs to {other}{runs}; end it or choose another --snip-dir{remedy}"
+            )
+        second = path.with_name(f"{path.name}.{hashlib.sha256(content).hexdigest()[:16]}")
+        _take(second, part)
+        if _content(path) == content:
+            os.replace(second, path)
+            return
+        second.unlink()
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file. None if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def release_lock(run: Path) -> None:
