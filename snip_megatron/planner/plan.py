@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,14 @@ from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearRow, Precision
 from snip_megatron.precision.errors import SnipError, cut, plain_arguments
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.defaults import backend_of, dominated
+from snip_megatron.runtime.update_traffic import Collectives, RankShapes, table_bytes, update_collectives
 from snip_megatron.sensitivity.divergence import FloatArray
 from snip_megatron.sensitivity.policies import UNSOLVED, needs_forward_noise
+from snip_megatron.sensitivity.probe_memory import LinearRows
 from snip_megatron.sensitivity.problem import build_problem as problem_of_statistics
 from snip_megatron.sensitivity.problem import list_options, make_problem, per_option, rounded
 from snip_megatron.sensitivity.request import STANDING_SHARE, STANDING_WEIGHTS, PhasedRequest, carried_weights
-from snip_megatron.sensitivity.table import StatisticsTable
+from snip_megatron.sensitivity.table import SinkRow, StatisticsTable
 from snip_megatron.solver import Solution, solve
 from snip_megatron.solver.problem import Problem
 from snip_megatron.timing.cost_model import CostModel
@@ -49,6 +52,8 @@ _PHASES = (
 )
 _MAP_SOLVE_SECONDS, _PHASES_SOLVE_SECONDS = 30.0, 10.0
 _RATES = 1000  # samples of the learning rate
+_FILES = 4  # that rank 0 writes for an update: statistics, problem, scores, map; with phases a plan too
+_MOST_RANKS = 16_384  # for which an update is planned, unless the layout has more
 
 
 # -- the request and its Problem -------------------------------------------------------------------------------
@@ -206,7 +211,8 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         "budget": _budget(step, request, solution, steps),
         "phases": _plan_phases(step, request, solution),
         "overhead": _update_cost(layout, config, step.links, steps)
-        | {name: getattr(config, name) for name in ("policy", "estimator", "update_interval")},
+        | {name: getattr(config, name) for name in ("policy", "estimator", "update_interval")}
+        | update_scale(layout, config, precision_map),
         "assumptions": _assumptions(step, request),
     }
 
@@ -359,6 +365,80 @@ def _update_cost(layout: Layout, config: SnipConfig, links: Links, steps: Mappin
         "share": seconds / (seconds + config.update_interval * steps["map"].total) if by_kind else 0.0,
         "fixed": _fixed_map(config),
     }
+
+
+def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap) -> Body:
+    """Return what an update exchanges, of the rank that exchanges most, and what rank 0 keeps.
+
+    ``collectives`` are those of this layout, in its order. ``ranks`` has the number of collectives and bytes in each
+    group for this number of ranks, and twice, four times, … as many data parallel ones, up to 16,384. ``table_bytes``
+    are those of the statistics table, and ``decision_bytes`` those of the pickled ``precision_map``. ``files`` is the
+    number of whole files that rank 0 writes for it, where it also appends to two.
+    """
+    if not config.updates:
+        return {"collectives": [], "ranks": []}
+    table = table_bytes(layout.model.rows, config.measured_formats, _sinks(layout.model))
+    decision = len(pickle.dumps(precision_map))
+    sizes = {"table_bytes": table, "decision_bytes": decision, "files": _FILES + (config.phases is not None)}
+
+    def collectives(dp: int) -> list[Collectives]:
+        shared = 2 if layout.model.tied and layout.pp > 1 else 1
+        etp = layout.etp or layout.tp
+        ranks = {
+            "world": layout.tp * layout.cp * layout.pp * dp,
+            "tensor": layout.tp,
+            "data": layout.cp * dp,
+            "expert tensor": etp,
+            "expert data": layout.tp * layout.cp * dp // (etp * layout.ep),
+            "embedding": shared,
+        }
+        of_stages = (
+            update_collectives(
+                _rank_shapes(layout, stage),
+                ranks,
+                formats=len(config.measured_formats),
+                table=table,
+                decision=decision,
+                microbatches=probe_microbatches(layout, config),
+                weighs_updates=needs_forward_noise(config.request()),
+            )
+            for stage in range(layout.pp)
+        )
+        return max(of_stages, key=lambda calls: sum(call.bytes for call in calls))
+
+    rows: list[Body] = []
+    dp = layout.dp
+    while not rows or layout.ranks // layout.dp * dp <= _MOST_RANKS:
+        groups: dict[str, list[int]] = {}
+        for call in collectives(dp):
+            count, size = groups.get(call.group, (0, 0))
+            groups[call.group] = [count + call.count, size + call.bytes]
+        rows.append({"ranks": layout.ranks // layout.dp * dp, "dp": dp, "groups": groups})
+        dp *= 2
+    return sizes | {"collectives": list(map(dataclasses.asdict, collectives(layout.dp))), "ranks": rows}
+
+
+def _sinks(model: Model) -> list[SinkRow]:
+    """Return the word embedding and the norms of a model, as a training names them."""
+    norms = {row.sub_block for row in model.rows if row.role is Role.READS}
+    return [SinkRow("", 0, model.hidden)] * (len(norms) + 2)
+
+
+def _rank_shapes(layout: Layout, stage: int) -> RankShapes:
+    rows = [row for layer in layout.stages[stage] for row in layer]
+    linears: dict[bool, list[LinearRows]] = {False: [], True: []}
+    for row in rows:
+        shape = layout.shapes[row.name]
+        linears[row.experts > 1] += [LinearRows(shape.tokens, shape.n, shape.k)] * layout.matrices(row)
+    norms = len({row.sub_block for row in rows if row.role is Role.READS}) + (stage == layout.pp - 1)
+    embedding = layout.vocabulary * layout.model.hidden // layout.tp
+    return RankShapes(
+        linears[False],
+        linears[True],
+        sinks=[layout.model.hidden] * norms + [embedding] * (stage == 0),
+        token_shards=[layout.model.hidden] * norms * layout.sequence_parallel,
+        shared_embedding=embedding * (layout.model.tied and stage in (0, layout.pp - 1)),
+    )
 
 
 def _fixed_map(config: SnipConfig) -> str:

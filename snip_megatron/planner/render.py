@@ -153,6 +153,23 @@ def _overhead(plan: Body) -> str:
         f" calls of the schedule,\n"
         f"  {costs['steps']:.2f} bf16 steps ({costs['seconds']:.2f} s, {costs['reducing_seconds']:.2f} s of it for"
         f" gradients over data parallel ranks); every {costs['update_interval']} steps {costs['share']:.2%} of training"
+        f"\n{_update_scale(costs, plan['budget'])}"
+    )
+
+
+def _update_scale(costs: Body, budget: Body) -> str:
+    """Describe what an update exchanges beside its passes, as the number of data parallel ranks grows."""
+    groups = list(dict.fromkeys(group for row in costs["ranks"] for group in row["groups"]))
+    rows = []
+    for row in costs["ranks"]:
+        calls = [row["groups"].get(group, (0, 0)) for group in groups]
+        cells = [f"{count}: {size / 1e6:.3f}" if count else "" for count, size in calls]
+        rows.append([str(row["ranks"]), str(row["dp"]), *cells])
+    return (
+        "  collectives of an update beside its passes, and MB of a GPU in them (of the stage that exchanges most):\n"
+        + _table(["GPUs", "DP", *groups], rows)
+        + f"\n  rank 0: table {costs['table_bytes'] / 1e6:.3f} MB, map {costs['decision_bytes'] / 1e6:.3f} MB, solver"
+        f" {budget['solve_seconds']:.2f} s (measured here); it writes {costs['files']} files, the other ranks open none"
     )
 
 

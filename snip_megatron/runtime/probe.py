@@ -104,7 +104,8 @@ class ProbeRunner:
             scale = self._scale(step, clip, sequences, recorders)
             # If only the passes tell the tokens, a block that runs twice would count them twice.
             stream.finish_statistics(microbatches, once=self._host.tokens is None)
-            reduce_columns(recorders, self._host.groups)
+            if self._weighs_updates:
+                reduce_columns(recorders, self._host.groups)
             table = self._measured(recorders, stream, scale)
             if self._weighs_updates:
                 partial = PartialTable(self._shape, scale.gradient)
@@ -115,9 +116,9 @@ class ProbeRunner:
             if self._weighs_updates:
                 sigma = self._sigma(table, scale)
                 seconds["forward_noise"] = self._run_pass(Pass.FORWARD_NOISE, step, sequences, recorders, stream, sigma)
-            started = time.perf_counter()
-            table.merge(self._measured(recorders, stream, scale))
-            seconds["reduction"] += time.perf_counter() - started
+                started = time.perf_counter()
+                table.merge(self._measured(recorders, stream, scale))
+                seconds["reduction"] += time.perf_counter() - started
         tokens, meta = scale.tokens, {"clip": clip, **seconds}
         finished = table.to_table(step=step.step, tokens=tokens, tokens_per_step=scale.tokens_per_step, meta=meta)
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 WIDE_COPIES = 6
 """FP32 copies of the largest operand that torch holds at a time while it records a linear. Kernels need less."""
+OUTPUT_TOKENS = 512
+"""Number of evenly spread tokens of a microbatch for which a recorder computes Y and E (``README.md``).
+
+A microbatch with fewer tokens is used whole.
+"""
 _FLOAT32 = 4
 
 

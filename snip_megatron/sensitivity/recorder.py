@@ -24,13 +24,8 @@ from snip_megatron.numerics.quantize.formats import resolve
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.numerics.quantize.reference import Rotation
 from snip_megatron.precision import Gemm
+from snip_megatron.sensitivity.probe_memory import OUTPUT_TOKENS
 from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares, tensor_sums, weight_sums
-
-OUTPUT_TOKENS = 512
-"""Number of evenly spread tokens of a microbatch for which Y and E are computed (``README.md``).
-
-A microbatch with fewer tokens is used whole.
-"""
 
 _REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
 """How a linear is split → the tensors that every tensor parallel rank has whole."""
