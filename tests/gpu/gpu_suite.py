@@ -43,11 +43,11 @@ def _add(**fields: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep this process's part of the tests."""
+    """Keep this process's part of the tests: neighbours, which share compiled kernels."""
     index, count = map(int, os.environ.get(PART, "0/1").split("/"))
-    dropped = [item for place, item in enumerate(items) if place % count != index]
-    if dropped:
-        items[:] = items[index::count]
+    begin, end = (len(items) * place // count for place in (index, index + 1))
+    if dropped := [*items[:begin], *items[end:]]:
+        items[:] = items[begin:end]
         config.hook.pytest_deselected(items=dropped)
 
 
@@ -105,7 +105,7 @@ class Shard:
     def start(self, folder: Path, extra: list[str]) -> None:
         self.folder, self.began = folder, time.monotonic()
         folder.mkdir()
-        command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q", "-m", self.marks]
+        command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-qsm", self.marks]
         path = os.pathsep.join([str(REPOSITORY), str(GPU), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {REPORT: str(folder / "report.jsonl"), PART: self.part, "PYTHONPATH": path}
         with (folder / "log").open("wb") as log:
@@ -120,6 +120,9 @@ class Shard:
             print(f"{self.seconds:5.0f} s  {self.name}: exit code {self.process.returncode}", flush=True)
         return self.seconds is not None
 
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace") if self.process is not None else ""
+
     def results(self) -> Iterator[dict[str, Any]]:
         """Yield the outcome of every test. One without an outcome, and a process without tests to run, is an error."""
         path, collected, seen = self.folder / "report.jsonl", None, set()
@@ -132,8 +135,7 @@ class Shard:
                     seen.add(entry["test"])
                     yield entry
         end = "was not started" if self.process is None else f"ended with {self.process.returncode} before this test"
-        log = self.folder / "log"
-        text = end + "\n" + (log.read_text(errors="replace")[-2000:] if self.process is not None else "")
+        text = f"{end}\n{self.log()[-2000:]}"
         for test in [self.name] if collected is None else [each for each in collected if each not in seen]:
             yield {"test": test, "outcome": "error", "seconds": 0.0, "text": text}
 
@@ -234,22 +236,24 @@ def main() -> int:
         run(shared, args.jobs or max(2, cores // 2), end - (ALONE_S if alone else 0.0), work, extra)
         run(alone, 1, end, work, extra)
         results = [entry for shard in [*shared, *alone] for entry in shard.results()]
+        logs = [f"== {shard.name}\n{shard.log()[-20_000:]}" for shard in [*shared, *alone]]
     body = {"date": date, "device": device, "commit": commit()} | summary(results)
     body["seconds"] = round(time.monotonic() - began)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(body, indent=1) + "\n")
     bad = [entry for entry in results if entry["outcome"] in ("failed", "error")]
+    slowest = sorted(results, key=lambda entry: -entry["seconds"])
     details = out.with_suffix(".log")
-    details.unlink(missing_ok=True)
-    if bad:
-        details.write_text("\n\n".join(f"== {entry['outcome']}: {entry['test']}\n{entry['text']}" for entry in bad))
-    for entry in sorted(results, key=lambda entry: -entry["seconds"])[:12]:
+    texts = [f"== {entry['outcome']}: {entry['test']}\n{entry['text']}" for entry in bad]
+    texts += ["\n".join(f"{entry['seconds']:7.1f} s {entry['outcome']:8} {entry['test']}" for entry in slowest), *logs]
+    details.write_text("\n\n".join(texts) + "\n")
+    for entry in slowest[:12]:
         print(f"{entry['seconds']:5.0f} s  {entry['test']}")
     for entry in bad[:40]:
         last = [line for line in entry["text"].splitlines() if line.startswith("E ")] or entry["text"].splitlines()
         print(f"{entry['outcome']}: {entry['test']}: {' '.join(last[:1])[:200]}")
     print(json.dumps(body))
-    print(f"{out}" + (f"; what failed, in full: {details}" if bad else ""))
+    print(f"{out}; what failed, seconds of each test, and output: {details}")
     return int(bool(bad) or not body["passed"])
 
 
