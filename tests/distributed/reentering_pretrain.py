@@ -7,13 +7,13 @@ again. Each prints the ids of the solver processes that are left at the end.
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from snip_megatron.megatron.startup import prepare
 from snip_megatron.pretrain_gpt import main as train
+from snip_megatron.runtime import sidecar
 
 
 class CrashError(RuntimeError):
@@ -55,18 +55,6 @@ def main() -> int:
         inprocess_restart.destroy_state()
         code = train()
     undo()
-    print("solver processes left:", solvers())
+    solvers = sidecar.subprocess.Popen.started  # warm_ranks.ForkedSolver
+    print("solver processes left:", [solver.pid for solver in solvers if solver.poll() is None], "of", len(solvers))
     return code
-
-
-def solvers() -> list[str]:
-    """Children of this process that are solver processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            if parent == str(os.getpid()) and b"runtime.solving" in (path / "cmdline").read_bytes():
-                found.append(path.name)
-        except OSError:
-            continue
-    return found

@@ -39,7 +39,8 @@ def test_the_usual_script_under_snip_is_our_entry(warm: WarmRanks, tmp_path: Pat
     def arguments(name: str) -> list[str]:
         return tiny_llama_args("--bf16", *SNIP, "--snip-dir", str(tmp_path / name), iters=9)
 
-    warm.succeed(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e")
+    whole = {"WHOLE_MOCK_DATA": "1"}
+    warm.succeed(1, [*arguments("entry"), "--snip-formats", "mxfp8,nvfp4"], tmp=tmp_path / "e", env=whole)
     recipe = shlex.split("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag")
     given = [str(USUAL), *arguments("script"), *recipe]  # Megatron's own, which SNIP replaces
     process = succeeded(run_ranks(1, given, module="snip_megatron.attach", tmp=tmp_path, timeout=300))

@@ -54,7 +54,8 @@ def test_bitwise_the_run_time_way(tmp_path: Path, warm: WarmRanks) -> None:
     assert patched.returncode == 0, patched.stderr[-4000:]
     assert "compat: step-hook" not in patched.stdout
 
-    released = warm.succeed(1, arguments(tmp_path / "released"), tmp=tmp_path / "ranks")
+    whole = {"WHOLE_MOCK_DATA": "1"}
+    released = warm.succeed(1, arguments(tmp_path / "released"), tmp=tmp_path / "ranks", env=whole)
     assert "compat: step-hook: Megatron's train_step and evaluate wrapped at run time" in released.stdout
 
     steps, events = record(tmp_path / "patched")

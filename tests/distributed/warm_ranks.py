@@ -19,14 +19,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from launch import cpu_environment, succeeded
+
+from snip_megatron.reporting import report
+from snip_megatron.runtime import sidecar, solving
 
 PRELOADED = (
     "snip_megatron.pretrain_gpt",
@@ -42,6 +47,8 @@ PRELOADED = (
     "plotly.graph_objects",
     "plotly.graph_objs._figure",
     "snip_megatron.reporting.report",
+    "snip_megatron.sensitivity.problem",
+    "snip_megatron.solver.search",
 )
 """Modules that the server imports before it forks ranks. Only Python that every process would run alike is in them."""
 _GRACE = 20.0  # seconds for the other ranks to end after one has failed
@@ -102,6 +109,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     _read_help_of_options_once()
+    report._template()
     for line in sys.stdin:
         codes = _run(json.loads(line))
         print(json.dumps(codes), flush=True)
@@ -150,6 +158,9 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job["env"]}
         sys.argv = [job["module"], *job["args"]]
         _separate_wandb_media()
+        if "WHOLE_MOCK_DATA" not in job["env"]:
+            _shorten_mock_data()
+        sidecar.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedSolver})
         if "--save" in job["args"]:
             _fork_the_writers_queue()
         code = importlib.import_module(job["module"]).main() or 0
@@ -162,6 +173,43 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class ForkedSolver(subprocess.Popen[bytes]):
+    """The solver process as a fork of its rank, which has imported what the process otherwise imports for seconds."""
+
+    started: ClassVar[list["ForkedSolver"]] = []
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        jobs, answers = os.pipe(), os.pipe()
+        self.args, self.returncode, self.stderr, self._child_created = command, None, None, True
+        self._waitpid_lock = threading.Lock()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.dup2(jobs[0], 0)
+                os.dup2(answers[1], 1)
+                os.closerange(3, 1 << 16)  # the rank's connections end with the rank
+                os.environ.clear()
+                os.environ.update(env)
+                code = solving.main(*command[-2:])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        self.started.append(self)
+        os.close(jobs[0])
+        os.close(answers[1])
+        self.stdin, self.stdout = os.fdopen(jobs[1], "wb"), os.fdopen(answers[0], "rb")
+
+
+def _shorten_mock_data() -> None:
+    """Megatron's mock data set has 100,000 documents, which take longer to shuffle than a test takes to train."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000
 
 
 def _separate_wandb_media() -> None:
