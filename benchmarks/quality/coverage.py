@@ -184,8 +184,8 @@ def _checked(
     except SnipError as error:
         return Verdict(case, "SNIP", str(error))
     covered = math.fsum(row.flops for row in linears.covered)
-    left = math.fsum(row.flops for row in linears.left)
-    paths = tuple(dict.fromkeys(f"{row.id.stack} {row.id.path}" for row in linears.left))
+    left = math.fsum(row.flops for row in linears.uncovered)
+    paths = tuple(dict.fromkeys(f"{row.id.stack} {row.id.path}" for row in linears.uncovered))
     return Verdict(case, reached=covered / (covered + left), stock=paths)
 
 

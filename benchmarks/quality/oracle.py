@@ -18,6 +18,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from benchmarks.quality.truth import Trial, Truth, plan_trials, save_truth, truth_of
 from snip_megatron.layers.context import GEMM_INDEX, LinearHandle, Override
@@ -32,6 +34,7 @@ from snip_megatron.sensitivity.table import StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale
 from snip_megatron.sensitivity.updates import Update
 
+_SCALE = "main_loss_backward_scale"
 Outputs = tuple[torch.Tensor, Callable[..., Any]]
 
 
@@ -93,7 +96,7 @@ class Oracle:
         both += [_Pass(microbatches[0], 0)] * (-len(both) % self._host.pass_group)
         # As many passes as a trial has, which repeats the routing of experts pass by pass.
         plain = [replace(each, sign=max(0, each.sign)) for each in both]
-        random: dict[tuple[int, int], compat.RandomState] = {}
+        random: dict[tuple[int, int], Callable[[], None]] = {}
         with step.undisturbed(), compat.changed(self._registry.context, override=None):
             for index, trial in enumerate([None, *trials]):
                 step.rewind()
@@ -152,7 +155,7 @@ class _Call:
         trial: Trial | None,
         passes: Sequence[_Pass],
         microbatches: int,
-        random: dict[tuple[int, int], compat.RandomState],
+        random: dict[tuple[int, int], Callable[[], None]],
     ) -> None:
         call = step.call
         device = next(call.model[0].parameters()).device
@@ -162,7 +165,7 @@ class _Call:
         self._trial = trial
         self._passes = passes
         self._random = random
-        self._auxiliary = compat.AuxiliaryScale()
+        self._auxiliary = _AuxiliaryScale()
         self._chunk = {id(chunk): index for index, chunk in enumerate(call.model)}
         self._forwards = [0] * len(call.model)
         self._current = passes[0]
@@ -184,9 +187,9 @@ class _Call:
         self._forwards[chunk] += 1
         # Dropout draws the same masks for a microbatch with and without the option.
         if (chunk, running.microbatch) in self._random:
-            compat.set_rng_state(self._random[chunk, running.microbatch])
+            self._random[chunk, running.microbatch]()
         else:
-            self._random[chunk, running.microbatch] = compat.rng_state()
+            self._random[chunk, running.microbatch] = compat.random_states()
         output, loss_function = self._step.call.forward_step_func(data_iterator, model, *rest)
         output.register_hook(partial(self._begin_backward, running))
         return output, partial(self._loss, running, loss_function)
@@ -270,3 +273,21 @@ def record(oracle: Oracle, config: SnipConfig, step: MegatronStep, result: Probe
     truth, again = (oracle.measure(step, result.table, microbatches, result.scale) for microbatches in both)
     if dist.get_rank() == 0:
         save_truth(Path(config.dir), result.table.step, truth, again)
+
+
+class _AuxiliaryScale:
+    """Multiplies the gradients of auxiliary losses and of token prediction by the factor of a pass.
+
+    Megatron adds these gradients in the backward, whatever factor the loss has. Their scale is the same for all
+    microbatches of a call of the schedule.
+    """
+
+    def __init__(self) -> None:
+        self._scales: dict[Any, torch.Tensor] = {}
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients of the next backwards by ``factor``."""
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+            scale = getattr(scaler, _SCALE)
+            if scale is not None:
+                setattr(scaler, _SCALE, self._scales.setdefault(scaler, scale.clone()) * factor)

@@ -16,7 +16,7 @@ from benchmarks.quality.truth import Truth
 from snip_megatron.precision import Gemm, option_id
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import step_files
-from snip_megatron.sensitivity.divergence import FPROP, FloatArray, first_order, of_formats
+from snip_megatron.sensitivity.divergence import FPROP, FloatArray, format_column, of_formats, of_rows
 from snip_megatron.sensitivity.policies import ESTIMATORS, divergences, policy_scores
 from snip_megatron.sensitivity.request import SolveRequest
 from snip_megatron.sensitivity.table import StatisticsTable
@@ -245,3 +245,17 @@ def _pair(rho: float | None, trusted: float | None) -> str:
     if rho is None:
         return "–"
     return f"{rho:.3f}" if trusted is None or abs(rho - trusted) < 5e-4 else f"{rho:.3f} ({trusted:.3f})"
+
+
+def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
+    """Return ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
+
+    ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
+    options (docs/how-it-works.md).
+    """
+    n, k, active, experts = (of_rows(table, name) for name in ("n", "k", "active", "experts"))
+    from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
+    from_w = (table.linear["gw2"] / (n * k * experts))[:, None] * format_column(table, "dw2", formats)
+    scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
+    scores[:, FPROP] = np.sqrt(from_x + from_w)
+    return scores

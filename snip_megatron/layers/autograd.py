@@ -48,8 +48,8 @@ class LinearCall(NamedTuple):
         tp_group: the tensor parallel group, which communication needs.
         has_backward: whether a backward may follow. X is quantised for wgrad only then.
         override: the request of a measuring pass. None during training and in probes.
-        scatters: whether the output is reduce-scattered, so that the output gradient is this rank's token shard. It is
-            then gathered.
+        reduce_scatter: whether the output is reduce-scattered. The output gradient is then this rank's token shard and
+            is gathered.
     """
 
     handle: LinearHandle
@@ -58,7 +58,7 @@ class LinearCall(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
     has_backward: bool = True
     override: Override | None = None
-    scatters: bool = False
+    reduce_scatter: bool = False
 
     @property
     def formats(self) -> Formats:
@@ -159,7 +159,7 @@ class QuantizedLinear(torch.autograd.Function):
             y = perturbed(call.override, Gemm.FPROP, matrix(total), weight.t(), matrix(y))
             if call.has_backward:
                 ctx.error = output_error(call.override, handle, backend, matrix(total), weight, y)
-        if call.scatters:
+        if call.reduce_scatter:
             y = start_reduce_scatter(matrix(y), call.tp_group).result()
         if y.dim() != x.dim() or call.override is not None:
             y = _unflattened(y, x, call)
@@ -180,7 +180,7 @@ class QuantizedLinear(torch.autograd.Function):
         main_grad = main_grad_of(handle, weight)
         _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:
-            if call.scatters:
+            if call.reduce_scatter:
                 g = gather_tokens(g, call.tp_group)
             spec = handle.spec("g", g, dgrad, wgrad, gradient_keys(call, g, dgrad, wgrad), on_device=call.trains)
             d, grad_weight = handle.context.backend.backward(g, w, x, spec, main_grad)
@@ -209,7 +209,7 @@ def _backward_in_parts(
     if isinstance(g, PrequantizedTensor):
         rowwise, columnwise = g.operands
     else:
-        if call.scatters:
+        if call.reduce_scatter:
             g = gather_tokens(g, call.tp_group)
         # These collectives come before the gather of X: those of one group run in order, so that quantising G would
         # otherwise wait for the whole gather.
@@ -271,7 +271,7 @@ def _accumulate(weight: Tensor, main_grad: Tensor | None, grad_weight_of: Callab
 def _unflattened(y: Tensor, x: Tensor, call: LinearCall) -> Tensor:
     """Return y [T, N] with the leading dimensions of x, of which a gather or a scatter changes the first."""
     leading: Sequence[int] = x.shape[:-1]
-    if call.sequence_parallel or call.scatters:
+    if call.sequence_parallel or call.reduce_scatter:
         leading = (-1 if y.numel() else 0, *leading[1:])
     return unflattened(y, leading)
 

@@ -92,7 +92,7 @@ class LinearRegistry:
 
     Attributes:
         rows: all linears of the model, over all ranks, in the order that maps and broadcasts use.
-        left: linears of the model that are not converted and stay in bf16.
+        uncovered: linears of the model that are not converted and stay in bf16.
         device: the state of the step that CUDA graphs read. None without graphs.
         generation: number of adopted maps that changed a format.
         stock: name of a linear of the model that was not converted → why.
@@ -103,9 +103,9 @@ class LinearRegistry:
         rows: Sequence[LinearRow],
         context: StepContext,
         stock: Mapping[str, str] | None = None,
-        left: Sequence[LinearRow] = (),
+        uncovered: Sequence[LinearRow] = (),
     ) -> None:
-        self.rows, self.left = tuple(rows), tuple(left)
+        self.rows, self.uncovered = tuple(rows), tuple(uncovered)
         self.names = [row.name for row in rows]
         self._position = {name: position for position, name in enumerate(self.names)}
         self.context = context

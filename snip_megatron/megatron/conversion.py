@@ -37,7 +37,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_data import replayed_maps
 from snip_megatron.sensitivity.policies import FIXED, formats_of
 
-_SNIP_CLASS: dict[type, tuple[type, str]] = {
+_CLASSES: dict[type, tuple[type, str]] = {
     ColumnParallelLinear: (SnipColumnParallelLinear, "column"),
     ColumnParallelLinearGathered: (SnipColumnParallelLinearGathered, "column"),
     RowParallelLinear: (SnipRowParallelLinear, "row"),
@@ -49,10 +49,10 @@ Classes must match exactly, because a subclass may do more than its base.
 if HAVE_TE:
     from snip_megatron.megatron import te_linears
 
-    _SNIP_CLASS |= te_linears.CLASSES
-for _stock_class, (_converted, _) in _SNIP_CLASS.items():
+    _CLASSES |= te_linears.CLASSES
+for _stock_class, (_converted, _) in _CLASSES.items():
     _converted.__name__ = _stock_class.__name__  # Megatron-FSDP derives the sharding of a weight from the class name
-_SNIP_CLASS |= {converted: (converted, parallel) for converted, parallel in _SNIP_CLASS.values()}
+_CLASSES |= {converted: (converted, parallel) for converted, parallel in _CLASSES.values()}
 
 
 def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -> LinearRegistry:
@@ -65,7 +65,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
     selection = select_backend(config.gemm, formats, library=config.gemm_library, checks=False)
     use_te_recipe = config.gemm == "transformer_engine"
     context = StepContext(seed=config.seed, backend=selection.backend, use_te_recipe=use_te_recipe)
-    registry = LinearRegistry(linears.covered, context, stock, linears.left)
+    registry = LinearRegistry(linears.covered, context, stock, linears.uncovered)
     for linear in built:
         if str(linear.id) not in stock:
             if use_te_recipe and isinstance(linear.module, ColumnParallelLinear | RowParallelLinear):
@@ -76,7 +76,7 @@ def convert_model(model_chunks: Sequence[torch.nn.Module], config: SnipConfig) -
             _convert_linear(linear, registry)
     skip_sorting(model_chunks)
     if HAVE_TE:
-        te_linears.convert_expert_mlps(model_chunks, fuses=config.fusions == "auto" and not use_te_recipe)
+        te_linears.convert_expert_mlps(model_chunks, fuse_swiglu=config.fusions == "auto" and not use_te_recipe)
     say(f"GEMMs by {context.gemm_backend} ({selection.reason})")
     for stays in what_stays(registry.stock):
         say(f"{stays}; it counts in the fp4 share")
@@ -108,11 +108,12 @@ def with_resolved_gemm(config: SnipConfig, args: argparse.Namespace) -> SnipConf
 
 def formats_in_use(config: SnipConfig) -> frozenset[Format]:
     """Return the formats that GEMMs of the run may use."""
-    if config.policy not in FIXED and config.replay is not None:
+    if config.policy in FIXED or not (config.replay or config.map):
+        return formats_of(config.policy, config.formats, config.pins)
+    if config.replay is not None:
         return frozenset(fmt for each in replayed_maps(config.replay).values() for fmt in each.choices.values())
-    if config.policy not in FIXED and config.map is not None:
-        return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
-    return formats_of(config.policy, config.formats, config.pins)
+    assert config.map is not None
+    return frozenset(PrecisionMap.load(config.map, "--snip-map").choices.values())
 
 
 def _stock(built: Sequence[BuiltLinear]) -> dict[str, str]:
@@ -125,7 +126,7 @@ def _why_stock(linear: BuiltLinear) -> str | None:
     kind = type(linear.module)
     if isinstance(linear.parent, AbsorbedMLASelfAttention) and linear.id.path.endswith(".linear_kv_up_proj"):
         return "attention multiplies by parts of its weight"
-    if kind not in _SNIP_CLASS:
+    if kind not in _CLASSES:
         return f"no quantised form of {kind.__qualname__}"
     weights = [weight for name, weight in linear.module.named_parameters(recurse=False) if name.startswith("weight")]
     return None if all(weight.requires_grad for weight in weights) else "frozen"
@@ -142,12 +143,13 @@ def what_stays(stock: Mapping[str, str]) -> list[str]:
 
 def _convert_linear(linear: BuiltLinear, registry: LinearRegistry) -> None:
     module = linear.module
-    module.__class__, parallel = _SNIP_CLASS[type(module)]
+    module.__class__, parallel = _CLASSES[type(module)]
     handle = _handle(linear, registry.context, parallel)
     if linear.parameter == "weight":
         module.snip = handle
-    else:  # one module for all experts of this rank
-        module.snip_experts = [] if linear.parameter == "weight0" else module.snip_experts
+    elif linear.parameter == "weight0":  # one module for all experts of this rank
+        module.snip_experts = [handle]
+    else:
         module.snip_experts.append(handle)
     registry.add(handle)
 
@@ -167,22 +169,11 @@ def _handle(linear: BuiltLinear, context: StepContext, parallel: str) -> LinearH
     elif parallel == "row":
         in_features = _global_features([k], rank, size)
     return LinearHandle(
-        id=linear.id,
-        parallel=parallel,
-        n=row.n,
-        k=row.k,
-        stage=row.stage,
-        tp_rank=rank,
-        tp_size=size,
-        out_features=out_features,
-        in_features=in_features,
-        context=context,
-        module=module,
-        tp_group=group if shared else None,
-        expert=linear.expert,
-        delays=module.config.delay_wgrad_compute and hasattr(module, "wgrad_store"),
-        parameter=linear.parameter,
-    )
+        id=linear.id, parallel=parallel, n=row.n, k=row.k, stage=row.stage, tp_rank=rank, tp_size=size,
+        out_features=out_features, in_features=in_features, context=context, module=module,
+        tp_group=group if shared else None, expert=linear.expert,
+        delays=module.config.delay_wgrad_compute and hasattr(module, "wgrad_store"), parameter=linear.parameter,
+    )  # fmt: skip
 
 
 def _parts(weight: torch.Tensor) -> list[int]:

@@ -106,18 +106,27 @@ def _redirect_devices() -> None:
         result = tensor_type(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    def unchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self
-
     torch.Tensor.to = to  # type: ignore[method-assign,assignment]
     torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = unchanged  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = unchanged  # type: ignore[method-assign]
-    torch.nn.Module.cuda = unchanged  # type: ignore[method-assign]
+    for moved, name in ((torch.Tensor, "cuda"), (torch.Tensor, "pin_memory"), (torch.nn.Module, "cuda")):
+        setattr(moved, name, lambda self, *args, **kwargs: self)
 
 
 # -- the runtime -----------------------------------------------------------------------------------------------
-class _Stream:
+class _Event(torch.cpu.Event):
+    """An event that reads the clock when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, *args: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+class _Stream(torch.cpu.Stream):
     """A stream whose work is complete when it is issued, so that waiting returns at once."""
 
     cuda_stream = 0
@@ -125,16 +134,12 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Event | None = None) -> _Event:
+    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
         event = event or _Event()
         event.record()
         return event
@@ -143,24 +148,6 @@ class _Stream:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds = 0.0
-
-    def record(self, *args: Any) -> None:
-        self.seconds = time.perf_counter()
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end.seconds - self.seconds) * 1e3
 
 
 class _Properties:
@@ -193,13 +180,20 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
+# fmt: off
+_WITHOUT_EFFECT = (
+    "set_device", "synchronize", "set_stream", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "_lazy_init",
+    "manual_seed_all",
+)
+# fmt: on
+_RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
+
+
 def _replace_cuda_runtime() -> None:
     stream = _Stream()
     stand_ins: dict[str, Any] = {
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "set_device": _nothing(),
-        "synchronize": _nothing(),
         "get_device_name": lambda *a: _Properties.name,
         "get_device_properties": lambda *a: _Properties,
         "get_device_capability": lambda *a: (_Properties.major, _Properties.minor),
@@ -207,34 +201,26 @@ def _replace_cuda_runtime() -> None:
         "Event": _Event,
         "current_stream": lambda *a: stream,
         "default_stream": lambda *a: stream,
-        "set_stream": _nothing(),
         "stream": lambda s=None: contextlib.nullcontext(s),
         "is_current_stream_capturing": lambda: False,
-        "empty_cache": _nothing(),
-        "ipc_collect": _nothing(),
         "memory_stats": lambda *a: _MemoryStats(),
         "memory_allocated": _resident_memory,
         "memory_reserved": lambda *a: _resident_memory(),
         "device_memory_used": lambda *a: _resident_memory(),
         "max_memory_allocated": _peak_memory,
         "max_memory_reserved": lambda *a: _peak_memory(),
-        "reset_peak_memory_stats": _nothing(),
         "mem_get_info": lambda *a: (_Properties.total_memory - _resident_memory(), _Properties.total_memory),
-        "_lazy_init": _nothing(),
         "_lazy_call": lambda call, **k: call(),
-    }
-    # Dropout and initialisation draw from the CPU's generator, which replaces the device's.
-    generator: dict[str, Any] = {
+        # Dropout and initialisation draw from the CPU's generator, which replaces the device's.
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda *a, **k: torch.get_rng_state(),
         "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "manual_seed_all": _nothing(),
     }
-    for name, value in (stand_ins | generator).items():
+    for name, value in (stand_ins | {name: _nothing() for name in _WITHOUT_EFFECT}).items():
         setattr(torch.cuda, name, value)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(torch.cuda.random, name, generator[name])
+    for name in _RANDOM:
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _nothing())
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]

@@ -44,17 +44,17 @@ def check_kind_of_data(args: argparse.Namespace) -> None:
         if getattr(args, name, None):
             argument = f"--{name.replace('_', '-')}"
             raise SnipError(f"{argument} is not supported by this entry; use attach() in Megatron's own script")
-    if not _packs(args):
+    if not _has_packed_documents(args):
         return
     argument = "--sft" if args.sft else "--dataloader-inter-document-masking"
     stages, engine, graphs = args.pipeline_model_parallel_size, args.transformer_impl, graph_implementation(args)
     several = stages > 1 and args.micro_batch_size > 1
-    predicts = args.mtp_num_layers and args.overlap_moe_expert_parallel_comm
+    overlapped_mtp = args.mtp_num_layers and args.overlap_moe_expert_parallel_comm
     for refused, option, way in (
         (engine not in ENGINES_OF_PACKED, f"--transformer-impl {engine}", "use transformer_engine"),
         (several, f"--micro-batch-size {args.micro_batch_size} on several pipeline stages", "use 1"),
         (graphs is not None, f"--cuda-graph-impl {graphs}", "leave it out"),
-        (predicts, "--mtp-num-layers and --overlap-moe-expert-parallel-comm", "leave one of them out"),
+        (overlapped_mtp, "--mtp-num-layers and --overlap-moe-expert-parallel-comm", "leave one of them out"),
         (args.sft and args.mock_data, "--mock-data", "give --data-path"),
         (args.sft and args.reset_position_ids, "--reset-position-ids", "leave it out"),
         (args.sft and args.reset_attention_mask, "--reset-attention-mask", "leave it out"),
@@ -81,7 +81,7 @@ def check_data(args: argparse.Namespace) -> None:
                 raise SnipError(f"--{name.replace('_', '-')} {entry}: there is no {entry}{suffix} ({hint})")
 
 
-def _packs(args: argparse.Namespace) -> bool:
+def _has_packed_documents(args: argparse.Namespace) -> bool:
     """Return whether documents in a sequence do not attend to each other, so that all stages need their ends."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
@@ -91,16 +91,15 @@ def provide_datasets(samples: tuple[int, int, int], vp_stage: int | None = None)
     args = get_args()
     text = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
-        SFTDataset if args.sft else text, samples, functools.partial(_reads_data, vp_stage), dataset_config(args)
+        SFTDataset if args.sft else text,
+        samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0 and _needs_batches(args, vp_stage),
+        dataset_config(args),
     )
     return builder.build()
 
 
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron calls it on every rank
-
-
-def _reads_data(vp_stage: int | None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and _needs_batches(get_args(), vp_stage)
 
 
 def _needs_batches(args: argparse.Namespace, vp_stage: int | None) -> bool:
@@ -109,8 +108,8 @@ def _needs_batches(args: argparse.Namespace, vp_stage: int | None) -> bool:
     The first and the last stage need them, and the one that predicts further tokens. If documents are packed, all do.
     """
     layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
-    predicts = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
-    return bool(_packs(args) or is_first_or_last_pipeline_stage(vp_stage) or predicts)
+    has_mtp = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+    return bool(_has_packed_documents(args) or is_first_or_last_pipeline_stage(vp_stage) or has_mtp)
 
 
 @functools.cache
@@ -118,10 +117,15 @@ def _layout(text: str | None, stages: int) -> PipelineParallelLayerLayout | None
     return None if text is None else PipelineParallelLayerLayout.from_str(text, stages)
 
 
+def _makes_mask(args: argparse.Namespace) -> bool:
+    """Return whether data sets make attention masks, as they do if documents reset the mask. Otherwise it is causal."""
+    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
+
+
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Return the data sets' configuration. Most of its fields have the names of Megatron's arguments."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    sequences = getattr(args, "per_dataset_sequences_path", None)
+    sequences = args.per_dataset_sequences_path
     values = {
         **vars(args),
         "random_seed": args.seed,
@@ -130,11 +134,11 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "blend_per_split": blend_per_split,
         "split": None if blend_per_split is not None and any(blend_per_split) else args.split,
         "path_to_cache": args.data_cache_path,
-        "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
-        "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequences_per_dataset": None if sequences is None else json.loads(Path(sequences).read_text()),
         "tokenizer": get_tokenizer(),
-        "create_attention_mask": _makes_attention_mask(args),
+        "create_attention_mask": _makes_mask(args),
         "inter_document_masking": args.dataloader_inter_document_masking,
     }
     kind = GPTDatasetConfig
@@ -144,11 +148,6 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     # The fields differ between versions of Megatron.
     fields = {f.name for f in dataclasses.fields(kind) if f.init}
     return kind(**{name: value for name, value in values.items() if name in fields})
-
-
-def _makes_attention_mask(args: argparse.Namespace) -> bool:
-    """Return whether data sets make attention masks, as they do if documents reset the mask. Otherwise it is causal."""
-    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
 
 
 def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, vp_stage: int | None) -> dict[str, Any]:
@@ -167,8 +166,8 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, v
         the sequences of a microbatch are concatenated to [1, microbatch · sequence], and :func:`packed_documents`
         returns the ends of the documents.
     """
-    packs = _packs(args)
-    names = (*_NAMES, *_ENDS) if packs else _NAMES
+    packed = _has_packed_documents(args)
+    names = (*_NAMES, *_ENDS) if packed else _NAMES
     batch: dict[str, Any] = dict.fromkeys(names)
     if not _needs_batches(args, vp_stage):
         return batch
@@ -179,9 +178,9 @@ def get_batch(args: argparse.Namespace, data_iterator: Any, *, training: bool, v
     if args.tensor_model_parallel_size > 1:
         batch = get_batch_on_this_tp_rank(
             batch,
-            has_cu_seqlens=packs,
+            has_cu_seqlens=packed,
             is_hybrid_cp=False,
-            create_attention_mask_in_dataloader=_makes_attention_mask(args),
+            create_attention_mask_in_dataloader=_makes_mask(args),
             broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
             broadcast_group=mpu.get_tensor_model_parallel_group(),
             cp_size=args.context_parallel_size,

@@ -95,8 +95,7 @@ class Evaluation:
         return evaluate_with_snip
 
     def _microbatches(self, eval_iters: int | None) -> int:
-        args = self.args
-        iters = args.eval_iters if eval_iters is None else eval_iters
+        args, iters = self.args, self.args.eval_iters if eval_iters is None else eval_iters
         return int(iters * (args.eval_global_batch_size // (args.eval_micro_batch_size * args.data_parallel_size)))
 
     def _report(self, losses: dict[str, torch.Tensor], model: Any) -> None:

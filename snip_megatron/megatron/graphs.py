@@ -8,7 +8,7 @@ import argparse
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -82,9 +82,7 @@ class GraphedRun:
         if captured and self._graphs.captured:
             layers = self._graphs.layers_to_recapture([linear.module for linear in captured])
             assert registry.device is not None
-            registry.device.forget_weights(
-                self._graphed if layers is None else captured
-            )  # graphs that stay read others
+            registry.device.forget_weights(self._graphed if layers is None else captured)  # other graphs stay
             self._graphs.recapture(self._model, self._args, layers)
             registry.start_step(step)  # resets the counters, which the passes of a capture have increased
 
@@ -118,9 +116,7 @@ class GraphedRun:
 
     def take_captures(self) -> tuple[str, float, Mapping[str, Any]] | None:
         """Return ("capture" or "recapture", seconds, further fields) if graphs were captured since the last call."""
-        if self._graphs is None:
-            return None
-        seconds, fields = self._graphs.take_seconds()
+        seconds, fields = (0.0, {}) if self._graphs is None else self._graphs.take_seconds()
         if not seconds:
             return None
         kind = "recapture" if self._captured_before else "capture"
@@ -131,10 +127,7 @@ class GraphedRun:
     @contextmanager
     def bypassed(self, model: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Run the passes inside this context without graphs. They are probes or validations."""
-        if self._graphs is None:
-            yield
-            return
-        with compat.graphs_bypassed(model, self._args):
+        with nullcontext() if self._graphs is None else compat.graphs_bypassed(model, self._args):
             yield
 
     def without_graph(self, call: StepCall) -> StepCall:

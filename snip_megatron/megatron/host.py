@@ -44,19 +44,10 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         device=next(model[0].parameters()).device,
         chunks=[chunk_of(chunk, registry.rows) for chunk in model],
         hidden=config.hidden_size,
-        shard=TokenShard(
-            rank=tp_rank if sharded_tokens else 0,
-            size=tp_size if sharded_tokens else 1,
-            reports=sharded_tokens or tp_rank == 0,
-        ),
+        shard=TokenShard(*((tp_rank, tp_size, True) if sharded_tokens else (0, 1, tp_rank == 0))),
         sinks=rows,
         local_sinks=_local_sinks(model, rows, tp_rank),
-        optimizer_sharded=bool(
-            args.use_distributed_optimizer
-            or getattr(args, "use_layer_wise_distributed_optimizer", False)
-            or args.optimizer.startswith("dist_")
-            or getattr(args, "use_torch_fsdp2", False)
-        ),
+        optimizer_sharded=_shards_optimizer(args),
         tokens=args.seq_length * args.micro_batch_size // args.context_parallel_size,
         pass_group=int(pass_group),
         in_flight=functools.partial(
@@ -66,6 +57,11 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         recomputes_blocks=config.recompute_granularity == "full",
         full_tensor=shards.values if shards else lambda weight: weight,
     )
+
+
+def _shards_optimizer(args: argparse.Namespace) -> bool:
+    names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "use_torch_fsdp2")
+    return args.optimizer.startswith("dist_") or any(getattr(args, name, False) for name in names)
 
 
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
@@ -90,14 +86,14 @@ def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
     if not getattr(model, "pre_process", False):
         return Chunk(segments)
 
-    predicted = model.config.mtp_num_layers if getattr(model, "mtp_process", False) else None
+    # A stage that predicts further tokens embeds its tokens once more for each of them.
+    period = 1 + ((getattr(model, "mtp_process", False) and model.config.mtp_num_layers) or 0)
 
     def enter(change: Change) -> RemovableHandle:
         calls = itertools.count()
 
         def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            # A stage that predicts further tokens embeds its tokens once more for each of them.
-            return output if next(calls) % (1 + (predicted or 0)) else change(output)
+            return output if next(calls) % period else change(output)
 
         handle: RemovableHandle = model.embedding.register_forward_hook(hook)
         return handle
@@ -112,9 +108,8 @@ def _place(linear: BuiltLinear, boundary: int) -> StreamReader:
 
 def _sink_rows(rows: Sequence[LinearRow], hidden: int, padded_vocab_size: int) -> tuple[SinkRow, ...]:
     """Return the other parameters that gradient errors reach: the word embedding and the weights of norms."""
-    norms = {
-        f"{r.id.stack}.layers.{r.id.layer}.{norm_of(r.id.path)}": r.sub_block for r in rows if r.role is Role.READS
-    }
+    readers = [row for row in rows if row.role is Role.READS]
+    norms = {f"{row.id.stack}.layers.{row.id.layer}.{norm_of(row.id.path)}": row.sub_block for row in readers}
     end = 1 + max(row.sub_block for row in rows if row.id.stack == "decoder")
     return (
         SinkRow(f"embedding.{_EMBEDDING}", 0, padded_vocab_size * hidden),
@@ -174,7 +169,7 @@ class MegatronStep:
         self._groups = groups
         self._args, self._seq_length = args, args.seq_length
         self._sequences: int | None = None  # of each microbatch in the last pass; None if the pass took all
-        self._rng: Any = None
+        self._restore_random_states: Callable[[], None] = lambda: None
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
         self._loss_tokens: list[torch.Tensor] = []
@@ -193,7 +188,7 @@ class MegatronStep:
         :meth:`run` restores the state of expert routers and the attention logits after every pass.
         """
         call = self.call
-        self._rng, self._passes = compat.rng_state(), 0
+        self._restore_random_states, self._passes = compat.random_states(), 0
         try:
             with (
                 compat.rerun_disabled(),
@@ -206,7 +201,7 @@ class MegatronStep:
             for chunk in call.model:
                 chunk.zero_grad_buffer()
             call.optimizer.zero_grad()
-            compat.set_rng_state(self._rng)
+            self._restore_random_states()
 
     def run(self, microbatches: int, sequences: int) -> None:
         """Run forward and backward of the first microbatches of the step. See :class:`HostStep`."""
@@ -216,7 +211,7 @@ class MegatronStep:
 
     def rewind(self) -> None:
         """Make the next pass draw the random numbers and choose the experts of the first pass."""
-        compat.set_rng_state(self._rng)
+        self._restore_random_states()
         if self._routing is not None:
             self._routing.start(first=self._passes == 0)
         self._passes += 1
@@ -289,9 +284,9 @@ class MegatronStep:
         """
         for chunk in self.call.model:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-            tied, predicts = model.share_embeddings_and_output_weights, getattr(model, "mtp_process", False)
+            tied, has_mtp = model.share_embeddings_and_output_weights, getattr(model, "mtp_process", False)
             has_copies = tied or model.config.mtp_num_layers
-            group = model.embd_group if model.pre_process or predicts or (tied and model.post_process) else None
+            group = model.embd_group if model.pre_process or has_mtp or (tied and model.post_process) else None
             weight = model.shared_embedding_or_output_weight() if has_copies and group is not None else None
             if weight is not None and weight.requires_grad and dist.get_world_size(group) > 1:
                 dist.all_reduce(weight.main_grad, group=group)

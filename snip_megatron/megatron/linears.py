@@ -22,19 +22,20 @@ from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError, quoted
 
 _DEFAULTS = {"gtp_remat_size": 1}  # of arguments that quantised linears do not implement; None for all others
-_IMPLEMENTED = {"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"}
+_OPTIONS = {"bias", "allreduce_dgrad", "sequence_parallel", "tp_group"}
+_IGNORED = {"gradient_accumulation_fusion"}  # weight gradients are always accumulated into main_grad
 
 
 def product(
     handle: LinearHandle,
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
     *,
     sequence_parallel: bool = False,
     allreduce_dgrad: bool = False,
     tp_group: Any = None,
-    scatters: bool = False,
+    reduce_scatter: bool = False,
 ) -> torch.Tensor:
     """Return X·Wᵀ (+ bias) in the formats of the precision map. The arguments are those of :class:`LinearCall`."""
     override = handle.context.override
@@ -45,12 +46,12 @@ def product(
         tp_group=tp_group,
         has_backward=torch.is_grad_enabled(),
         override=None if override is None else override(handle),
-        scatters=scatters,
+        reduce_scatter=reduce_scatter,
     )
     return QuantizedLinear.apply(x, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def scatters(handle: LinearHandle) -> bool:
+def may_reduce_scatter(handle: LinearHandle) -> bool:
     """Return whether a row-parallel linear under sequence parallelism reduce-scatters its output itself.
 
     It does so in training passes under the map, with or without gradients, because recomputation must repeat the
@@ -68,20 +69,15 @@ class _QuantizedForward:
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.snip.is_stock:
             return super()._forward_impl(input, weight, **kwargs)  # type: ignore[misc,no-any-return]
+        options: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if name not in _IMPLEMENTED and value is not None and value != _DEFAULTS.get(name):
+            if name in _OPTIONS:
+                options[name] = value
+            elif name not in _IGNORED and value is not None and value != _DEFAULTS.get(name):
                 raise SnipError(
                     f"{self.snip.name}: Megatron asks for {name}={quoted(value)}, which quantised linears do not have"
                 )
-        return product(
-            self.snip,
-            input,
-            weight,
-            kwargs.get("bias"),
-            sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
-            allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
-            tp_group=kwargs.get("tp_group"),
-        )
+        return product(self.snip, input, weight, **options)
 
 
 class SnipColumnParallelLinear(_QuantizedForward, ColumnParallelLinear):  # type: ignore[misc]
@@ -96,11 +92,11 @@ class SnipRowParallelLinear(_QuantizedForward, RowParallelLinear):  # type: igno
     """A row-parallel linear whose GEMMs follow the precision map."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the linear, and reduce its output over tensor parallel ranks. See :func:`scatters`."""
+        """Run the linear, and reduce its output over tensor parallel ranks. See :func:`may_reduce_scatter`."""
         shards = self.sequence_parallel and not self.explicit_expert_comm and not self.config.cpu_offloading
-        if not (shards and scatters(self.snip)):
+        if not (shards and may_reduce_scatter(self.snip)):
             return super().forward(input_)  # type: ignore[no-any-return]
-        output = product(self.snip, input_, self.weight, None, tp_group=self.tp_group, scatters=True)
+        output = product(self.snip, input_, self.weight, tp_group=self.tp_group, reduce_scatter=True)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias if self.skip_bias_add else None
         return output + self.bias, None
@@ -134,31 +130,27 @@ def fuse_swiglu(layers: Sequence[torch.nn.Module], backend: GemmBackend, stock: 
     """
     mlps: list[Any] = [layer.mlp for layer in layers if _is_converted(layer.mlp)]
     reason = _why_not(mlps, backend)
-    if reason is None:
-        for mlp in mlps:
-            mlp.__class__, mlp.snip_swiglu = SnipMLP, stock
-            mlp.linear_fc1.snip.state.beside_swiglu = mlp.linear_fc2.snip.state.beside_swiglu = True
-    return f"SwiGLU of {len(mlps)} layers" if reason is None else f"no SwiGLU ({reason})"
+    if reason is not None:
+        return f"no SwiGLU ({reason})"
+    for mlp in mlps:
+        mlp.__class__, mlp.snip_swiglu = SnipMLP, stock
+        mlp.linear_fc1.snip.state.beside_swiglu = mlp.linear_fc2.snip.state.beside_swiglu = True
+    return f"SwiGLU of {len(mlps)} layers"
 
 
 def _is_converted(mlp: Any) -> bool:
-    return type(mlp) in (MLP, SnipMLP) and all(
-        isinstance(getattr(linear, "snip", None), LinearHandle) for linear in (mlp.linear_fc1, mlp.linear_fc2)
-    )
+    return type(mlp) in (MLP, SnipMLP) and hasattr(mlp.linear_fc1, "snip") and hasattr(mlp.linear_fc2, "snip")
 
 
 def _why_not(mlps: Sequence[Any], backend: GemmBackend) -> str | None:
     if not mlps:
         return "this rank has no dense MLP of two quantised linears"
-    config = mlps[0].config
-    if (why := why_no_swiglu(config)) is not None:
-        return why
-    y = torch.empty(2, 2 * mlps[0].linear_fc2.weight.shape[1], dtype=config.params_dtype, device="meta")
-    if backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
-        return (
-            f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {y.shape[1] // 2} features a rank"
-        )
-    return None
+    config, features = mlps[0].config, mlps[0].linear_fc2.weight.shape[1]
+    y = torch.empty(2, 2 * features, dtype=config.params_dtype, device="meta")
+    why = why_no_swiglu(config)
+    if why is None and backend.swiglu_kernel(y, (Format.FP8, Format.FP8)) is None:
+        return f"the {backend.name} GEMMs have no kernel for {config.params_dtype} and {features} features a rank"
+    return why
 
 
 def why_no_swiglu(config: Any) -> str | None:
@@ -167,8 +159,8 @@ def why_no_swiglu(config: Any) -> str | None:
         (config.activation_func is not functional.silu or not config.gated_linear_unit, "the activation is not SwiGLU"),
         (config.add_bias_linear, "linears have a bias: --disable-bias-linear"),
         (not config.bias_activation_fusion, "--no-bias-swiglu-fusion"),
-        (getattr(config, "use_te_activation_func", False), "--use-te-activation-func"),
-        (getattr(config, "activation_func_fp8_input_store", False), "--activation-func-fp8-input-store"),
+        (config.use_te_activation_func, "--use-te-activation-func"),
+        (config.activation_func_fp8_input_store, "--activation-func-fp8-input-store"),
         (config.cpu_offloading, "--cpu-offloading-num-layers"),
     ):
         if other:

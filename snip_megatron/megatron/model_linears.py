@@ -82,11 +82,11 @@ class ModelLinears:
 
     Attributes:
         covered: Those that a precision map covers, in the order of maps and broadcasts.
-        left: Those that stay in bf16. They count in the fp4 share.
+        uncovered: Those that stay in bf16. They count in the fp4 share.
     """
 
     covered: tuple[LinearRow, ...]
-    left: tuple[LinearRow, ...] = ()
+    uncovered: tuple[LinearRow, ...] = ()
 
     @classmethod
     def split(cls, rows: Iterable[LinearRow], stock: Mapping[str, str]) -> ModelLinears:
@@ -97,7 +97,6 @@ class ModelLinears:
 
     @property
     def names(self) -> list[str]:
-        """Names of the linears that a map covers."""
         return [row.name for row in self.covered]
 
     @property
@@ -106,13 +105,13 @@ class ModelLinears:
         return {row.name: row.flops for row in self.covered}
 
     @property
-    def left_flops(self) -> dict[int, float]:
+    def uncovered_flops(self) -> dict[int, float]:
         """Pipeline stage → FLOPs per token of all GEMMs of the linears that stay in bf16. Empty if there are none.
 
         Dropped tokens and padding are not taken into account.
         """
         flops: dict[int, float] = {}
-        for row in self.left:
+        for row in self.uncovered:
             flops[row.stage] = flops.get(row.stage, 0.0) + row.runs(None) * row.flops
         return flops
 
@@ -208,18 +207,14 @@ def _built(stack: str, layer: Any, path: str, module: Any, part: str, sub_block:
     n, k = (module.out_features, module.in_features) if weight is None or weight.dim() != 2 else weight.shape
     ranks = get_pg_size(getattr(module, "_tp_group", None) or getattr(module, "tp_group", None))
     n, k = n * (ranks if sharded is Side.OUTPUT else 1), k * (ranks if sharded is Side.INPUT else 1)
-    passes = config.mtp_num_layers if stack == "mtp" and getattr(config, "mtp_use_repeated_layer", False) else 1
+    passes = config.mtp_num_layers if stack == "mtp" and config.mtp_use_repeated_layer else 1
+    initialized = parallel_state.model_parallel_is_initialized()
     row = LinearRow(
-        str(linear),
-        parallel_state.get_pipeline_model_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0,
-        n,
-        k,
+        str(linear), parallel_state.get_pipeline_model_parallel_rank() if initialized else 0, n, k,
         experts=getattr(module, "num_gemms", 1) if indices is None else config.num_moe_experts,
-        active=passes * (1 if indices is None else config.moe_router_topk),
-        sub_block=sub_block,
-        role=_role(n, k, sharded, config.hidden_size),
-        sharded=sharded,
-    )
+        active=passes * (1 if indices is None else config.moe_router_topk), sub_block=sub_block,
+        role=_role(n, k, sharded, config.hidden_size), sharded=sharded,
+    )  # fmt: skip
     ends = _ends(layer, path)
     return [BuiltLinear(linear, module, parent, *ends, expert, row, parameter) for expert, parameter in weights]
 

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import shlex
 import shutil
@@ -18,9 +17,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,9 +39,8 @@ _SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip prepare-data``."""
     add = parser.add_argument
-    add(
-        "inputs", nargs="*", type=Path, metavar="PATH", help="text files or folders; default: Python's standard library"
-    )
+    text = "text files or folders; default: Python's standard library"
+    add("inputs", nargs="*", type=Path, metavar="PATH", help=text)
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the output; created by this command")
     text = "take only files whose name or path in a folder matches; repeatable; default: all, or *.py without PATH"
     add("--glob", action="append", metavar="PATTERN", help=text)
@@ -66,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
     inputs = args.inputs or [Path(sysconfig.get_path("stdlib"))]
     files, skipped = collect(inputs, args.glob or (["*"] if args.inputs else ["*.py"]))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(os.fsencode(f"{file.key}\0{file.digest}\n"))
-    request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": digest.hexdigest()}
+    request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": _corpus_sha256(files)}
     if args.tokenizer == "bpe":
         request["vocab_size"] = args.vocab_size or VOCABULARY
     if existing is not None and args.reuse and existing.get("request") == request and _is_complete(output, existing):
@@ -109,13 +103,14 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not (math.isfinite(args.holdout) and 0 <= args.holdout < 1):
+    size = args.vocab_size
+    if not 0 <= args.holdout < 1:
         raise SnipError(f"--holdout {args.holdout}: expected a share in [0, 1)")
-    size, range_ = args.vocab_size, f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
     if size is not None and args.tokenizer == "bytes":
         raise SnipError(f"--vocab-size {size}: --tokenizer bytes has {SMALLEST_VOCABULARY} tokens; give one")
     if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
-        raise SnipError(f"--vocab-size {size}: must be between {range_}")
+        expected = f"{SMALLEST_VOCABULARY} (bytes and end of document) and {LARGEST_VOCABULARY}"
+        raise SnipError(f"--vocab-size {size}: must be between {expected}")
 
 
 def read_manifest(output: Path) -> dict[str, Any] | None:
@@ -139,25 +134,22 @@ def _sha256(path: Path) -> str:
 
 
 # -- input -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class TextFile:
-    """One document.
-
-    Attributes:
-        key: Name of the input and path inside it, equal on every machine.
-        digest: SHA-256 of the content.
-        size: Bytes.
-    """
+class TextFile(NamedTuple):
+    """One document. ``key``, the name of the input and the path inside it, is equal on every machine."""
 
     key: str
-    digest: str
+    sha256: str
     path: Path
     size: int
 
     def position(self) -> float:
         """Return a number in [0, 1) from a hash of key and content. It does not depend on other files."""
-        digest = hashlib.sha256(os.fsencode(f"{self.key}\0{self.digest}")).digest()
+        digest = hashlib.sha256(os.fsencode(f"{self.key}\0{self.sha256}")).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _corpus_sha256(files: Sequence[TextFile]) -> str:
+    return hashlib.sha256(b"".join(os.fsencode(f"{file.key}\0{file.sha256}\n") for file in files)).hexdigest()
 
 
 def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile], dict[str, int]]:
@@ -180,8 +172,8 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile
                     continue
                 texts += 1
                 file = TextFile(key, hashlib.sha256(data).hexdigest(), path, len(data))
-                skipped["duplicate"] += file.digest in files
-                files[file.digest] = min(files.get(file.digest, file), file, key=lambda f: f.key)
+                skipped["duplicate"] += file.sha256 in files
+                files[file.sha256] = min(files.get(file.sha256, file), file)
         except OSError as error:
             where, why = error.filename or path, error.strerror or error
             raise SnipError(f"{where}: cannot be read ({why}); make it readable or name other inputs") from error
@@ -189,11 +181,10 @@ def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
             if source.is_file():
                 raise SnipError(f"{source}: the file is {next(iter(skipped))}; name a UTF-8 text file")
-            raise SnipError(
-                f"{source}: no text in this folder matches --glob {' '.join(globs)} ({counts or 'no file'})"
-            )
+            pattern = f"no text in this folder matches --glob {' '.join(globs)}"
+            raise SnipError(f"{source}: {pattern} ({counts or 'no file'})")
         total += skipped
-    return sorted(files.values(), key=lambda f: (f.key, f.digest)), dict(sorted((+total).items()))
+    return sorted(files.values()), dict(sorted((+total).items()))
 
 
 def _name(source: Path) -> str:
@@ -219,10 +210,10 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
             subfolders.clear()
             continue
         subfolders[:] = sorted(n for n in subfolders if n not in _SKIPPED_FOLDERS and not n.startswith("."))
-        for name in sorted(names):
-            path = Path(folder) / name
+        for path in (Path(folder, name) for name in sorted(names)):
             relative = path.relative_to(source).as_posix()
-            if any(fnmatch.fnmatch(name, g) or fnmatch.fnmatch(relative, g) for g in globs) and path.is_file():
+            matches = any(fnmatch.fnmatch(each, glob) for glob in globs for each in (path.name, relative))
+            if matches and path.is_file():
                 yield f"{_name(source)}/{relative}", path
 
 
@@ -245,16 +236,15 @@ def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list
     About ``share`` of the files are held out, and at least one if ``share`` > 0. Raises SnipError if no file is left
     for training.
     """
-    held_out = [file for file in files if file.position() < share]
+    held_out = {file for file in files if file.position() < share}
     if share > 0 and not held_out:
-        held_out = [min(files, key=TextFile.position)]
-    keys = {file.key for file in held_out}
-    train = [file for file in files if file.key not in keys]
+        held_out = {min(files, key=TextFile.position)}
+    train = [file for file in files if file not in held_out]
     if not train:
         raise SnipError(
             f"{len(files)} file(s) are too few for a hold-out by file; give more files, or --holdout 0 for none"
         )
-    return train, held_out
+    return train, sorted(held_out)
 
 
 # -- tokenizers ------------------------------------------------------------------------------------------------
@@ -273,13 +263,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=_byte_symbols(),
-    )
+    options: dict[str, Any] = {"min_frequency": 2, "show_progress": False, "special_tokens": [END_OF_DOCUMENT]}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=_byte_symbols(), **options)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -330,17 +315,13 @@ def _write_all(
     else:
         tokenizer = byte_tokenizer()
     save_tokenizer(tokenizer, folder / "tokenizer")
-    manifest: dict[str, Any] = {
-        "schema": SCHEMA,
-        "request": request,
-        "inputs": inputs,
-        "tokenizer": {
-            "folder": "tokenizer",
-            "type": request["tokenizer"],
-            "vocab_size": tokenizer.get_vocab_size(),
-            "end_of_document_id": tokenizer.token_to_id(END_OF_DOCUMENT),
-        },
+    described = {
+        "folder": "tokenizer",
+        "type": request["tokenizer"],
+        "vocab_size": tokenizer.get_vocab_size(),
+        "end_of_document_id": tokenizer.token_to_id(END_OF_DOCUMENT),
     }
+    manifest: dict[str, Any] = {"schema": SCHEMA, "request": request, "inputs": inputs, "tokenizer": described}
     for name, files in zip(("train", "valid"), parts, strict=True):
         manifest[name] = _write_part(name, files, tokenizer, folder) if files else None
     paths = sorted(path for path in folder.rglob("*") if path.is_file())

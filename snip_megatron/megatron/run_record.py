@@ -79,7 +79,7 @@ def open_run_directory(
         "predicted_times": _predicted_times(config, args, linears.covered, backend),
         "linear_stages": {row.name: row.stage for row in linears.covered},
         "stays_bf16": list(stays),
-        "unquantised_flops": {str(stage): flops for stage, flops in linears.left_flops.items()},
+        "unquantised_flops": {str(stage): flops for stage, flops in linears.uncovered_flops.items()},
     }
     resume = step if args.load or step > 0 else None
     return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)

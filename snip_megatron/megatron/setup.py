@@ -24,7 +24,7 @@ from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.run_record import finish, open_run_directory
 from snip_megatron.megatron.startup import on_rank_zero, say
 from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
-from snip_megatron.megatron.times import OwnTimes, check_measurable
+from snip_megatron.megatron.times import MeasuredTimes, check_measurable
 from snip_megatron.megatron.validate import cut_tiles
 from snip_megatron.megatron.warmup import WarmUp
 from snip_megatron.numerics.products import EMULATIONS
@@ -59,7 +59,7 @@ class SnipRun:
         self._coordinator: RankZeroCoordinator | None = None
         self._host: Host | None = None
         self._probes: ProbeRunner | None = None
-        self._unmeasured: OwnTimes | None = None  # on rank 0 if the first update must measure times
+        self._unmeasured: MeasuredTimes | None = None  # on rank 0 if the first update must measure times
         self.scheduler: Any = None  # of the learning rate, from the first step on
         self._checkpoint: SnipState | None = None
         self.undo = ExitStack()
@@ -85,7 +85,7 @@ class SnipRun:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
         self._leave_earlier_start()
         self._registry = convert_model(model_chunks, self._config)
-        self._linears = ModelLinears(self._registry.rows, self._registry.left)
+        self._linears = ModelLinears(self._registry.rows, self._registry.uncovered)
         validate.check_model(self._config, self._args, self._linears)
         check_measurable(self._config, self._registry.context.gemm_backend)
         self._registry.context.bf16_eval = self._config.eval == "bf16"
@@ -312,7 +312,7 @@ class SnipRun:
             self._sinks(),
             clip_grad=args.clip_grad,
             restored=restored,
-            unquantised=sum(linears.left_flops.values()),
+            unquantised=sum(linears.uncovered_flops.values()),
             kernels=WarmUp(registry, config, request, host, weighs_updates and args.optimizer == "adam", rehearse),
             timeline=timeline_of(config, args, request, linears, self.scheduler, step),
         )
@@ -322,13 +322,13 @@ class SnipRun:
         args, config, linears, backend = self._args, self._config, self._linears, registry.context.gemm_backend
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
-        own: OwnTimes | None = None
+        own: MeasuredTimes | None = None
         measure: Callable[[], OptionTimes] | None = None
         if config.budget.timed and config.updates and request.times is None:
             assert self._host is not None
             kept = None if run is None else run.path
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
-            own = OwnTimes(config, args, linears.covered, timed, kept, self._host.device)
+            own = MeasuredTimes(config, args, linears.covered, timed, kept, self._host.device)
             request = dataclasses.replace(request, times=own.known())
             if request.times is not None:
                 check_reachable(linears.covered, request)

@@ -31,7 +31,7 @@ from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_prod
 from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
 from snip_megatron.megatron.compat.routing import call_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized
-from snip_megatron.megatron.linears import product, scatters, why_no_swiglu
+from snip_megatron.megatron.linears import may_reduce_scatter, product, why_no_swiglu
 from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 
 
@@ -71,17 +71,11 @@ class _QuantizedForward(StockState):
         if self.parallel_mode == "row" and self.tp_size > 1:
             y = self._reduced_product(x)
             return y if bias is None else y + bias, returned
-        column = self.parallel_mode == "column" and self.tp_size > 1
-        y = product(
-            self.snip,
-            self._input(x),
-            self.weight,
-            bias,
-            sequence_parallel=column and self.sequence_parallel,
-            allreduce_dgrad=column and not self.sequence_parallel,
-            tp_group=self.tp_group if column else None,
-        )
-        return y, returned
+        exchange: dict[str, Any] = {}
+        if self.parallel_mode == "column" and self.tp_size > 1:
+            shards = self.sequence_parallel
+            exchange = {"sequence_parallel": shards, "allreduce_dgrad": not shards, "tp_group": self.tp_group}
+        return product(self.snip, self._input(x), self.weight, bias, **exchange), returned
 
     def _input(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -93,14 +87,10 @@ class _QuantizedForward(StockState):
 
     def _reduced_product(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Return X·Wᵀ summed over tensor parallel ranks."""
-        if self.sequence_parallel and scatters(self.snip):
-            return product(self.snip, x, self.weight, None, tp_group=self.tp_group, scatters=True)
-        y = product(self.snip, x, self.weight, None)
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
+        if self.sequence_parallel and may_reduce_scatter(self.snip):
+            return product(self.snip, x, self.weight, tp_group=self.tp_group, reduce_scatter=True)
+        shards, y = self.sequence_parallel, product(self.snip, x, self.weight)
+        reduce = reduce_scatter_to_sequence_parallel_region if shards else reduce_from_tensor_model_parallel_region
         return reduce(y, group=self.tp_group)  # type: ignore[no-any-return]
 
 
@@ -182,10 +172,10 @@ class SnipTERowParallelGroupedLinear(_GroupedForward, TERowParallelGroupedLinear
 class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     """Experts that pad the rows of both linears once if the grouped products need padding.
 
-    If ``snip_fuses``, SwiGLU times the probabilities may be fused with the quantisation of the product.
+    If ``snip_fused_swiglu``, SwiGLU times the probabilities may be fused with the quantisation of the product.
     """
 
-    snip_fuses: bool
+    snip_fused_swiglu: bool
 
     def snip_prepare(self) -> None:
         """Prepare the next forward as far as possible before the host waits for the numbers of rows."""
@@ -195,21 +185,21 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
     def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:
         """Return whether rows are padded, whether the last expert comes first, and the calls of fused linears."""
         fc1, fc2 = (linear.snip_experts[0] for linear in (self.linear_fc1, self.linear_fc2))
-        if not (_pads(fc1) or _pads(fc2)):
+        if not (_needs_padding(fc1) or _needs_padding(fc2)):
             return False, False, []
         last = self.linear_fc1.snip_experts[-1]
         # Transformer Engine's own code takes rows from the first expert on.
         backwards = last.weight.data_ptr() < fc1.weight.data_ptr() and not (fc1.is_stock or fc2.is_stock)
         # The modules are called, because hooks of DDP wait for their weights.
-        linears = (self.linear_fc1, self.linear_fc2) if self.snip_fuses and may_fuse_experts(fc1, fc2) else ()
+        linears = (self.linear_fc1, self.linear_fc2) if self.snip_fused_swiglu and may_fuse_experts(fc1, fc2) else ()
         return True, backwards, [linear(None, backwards)[0] for linear in linears]
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *buffers: Any, **named: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run Megatron's experts, on padded rows unless both linears run Transformer Engine's own code."""
-        pads, backwards, calls = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
-        if not pads:
+        padded, backwards, calls = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
+        if not padded:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
         rows = group_rows(tuple(tokens_per_expert.tolist()), hidden.device, backwards=backwards)
         if calls:
@@ -218,15 +208,15 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         return unpad(output, rows), bias
 
 
-def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuses: bool) -> None:
-    """Convert the MLPs of experts whose linears are converted: they pad rows, and fuse SwiGLU if ``fuses``."""
+def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuse_swiglu: bool) -> None:
+    """Convert the MLPs of experts whose linears are converted: they pad rows, and fuse SwiGLU if ``fuse_swiglu``."""
     for layer in (module for chunk in model_chunks for module in chunk.modules()):
         mlp: Any = getattr(layer, "experts", None)
         if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
-            mlp.__class__, mlp.snip_fuses = SnipTEGroupedMLP, fuses and _is_weighted_swiglu(mlp)
+            mlp.__class__, mlp.snip_fused_swiglu = SnipTEGroupedMLP, fuse_swiglu and _is_weighted_swiglu(mlp)
             call_before_counts(layer.token_dispatcher, mlp.snip_prepare)
             for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
-                handle.state.beside_swiglu = mlp.snip_fuses
+                handle.state.beside_swiglu = mlp.snip_fused_swiglu
 
 
 def _is_weighted_swiglu(mlp: Any) -> bool:
@@ -237,7 +227,7 @@ def _is_weighted_swiglu(mlp: Any) -> bool:
     return not (other or offloads or config.moe_mlp_glu_interleave_size is not None)
 
 
-def _pads(handle: LinearHandle) -> bool:
+def _needs_padding(handle: LinearHandle) -> bool:
     """Return whether the products of the next forward need padding, as all quantisers of Transformer Engine do."""
     return not handle.is_stock and (handle.runs_recipe or grouped_products(handle).pads)
 

@@ -57,28 +57,18 @@ def timeline_of(
             )
         return None
 
-    learning_rate = None if schedule is None else compat.learning_rate(scheduler, args, step)
+    learning_rate = compat.learning_rate(scheduler, args, step)
 
     def carried(origin: int, begins: Sequence[int], until: int) -> Sequence[float]:
-        assert learning_rate is not None
         rates = relative_rates(learning_rate, origin, until)
         return carried_weights(origin, begins, until, rates)
 
-    fixed: Callable[[int, int, int, float], PrecisionPlan] | None = None
-    if config.late:
-        flops, unquantised = linears.flops, sum(linears.left_flops.values())
+    def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
+        unquantised = sum(linears.uncovered_flops.values())
+        return late_plan(request, linears.flops, origin, last, unquantised, step=step, spent=spent)
 
-        def fixed(origin: int, last: int, step: int, spent: float) -> PrecisionPlan:
-            return late_plan(request, flops, origin, last, unquantised, step=step, spent=spent)
-
-    return Timeline(
-        last,
-        schedule,
-        fixed,
-        carried,
-        standing=STANDING_WEIGHTS[config.deployed],
-        timed=config.budget.kind == "speedup",
-    )
+    standing, timed = STANDING_WEIGHTS[config.deployed], config.budget.kind == "speedup"
+    return Timeline(last, schedule, fixed if config.late else None, carried, standing=standing, timed=timed)
 
 
 def relative_rates(learning_rate: Callable[[int], float], origin: int, last: int) -> tuple[float, ...]:

@@ -36,14 +36,22 @@ from snip_megatron.timing.cost_model import CostModel, load_cost_model
 from snip_megatron.timing.measure import Clock, Measurer, clock_for
 from snip_megatron.timing.table import STOCK, TimingTable
 
+# fmt: off
+_SAME_NAME = (
+    "seq_length", "micro_batch_size", "global_batch_size", "sequence_parallel", "overlap_grad_reduce",
+    "overlap_param_gather", "gradient_accumulation_fusion",
+)
+# fmt: on
+"""Megatron's arguments whose names are those of fields of a layout."""
+
 
 def option_times(
     config: SnipConfig, args: argparse.Namespace, linears: Sequence[LinearRow], table: TimingTable | None = None
 ) -> OptionTimes | None:
     """Predict the times of every linear by ``table``, or by the cost model that the configuration names.
 
-    Returns None if there is neither, and the run then measures its GEMMs (:class:`OwnTimes`). Raises SnipError if the
-    named table cannot be read, or if the table lacks a candidate or pinned format.
+    Returns None if there is neither, and the run then measures its GEMMs (:class:`MeasuredTimes`). Raises SnipError if
+    the named table cannot be read, or if the table lacks a candidate or pinned format.
     """
     model: CostModel
     try:
@@ -99,28 +107,21 @@ def layout_of(args: argparse.Namespace, linears: Sequence[LinearRow], config: Sn
         context=args.seq_length,
         tied=not args.untie_embeddings_and_output_weights,
     )
-    modules = args.recompute_modules or ("core_attn",)
     return Layout(
         model=model,
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         vpp=args.virtual_pipeline_model_parallel_size or 1,
         dp=args.data_parallel_size,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
         cp=args.context_parallel_size,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size,
-        sequence_parallel=args.sequence_parallel,
+        **{name: getattr(args, name) for name in _SAME_NAME},
         recompute=args.recompute_granularity or "none",
         recompute_layers=args.recompute_num_layers if args.recompute_method == "block" else None,
-        recompute_modules=tuple(modules),
+        recompute_modules=tuple(args.recompute_modules or ("core_attn",)),
         distributed_optimizer=args.use_distributed_optimizer,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
-        gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         fused_swiglu=config.fusions == "auto" and args.swiglu,
         grouped_experts=bool(args.moe_grouped_gemm) and args.transformer_impl == "transformer_engine",
     )
@@ -131,7 +132,7 @@ _MOST_SPANS = 64  # microbatches of a linear, each of which has four CUDA events
 
 
 @dataclass(eq=False)
-class OwnTimes:
+class MeasuredTimes:
     """Finds or measures the times of a run's GEMMs, on rank 0 alone.
 
     Attributes:
@@ -154,33 +155,26 @@ class OwnTimes:
         used = {Format(name).base for name in (*config.formats, *(fmt for _, fmt in config.pins))} - {Format.BF16}
         heads = args.num_attention_heads // args.tensor_model_parallel_size
         layout = layout_of(args, self.linears, config)
-        self._shapes, self._kept = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)
+        self._shapes, self._most_spans = layout.shapes, min(LATEST * layout.microbatches, _MOST_SPANS)
+        attention = min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels
         self._table = RunTimings(
-            device_name(self.device),
-            self.backend.name,
-            tuple(sorted(used, key=lambda fmt: fmt.code)),
-            shapes_workload(
-                self._shapes.values(),
-                [(min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels)],
-            ),
-            self.run,
-            self.backend.products,
-        )
+            device_name(self.device), self.backend.name, tuple(sorted(used, key=lambda fmt: fmt.code)),
+            shapes_workload(self._shapes.values(), [attention]), self.run, self.backend.products,
+        )  # fmt: skip
 
     def known(self) -> OptionTimes | None:
         """Return the times that an earlier start stored with the run or in the cache. None if there are none."""
-        found = self._table.load()
-        if found is None:
+        stored = self._table.load()
+        if stored is None:
             return None
-        table, path = found
-        say(f"times of this model's GEMMs: {path}")
-        return self._predicted(table)
+        say(f"times of this model's GEMMs: {stored[1]}")
+        return self._predicted(stored[0])
 
     def watch(self, registry: LinearRegistry) -> None:
         """Time Megatron's own code of the grouped linears of experts until the first update."""
         for handle in registry:
             if handle.expert is not None and handle.parameter != "weight":
-                handle.state.spans = self.spans.setdefault(handle.name, Spans(self._kept))
+                handle.state.spans = self.spans.setdefault(handle.name, Spans(self._most_spans))
                 self._watched.append(handle.state)
 
     def rehearse(self) -> None:
@@ -201,17 +195,17 @@ class OwnTimes:
             table = self._with_stock(calibrate(measurer, self._table.workload, about))
         if not self._table.covers(table):
             raise SnipError(f"the GEMMs of this model cannot be timed: {'; '.join(table.about['notes'])}")
-        kept = " and ".join(map(str, self._table.store(table))) or "nowhere"
+        places = " and ".join(map(str, self._table.store(table))) or "nowhere"
         say(
             f"timed the GEMMs of this model ({len(table.gemms)} shapes, {', '.join(table.formats)}) on"
-            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {kept}"
+            f" {table.device} in {time.perf_counter() - started:.1f} s; kept in {places}"
         )
         return self._final(table)
 
     def renew(self) -> OptionTimes:
         """Return the stored times, with the times of Megatron's own experts in the latest steps of this start."""
-        found = self._table.load()
-        return self.measure() if found is None else self._final(self._with_stock(found[0]))
+        stored = self._table.load()
+        return self.measure() if stored is None else self._final(self._with_stock(stored[0]))
 
     def _final(self, table: TimingTable) -> OptionTimes:
         for state in self._watched:
@@ -223,12 +217,12 @@ class OwnTimes:
 
         They include waits of the GPU for its host, which launches the GEMMs of each expert.
         """
-        found: dict[tuple[int, ...], list[float]] = {}
+        by_size: dict[tuple[int, ...], list[float]] = {}
         for name, spans in self.spans.items():
             seconds = spans.seconds()
             if seconds is not None and (size := self._shapes[name].group) in table.grouped:
-                found.setdefault(size, []).append(seconds)
-        stock = {size: {STOCK: {Format.BF16: statistics.median(each)}} for size, each in found.items()}
+                by_size.setdefault(size, []).append(seconds)
+        stock = {size: {STOCK: {Format.BF16: statistics.median(each)}} for size, each in by_size.items()}
         return replace(table, grouped={size: {**row, **stock.get(size, {})} for size, row in table.grouped.items()})
 
     def _predicted(self, table: TimingTable) -> OptionTimes:

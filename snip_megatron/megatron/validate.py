@@ -105,10 +105,10 @@ def check_model(config: SnipConfig, args: argparse.Namespace, linears: ModelLine
     """Raise SnipError unless maps, globs and budgets fit the linears of a model. No collective is called."""
     if not linears.covered:
         raise SnipError("the model has no linear that SNIP can choose formats for")
-    if config.budget.kind == "speedup" and config.updates and linears.left:
+    if config.budget.kind == "speedup" and config.updates and linears.uncovered:
         raise SnipError(
             f"--snip-budget {config.budget}: times of linears that stay bf16 are not predicted, and"
-            f" {linears.left[0].name} does; use loss= or fp4="
+            f" {linears.uncovered[0].name} does; use loss= or fp4="
         )
     _check_fixed_map(config, args, linears)
     if config.phases is not None:
@@ -290,7 +290,7 @@ def _check_fixed_map(config: SnipConfig, args: argparse.Namespace, linears: Mode
     else:
         fixed_map(config.policy, names, pins(config, args), config.formats)
     if config.late:
-        late_shares(solve_request(config, args, linears), linears.flops, sum(linears.left_flops.values()))
+        late_shares(solve_request(config, args, linears), linears.flops, sum(linears.uncovered_flops.values()))
 
 
 def _check_globs(schedule: Schedule, names: list[str]) -> None:
@@ -320,7 +320,7 @@ def solve_request(config: SnipConfig, args: argparse.Namespace, linears: ModelLi
     return config.request(
         times=option_times(config, args, linears.covered) if config.budget.timed and config.updates else None,
         pins=pins(config, args),
-        unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.left_flops.items()} or None,
+        unquantised_stage_flops={k: v * _tokens_per_step(args) for k, v in linears.uncovered_flops.items()} or None,
     )
 
 
@@ -355,8 +355,11 @@ def _check_reachable(config: SnipConfig, args: argparse.Namespace, linears: Mode
 
 def _limits(config: SnipConfig, linears: ModelLinears, request: SolveRequest, target: float) -> tuple[str, str]:
     """Return the argument that keeps the share of FP4 below ``target``, and a remedy."""
-    if linears.left:
-        return f"{linears.left[0].name} and {len(linears.left) - 1} others, which stay bf16", "lower the budget"
+    if linears.uncovered:
+        return (
+            f"{linears.uncovered[0].name} and {len(linears.uncovered) - 1} others, which stay bf16",
+            "lower the budget",
+        )
     if reachable_share(linears.covered, replace(request, pins=())) < target - 1e-9:
         formats = f"--snip-formats {','.join(config.formats)}"
         return formats, "lower the budget or add four-bit formats of more GEMMs"

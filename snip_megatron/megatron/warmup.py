@@ -63,7 +63,7 @@ class WarmUp:
     _checked: bool = False
 
     @property
-    def _replays(self) -> bool:
+    def _cpp_replay(self) -> bool:
         # With CUDA graphs no host time is left to save, and a capture of replays has not been tried on a GPU.
         return self.registry.context.backend.name == "hopper" and self.registry.device is None
 
@@ -103,21 +103,16 @@ class WarmUp:
             return {}
         self._check()
         if compilation.remaining:
+            lost = f"{compilation.remaining} of {compilation.kernels} kernels of rank {dist.get_rank()}"
             print(
-                f"snip: processes that compile kernels died or hung: {compilation.remaining} of"
-                f" {compilation.kernels} kernels of rank"
-                f" {dist.get_rank()} are compiled at their first launch",
+                f"snip: processes that compile kernels died or hung: {lost} are compiled at their first launch",
                 flush=True,
             )
         if compilation.seconds:
             say(f"{compilation.kernels} kernels are compiled after {compilation.seconds:.0f} s")
-        if self._replays:
+        if self._cpp_replay:
             say(launch_from_cpp(self.registry.context.backend, self._replayed_formats))
-        return {
-            "kernels": compilation.kernels,
-            "compiled": compilation.compiled,
-            "processes": compilation.processes,
-        }
+        return {name: getattr(compilation, name) for name in ("kernels", "compiled", "processes")}
 
     def _check(self) -> None:
         """Check the backend once, when its kernels are compiled and before a map uses it."""
@@ -152,7 +147,7 @@ class WarmUp:
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // (2 * ranks)))  # training has the others
         share = sorted(variants, key=repr)[rank::ranks]
-        replays = self._replays and rank == 0
+        replays = self._cpp_replay and rank == 0
         return Compilation(share, driver.active.get_current_target(), processes, replays=replays)
 
     def _listed(self, *, in_force: bool) -> list[str | Source]:
@@ -166,7 +161,7 @@ class WarmUp:
         if self._formats_in_use and (listing.kernels or not in_force):
             with list_launches() as compared:  # of small matrices, whose sizes are not replaced
                 backend.check("cuda", self._formats_in_use)
-                for fmt in self._replayed_formats if self._replays and not in_force else ():
+                for fmt in self._replayed_formats if self._cpp_replay and not in_force else ():
                     wrong_numbers(backend, "cuda", [fmt])
             listing.kernels |= compared.kernels
         return list(listing.kernels)
@@ -185,10 +180,8 @@ class WarmUp:
 
         If ``in_force``, only those of the map in force are run.
         """
-        updates, sharded = (
-            self.config.updates and not in_force,
-            self.host.optimizer_sharded and self.host.groups.dp_size > 1,
-        )
+        updates = self.config.updates and not in_force
+        sharded = self.host.optimizer_sharded and self.host.groups.dp_size > 1
         for handle, formats in self._kinds(in_force=in_force):
             for tokens in self._tokens(handle):
                 gathered = self.host.sequence_parallel and handle.parallel == "column"
@@ -214,12 +207,8 @@ class WarmUp:
         """Yield one linear of each shape, with the formats that all linears of this shape may get."""
         kinds: dict[tuple[object, ...], tuple[LinearHandle, dict[Formats, None]]] = {}
         for handle in self.registry:
-            key = (
-                tuple(handle.weight.shape),
-                handle.parallel,
-                handle.expert is None,
-                handle.state.beside_swiglu,
-            )
+            expert, weight = handle.expert is not None, tuple(handle.weight.shape)
+            key = weight, handle.parallel, expert, handle.state.beside_swiglu
             _, formats = kinds.setdefault(key, (handle, {}))
             formats |= dict.fromkeys([handle.formats] if in_force else self._formats(handle))
         for handle, formats in kinds.values():
@@ -233,10 +222,9 @@ class WarmUp:
             yield replayed.formats_of(handle.name)
         if not self.config.updates and not self.config.late:
             return
-        candidates = [Format(name) for name in self.config.formats]
+        candidates, pinned = [Format(name) for name in self.config.formats], self._pinned
         fprop, dgrad, wgrad = (
-            self._pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms])
-            for gemm in Gemm
+            pinned.get(option_id(handle.name, gemm), [fmt for fmt in candidates if gemm in fmt.gemms]) for gemm in Gemm
         )
         yield from covering((fprop, dgrad, wgrad), alike=self.request.granularity == "layer")
 

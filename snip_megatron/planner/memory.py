@@ -1,8 +1,8 @@
 """Predicted memory on one GPU of each pipeline stage: parameters, saved activations by format, and probes."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from snip_megatron.planner.layout import Layout
 from snip_megatron.precision import ALL_BF16, Format, Formats, LinearRow, Role
@@ -28,77 +28,45 @@ _TILED = (Format.FP8, Format.FP4)
 """Formats with an FP32 scale for each tile or block. In the others, scales are multiplied into emulated elements."""
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on each GPU of a stage.
+def stage_memory(
+    layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None
+) -> dict[str, float]:
+    """Predict the memory of each GPU of a stage: name → bytes.
 
-    Attributes:
-        quantised_weights: allocated from a step's first microbatch to its end.
-        activations: saved for the backward, at the schedule's peak.
-        working: temporaries of the backward.
-        probe: activations and copies of a probe of whole microbatches, which has no quantised weights.
-        least_probe: what a probe of one sequence of each microbatch takes in all beyond ``fixed``.
+    ``quantised_weights`` are allocated from a step's first microbatch to its end, ``activations`` are saved for the
+    backward at the schedule's peak, and ``working`` are temporaries of the backward. ``training`` is the sum of all
+    that training takes. ``probe`` are activations and copies of a probe of whole microbatches, which has no quantised
+    weights, and ``least_probe`` is what a probe of one sequence of each microbatch takes in all. Probes take that where
+    memory is short. ``probing`` and ``probing_least`` are these with what is allocated all the time. ``peak`` is the
+    least memory with which training and its updates fit.
+
+    ``config`` is that of the updates, which probe. It is None for a run without.
     """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    quantised_weights: float
-    activations: float
-    logits: float
-    working: float
-    probe: float
-    least_probe: float
-
-    @property
-    def fixed(self) -> float:
-        """Bytes that are allocated all the time."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def training(self) -> float:
-        return self.fixed + self.quantised_weights + self.activations + self.logits + self.working
-
-    @property
-    def probing(self) -> float:
-        return self.fixed + self.probe + self.logits + self.working
-
-    @property
-    def probing_least(self) -> float:
-        """Peak bytes of a probe of one sequence of each microbatch, which probes take where memory is short."""
-        return self.fixed + self.least_probe
-
-    @property
-    def peak(self) -> float:
-        """The least memory with which training and its updates fit."""
-        return max(self.training, self.probing_least)
-
-    def as_dict(self) -> dict[str, float]:
-        """Return all figures but ``fixed`` by name."""
-        derived = ("training", "probing", "probing_least", "peak")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-
-
-def stage_memory(layout: Layout, stage: int, formats_of: FormatsOf, config: SnipConfig | None = None) -> StageMemory:
-    """Predict the memory of a stage. ``config`` is that of the updates, which probe. It is None for a run without."""
     single = dataclasses.replace(layout, micro_batch_size=1)
-    parameters = layout.stage_parameters(stage)
+    parameters, layers = layout.stage_parameters(stage), layout.stages[stage]
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
-    layers = layout.stages[stage]
     saved, recomputed = _activations(layout, layers, formats_of)
-    return StageMemory(
-        parameters=float(_WEIGHT * parameters),
-        gradients=float(layout.gradient_bytes * parameters),
-        optimizer=_OPTIMIZER * parameters / shards,
-        quantised_weights=sum(
-            quantised_weight(layout.shapes[row.name], formats_of(row)) for layer in layers for row in layer
-        ),
-        activations=saved * layout.in_flight(stage),
-        logits=_logits(layout, stage),
-        working=recomputed + _working(layout),
-        probe=_probe(layout, stage, config),
-        least_probe=_probe(single, stage, config) + _logits(single, stage) + _working(single),
-    )
+    weights = (quantised_weight(layout.shapes[row.name], formats_of(row)) for layer in layers for row in layer)
+    always = {
+        "parameters": float(_WEIGHT * parameters),
+        "gradients": float(layout.gradient_bytes * parameters),
+        "optimizer": _OPTIMIZER * parameters / shards,
+    }
+    ends = {"logits": _logits(layout, stage), "working": recomputed + _working(layout)}
+    steps = {"quantised_weights": math.fsum(weights), "activations": saved * layout.in_flight(stage)}
+    probe = _probe(layout, stage, config)
+    least_probe = _probe(single, stage, config) + _logits(single, stage) + _working(single)
+    fixed = math.fsum(always.values())
+    training = fixed + math.fsum((ends | steps).values())
+    return {
+        **(always | steps | ends),
+        "probe": probe,
+        "least_probe": least_probe,
+        "training": training,
+        "probing": fixed + probe + math.fsum(ends.values()),
+        "probing_least": fixed + least_probe,
+        "peak": max(training, fixed + least_probe),
+    }
 
 
 def _logits(layout: Layout, stage: int) -> float:
@@ -184,7 +152,7 @@ def probe_microbatches(layout: Layout, config: SnipConfig) -> int:
 
 
 def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
-    """Return ``probe`` of :class:`StageMemory`: bf16 activations, temporaries of one linear, and sampled rows.
+    """Return ``probe`` of :func:`stage_memory`: bf16 activations, temporaries of one linear, and sampled rows.
 
     The rows that the statistics pass samples stay allocated to the end of the update.
     """
@@ -193,13 +161,9 @@ def _probe(layout: Layout, stage: int, config: SnipConfig | None) -> float:
     microbatches, layers = probe_microbatches(layout, config), layout.stages[stage]
     rows = [row for layer in layers for row in layer]
     shapes = [(layout.shapes[row.name], layout.passes(row)) for row in rows]
-    probed = ProbedShapes(
-        linears=[LinearRows(shape.tokens, shape.n, shape.k) for shape, count in shapes for _ in range(count)],
-        tokens=layout.tokens,
-        hidden=layout.model.hidden,
-        boundaries=len({row.sub_block for row in rows}),
-        element=_WEIGHT,
-    )
+    linears = [LinearRows(shape.tokens, shape.n, shape.k) for shape, count in shapes for _ in range(count)]
+    boundaries = len({row.sub_block for row in rows})
+    probed = ProbedShapes(linears, layout.tokens, layout.model.hidden, boundaries, _WEIGHT)
     saved, recomputed = _activations(layout, layers, lambda row: ALL_BF16)
     passes = saved * layout.in_flight(stage, microbatches) + recomputed
     return probed.samples(config.probe_tokens, microbatches) + passes + probed.recording

@@ -217,8 +217,8 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     }
 
 
-def _fields(instance: Model | Layout, left_out: str) -> Body:
-    return {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance) if f.name != left_out}
+def _fields(instance: Model | Layout, excluded: str) -> Body:
+    return {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance) if f.name != excluded}
 
 
 def _kinds(layout: Layout) -> list[tuple[str, LinearRow]]:
@@ -261,11 +261,9 @@ def _stage(
         "blocks": len(layers),
         "parameters": layout.stage_parameters(stage),
         "flops": math.fsum(row.runs(None) * shape.flops * shape.microbatches for row, shape in rows),
-        "bytes": {
-            name: stage_memory(layout, stage, formats_of, config).as_dict() for name, formats_of in variants.items()
-        },
-        "seconds": {name: time.seconds | {"total": time.total} for name, time in work.items()},
-        "busy": {name: time.total / steps[name].slowest for name, time in work.items()},
+        "bytes": {name: stage_memory(layout, stage, formats_of, config) for name, formats_of in variants.items()},
+        "seconds": work,
+        "busy": {name: seconds["total"] / steps[name].slowest for name, seconds in work.items()},
     }
 
 

@@ -131,51 +131,29 @@ def _attention_flops(sequence: int, heads: int, head_size: int) -> float:
 
 
 @dataclass(frozen=True)
-class StageTime:
-    """Seconds that one GPU of a stage works in a step.
-
-    They are those of the ``linears`` with their quantisation, ``attention``, ``elementwise`` kernels of the layers,
-    ``ends`` (embedding, output layer and loss), exposed communication of ``tensor_parallel`` ranks, ``experts`` and
-    ``pipeline``, and ``stock``, what Megatron's own experts take longer than SNIP's in bf16.
-    """
-
-    seconds: dict[str, float]
-
-    @property
-    def linears(self) -> float:
-        """Seconds of the linears: what a ``speedup=`` budget counts."""
-        return self.seconds["linears"]
-
-    @property
-    def other(self) -> float:
-        return math.fsum(seconds for name, seconds in self.seconds.items() if name != "linears")
-
-    @property
-    def total(self) -> float:
-        return self.linears + self.other
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Seconds of a training step.
 
-    ``bubble`` is the pipeline's time divided by the slowest stage's work. ``data_parallel`` is the exposed
-    communication after the pipeline.
+    ``stages`` has the seconds that one GPU of each stage works: those of the ``linears`` with their quantisation,
+    ``attention``, ``elementwise`` kernels of the layers, ``ends`` (embedding, output layer and loss), exposed
+    communication of ``tensor_parallel`` ranks, ``experts`` and ``pipeline``, ``stock``, what Megatron's own experts
+    take longer than SNIP's in bf16, and their sum ``total``. ``bubble`` is the pipeline's time divided by the slowest
+    stage's work. ``data_parallel`` is the exposed communication after the pipeline.
     """
 
-    stages: tuple[StageTime, ...]
+    stages: tuple[dict[str, float], ...]
     bubble: float
     data_parallel: float
     optimizer: float
 
     @property
     def slowest(self) -> float:
-        return max(stage.total for stage in self.stages)
+        return max(stage["total"] for stage in self.stages)
 
     @property
     def linears(self) -> float:
         """Seconds of the linears on the stage that takes longest for them: what a ``speedup=`` budget bounds."""
-        return max(stage.linears for stage in self.stages)
+        return max(stage["linears"] for stage in self.stages)
 
     @property
     def total(self) -> float:
@@ -184,7 +162,7 @@ class StepTime:
     @property
     def balance(self) -> float:
         """The mean work of the stages divided by that of the slowest stage."""
-        return math.fsum(stage.total for stage in self.stages) / len(self.stages) / self.slowest
+        return math.fsum(stage["total"] for stage in self.stages) / len(self.stages) / self.slowest
 
 
 class StepModel:
@@ -202,14 +180,15 @@ class StepModel:
     def step(self, formats_of: FormatsOf) -> StepTime:
         """Predict the step in which the linears run in the formats of ``formats_of``."""
         stages = tuple(self._stage(stage, formats_of) for stage in range(self.layout.pp))
-        data_parallel, optimizer = self._after(max(stage.total for stage in stages))
+        data_parallel, optimizer = self._after(max(stage["total"] for stage in stages))
         return StepTime(stages, self.layout.bubble, data_parallel, optimizer)
 
     def fixed_seconds(self) -> dict[int, float]:
         """Return stage → seconds of a step that no format changes, its share of what follows the pipeline included."""
         bf16 = self.step(lambda row: ALL_BF16)
         after = (bf16.data_parallel + bf16.optimizer) / bf16.bubble
-        return {stage: time.other - time.seconds["stock"] + after for stage, time in enumerate(bf16.stages)}
+        fixed = (seconds["total"] - seconds["linears"] - seconds["stock"] + after for seconds in bf16.stages)
+        return dict(enumerate(fixed))
 
     def linear(self, row: LinearRow, formats: Formats) -> float:
         """Return the seconds of a linear in a step, as a budget of time adds them up (:meth:`option_times`)."""
@@ -228,27 +207,27 @@ class StepModel:
         return OptionTimes.predict(self.model, shapes, formats)
 
     # -- one stage -----------------------------------------------------------------------------------------------
-    def _stage(self, stage: int, formats_of: FormatsOf) -> StageTime:
+    def _stage(self, stage: int, formats_of: FormatsOf) -> dict[str, float]:
         layout = self.layout
         linears = [(row, formats_of(row)) for layer in layout.stages[stage] for row in layer]
+        shapes = [(row, formats, layout.shapes[row.name]) for row, formats in linears]
         attentions = sum(layout.passes(row) for row, _ in linears if after_attention(row))
-        spared = math.fsum(self._spared_bytes(*each) for each in linears)
-        seconds = {
-            "linears": math.fsum(self.linear(row, formats) for row, formats in linears),
-            "attention": layout.microbatches * attentions * self._attention(),
-            "elementwise": layout.microbatches
-            * self.rates.memory(self._layer_bytes([row for row, _ in linears]) - spared),
-            "ends": layout.microbatches * self._ends(stage),
-            "tensor_parallel": math.fsum(
-                layout.shapes[row.name].microbatches * self._exchanged(row) for row, _ in linears
-            ),
-            "experts": layout.microbatches * math.fsum(self._dispatch(row) for row, _ in linears),
-            "stock": math.fsum(
-                self.model.stock(layout.shapes[row.name]) for row, formats in linears if formats == ALL_BF16
-            ),
-            "pipeline": layout.microbatches * self._pipeline(stage),
+        moved = self._layer_bytes([row for row, _ in linears]) - math.fsum(
+            self._spared_bytes(*each) for each in linears
+        )
+        microbatch = {
+            "attention": attentions * self._attention(),
+            "elementwise": self.rates.memory(moved),
+            "ends": self._ends(stage),
+            "experts": math.fsum(self._dispatch(row) for row, _ in linears),
+            "pipeline": self._pipeline(stage),
         }
-        return StageTime(seconds)
+        seconds = {name: layout.microbatches * value for name, value in microbatch.items()} | {
+            "linears": math.fsum(self.linear(row, formats) for row, formats in linears),
+            "tensor_parallel": math.fsum(shape.microbatches * self._exchanged(row) for row, _, shape in shapes),
+            "stock": math.fsum(self.model.stock(shape) for _, formats, shape in shapes if formats == ALL_BF16),
+        }
+        return seconds | {"total": math.fsum(seconds.values())}
 
     def _attention(self) -> float:
         """Return the seconds of an attention in one microbatch."""

@@ -72,16 +72,16 @@ class Variant:
     Attributes:
         base: the format that it is a variant of.
         gemms: the GEMMs that may run in it.
-        own_weight: whether fprop and dgrad cannot share one quantised W.
+        separate_weight: whether fprop and dgrad cannot share one quantised W.
     """
 
     base: Format
     gemms: tuple[Gemm, ...]
-    own_weight: bool = False
+    separate_weight: bool = False
 
 
 VARIANTS: Mapping[Format, Variant] = {
-    Format.NVFP4_46: Variant(Format.NVFP4, (Gemm.FPROP,), own_weight=True),
+    Format.NVFP4_46: Variant(Format.NVFP4, (Gemm.FPROP,), separate_weight=True),
     Format.NVFP4_HADAMARD: Variant(Format.NVFP4, (Gemm.WGRAD,)),
     Format.NVFP4_HADAMARD_FIXED: Variant(Format.NVFP4, (Gemm.WGRAD,)),
     Format.MXFP4_HADAMARD: Variant(Format.MXFP4, (Gemm.WGRAD,)),

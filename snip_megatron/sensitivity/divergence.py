@@ -49,31 +49,15 @@ def of_rows(table: StatisticsTable, name: str) -> FloatArray:
     return np.array([getattr(row, name) for row in table.linears], dtype=np.float64)
 
 
-def _only_fprop(values: FloatArray) -> FloatArray:
-    full = np.zeros((values.shape[0], len(Gemm), values.shape[1]))
-    full[:, FPROP] = values
-    return full
-
-
 def second_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
     """Return ΔL₂ = (T/2)·Σ_t (G_t·E_t)² of every option, in nats, float64 [linears, 3, formats] (how-it-works.md, loss
     divergence).
 
     ΔL₂ is additive over options and independent of T: it is the empirical Fisher estimate for the mean token loss.
     """
-    return _only_fprop(0.5 * table.tokens * format_column(table, "c2", formats))
-
-
-def first_order(table: StatisticsTable, formats: Sequence[str]) -> FloatArray:
-    """Return ΔL₁ = sqrt(‖D‖²‖δX‖²/(T·K) + ‖∇W‖²‖δW‖²/(N·K)), in nats, float64 [linears, 3, formats].
-
-    ΔL₁ is the RMS of the first-order change. It decreases as 1/√T and is not additive, so it serves only to rank single
-    options (docs/how-it-works.md).
-    """
-    n, k, active, experts = (of_rows(table, name) for name in ("n", "k", "active", "experts"))
-    from_x = (table.linear["d2"] / (table.tokens * active * k))[:, None] * format_column(table, "dx_row2", formats)
-    from_w = (table.linear["gw2"] / (n * k * experts))[:, None] * format_column(table, "dw2", formats)
-    return _only_fprop(np.sqrt(from_x + from_w))
+    scores = np.zeros((len(table.linears), len(Gemm), len(formats)))
+    scores[:, FPROP] = 0.5 * table.tokens * format_column(table, "c2", formats)
+    return scores
 
 
 # -- weight divergence -------------------------------------------------------------------------------------------------
@@ -189,7 +173,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     sink, at_option = _sink_boundaries(table), sub[:, None]
     # In the backward, a norm follows the linears of the sub-block above its boundary. The embedding is at boundary 0.
     is_norm = np.array([not row.name.startswith(EMBEDDING) for row in table.sinks], dtype=bool)
-    own_norm = (sink[None, :] == at_option) & is_norm
+    norm_at_option = (sink[None, :] == at_option) & is_norm
     local = _ratio(dgrad_error2(table, fmt), table.linear["d2"])[:, None]
     exits, d2 = _exits(table), table.linear["d2"]
     all_exits = (sub[None, :] == at_option) & (role[None, :] == 0)
@@ -199,10 +183,10 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     shared = exits.astype(np.float32) @ exits.T.astype(np.float32) > 0.0
     before = shared & (role[None, :] < role[:, None])
     to_linear = sub[None, :] < at_option
-    to_sink = (sink[None, :] <= at_option) & ~own_norm
+    to_sink = (sink[None, :] <= at_option) & ~norm_at_option
     return Propagation(
         linears=q * to_linear + local * before,
-        sinks=q * to_sink + local * beside * own_norm,
+        sinks=q * to_sink + local * beside * norm_at_option,
     )
 
 

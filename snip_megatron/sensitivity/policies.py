@@ -107,15 +107,13 @@ def _errors(
 ) -> FloatArray:
     """Sum of the Frobenius norms of both operands' errors, with ``relative`` each over the norm of its operand."""
     operands = (("dx_row2", "x2", "dw2", "w2"), ("dg_row2", "g2", "dw2", "w2"), ("dg_col2", "g2", "dx_col2", "x2"))
-    scores = []
-    for operand in operands:
-        total = np.zeros((len(table.linears), len(request.formats)))
+    scores = np.zeros((len(table.linears), len(Gemm), len(request.formats)))
+    for gemm, operand in enumerate(operands):
         for error, size in (operand[:2], operand[2:]):
-            norm = table.linear[size][:, None] if relative else np.ones((len(table.linears), 1))
-            safe = np.where(norm > 0.0, norm, 1.0)
-            total += np.sqrt(format_column(table, error, request.formats) / safe)
-        scores.append(total)
-    return np.stack(scores, axis=1)
+            norm = table.linear[size][:, None]
+            safe = np.where(norm > 0.0, norm, 1.0) if relative else 1.0
+            scores[:, gemm] += np.sqrt(format_column(table, error, request.formats) / safe)
+    return scores
 
 
 def _rule(table: StatisticsTable, request: SolveRequest, protection: FloatArray) -> FloatArray:
@@ -215,20 +213,19 @@ def fixed_formats(policy: str, formats: Sequence[str] = ()) -> tuple[dict[Gemm, 
     that of 4 bits, by default fp4. The recipes take nvfp4 or mxfp4, whichever is a candidate, by default nvfp4.
     """
     candidates = [Format(name) for name in formats]
-    if policy == "bf16":
-        return _all(Format.BF16), _all(Format.BF16)
-    if policy in ("uniform-fp8", "uniform-fp4"):
-        bits, default = (8, Format.FP8) if policy == "uniform-fp8" else (4, Format.FP4)
-        matching = [fmt for fmt in candidates if fmt.bits == bits and fmt.base is fmt]
-        fmt = matching[0] if matching and default not in matching else default
-        return _all(fmt), _all(fmt)
     low = next((fmt for fmt in candidates if fmt in _HADAMARD), Format.NVFP4)
+    bf16, most = dict.fromkeys(Gemm, Format.BF16), dict.fromkeys(Gemm, low)
+    if policy == "bf16":
+        return bf16, bf16
     if policy == "nvidia":
-        return _all(low) | {Gemm.WGRAD: _HADAMARD[low]}, _all(Format.BF16)
+        return most | {Gemm.WGRAD: _HADAMARD[low]}, bf16
     if policy == "mxfp8-forward":
-        most = _all(low) | {Gemm.FPROP: Format.MXFP8}
+        most = most | {Gemm.FPROP: Format.MXFP8}
         return most, most
-    raise ValueError(f"{policy} is not one of {', '.join(FIXED)}")
+    bits, default = (8, Format.FP8) if policy == "uniform-fp8" else (4, Format.FP4)
+    matching = [fmt for fmt in candidates if fmt.bits == bits and fmt.base is fmt]
+    uniform = dict.fromkeys(Gemm, matching[0] if matching and default not in matching else default)
+    return uniform, uniform
 
 
 def formats_of(policy: str, formats: Sequence[str] = (), pins: Sequence[tuple[str, str]] = ()) -> frozenset[Format]:
@@ -256,10 +253,6 @@ def fixed_map(
     of_layer = {name: last if at >= tail else most for name, at in layer.items()}
     choices = {option_id(name, gemm): by_gemm[gemm] for name, by_gemm in of_layer.items() for gemm in Gemm}
     return PrecisionMap(choices=choices | pinned_formats(layer, pins))
-
-
-def _all(fmt: Format) -> dict[Gemm, Format]:
-    return dict.fromkeys(Gemm, fmt)
 
 
 # -- plans of two maps ---------------------------------------------------------------------------------------------

@@ -132,19 +132,11 @@ def build_problem(table: StatisticsTable, request: SolveRequest) -> tuple[Proble
     fprop_share = rounded(np.clip(np.divide(forward, q, out=np.zeros_like(q), where=q > 0.0), 0.0, 1.0))
     candidates = np.array([[fmt in request.formats_of(option.gemm) for fmt in request.formats] for option in options])
     q = _break_ties(monotone(q, request.formats, candidates), options, request)
-    columns = {
-        "delta_loss": per_option(delta_loss, request),
-        "delta_weight": per_option(delta_weight, request),
-        "q": q,
-    }
-    record = {
-        option.id: {
-            fmt: {name: float(values[i, f]) for name, values in columns.items()}
-            for f, fmt in enumerate(request.formats)
-            if candidates[i, f]
-        }
-        for i, option in enumerate(options)
-    }
+    columns = {"delta_loss": per_option(delta_loss, request), "delta_weight": per_option(delta_weight, request), "q": q}
+    record: Scores = {option.id: {} for option in options}
+    for i, f in zip(*np.nonzero(candidates), strict=True):
+        figures = {name: float(values[i, f]) for name, values in columns.items()}
+        record[options[i].id][request.formats[f]] = figures
     return make_problem(options, request, q, fprop_share), record
 
 
@@ -282,15 +274,16 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
     for p, globs in enumerate(phases.change):
         if p == 0 or globs is None:
             continue
-        matches = [[fnmatchcase(o.id, glob) or fnmatchcase(o.linear, glob) for o in options] for glob in globs]
-        for glob, hits in zip(globs, matches, strict=True):
+        changes = [False] * len(options)
+        for glob in globs:
+            hits = [fnmatchcase(option.id, glob) or fnmatchcase(option.linear, glob) for option in options]
             if not any(hits):
                 raise SnipError(
                     f"the phase that begins at step {phases.begins[p]}: change {quoted(cut(glob))} matches no option;"
                     f" the first option is {options[0].id}"
                 )
-        changes = [any(hits) for hits in zip(*matches, strict=True)] or [False] * len(options)
-        keeps = [kept if change else (*kept, p) for kept, change in zip(keeps, changes, strict=True)]
+            changes = [one or other for one, other in zip(changes, hits, strict=True)]
+        keeps = [before if change else (*before, p) for before, change in zip(keeps, changes, strict=True)]
     return keeps
 
 

@@ -51,22 +51,18 @@ def carried_weights(origin: int, begins: Sequence[int], end: int, rates: Sequenc
     """Return the weight κ of the carried loss of every phase.
 
     κ is the integral of the learning rate over the phase, divided by that over the run, so that the phases of a whole
-    run sum to 1. Raises SnipError if a rate is negative or not finite, or if all are 0.
+    run sum to 1.
 
     Args:
         origin, end: first step of the run, and the step before which it ends.
         begins: first step of each phase, ascending, from ``origin`` on. A phase ends where the next begins.
         rates: learning rates in any unit at evenly spaced times, the first at ``origin``, the last at ``end``. A single
-            one is constant.
+            one is constant. At least one is above 0.
     """
-    sampled = np.array(rates, dtype=np.float64)
-    if not len(sampled) or not np.all(np.isfinite(sampled)) or (sampled < 0).any():
-        raise SnipError(f"learning rates {cut(tuple(rates))}: must be finite numbers, 0 or more")
-    if not (sampled > 0).any():
-        raise SnipError("learning rates: one of the run must be above 0")
+    sampled = np.resize(np.array(rates, dtype=np.float64), max(len(rates), 2))
     edges = (np.array([*begins, end], dtype=np.float64) - origin) / (end - origin)
     grid = np.union1d(np.linspace(0.0, 1.0, _GRID), edges)
-    rate = np.interp(grid, np.linspace(0.0, 1.0, max(len(sampled), 2)), np.resize(sampled, max(len(sampled), 2)))
+    rate = np.interp(grid, np.linspace(0.0, 1.0, len(sampled)), sampled)
     carried = np.concatenate([[0.0], np.cumsum(np.diff(grid) * (rate[1:] + rate[:-1]) / 2)])
     at = np.interp(edges, grid, carried / carried[-1])
     return tuple(float(b - a) for a, b in pairwise(at))
@@ -128,7 +124,7 @@ class PhasedRequest(JsonFields):
         phases = [schedule.phases[index] for index, _, _ in rest]
         begins = tuple(begin for _, begin, _ in rest)
         return cls(
-            begins=begins,
+            begins,
             steps=tuple(steps for _, _, steps in rest),
             budgets=tuple(None if phase.budget is None else phase.budget.value for phase in phases),
             change=tuple(phase.change for phase in phases),

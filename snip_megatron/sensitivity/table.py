@@ -21,6 +21,7 @@ from snip_megatron.precision import LinearRow, Role, Side, strict_json
 from snip_megatron.precision.errors import SnipError, cut
 
 STATS_SCHEMA = "snip.stats/1"
+_NUMBERS = ("step", "tokens", "tokens_per_step")
 
 RHO_GRID = np.logspace(-4.0, 1.0, 24)
 """Relative gradient errors ρ at which F_j(ρ) is tabulated (docs/how-it-works.md, recipe step 6)."""
@@ -128,20 +129,18 @@ class StatisticsTable:
         """Return the columns with a NaN, an Inf or a negative value. An update with such a table is dropped."""
         bad = []
         for name, array in self.arrays.items():
-            wrong = ~(np.isfinite(array) & (array >= 0))
-            if wrong.any():
-                row = int(np.argwhere(wrong)[0][0])
-                owner = self.linears[row].name if name.startswith(("linear.", "by_format.", "drift2")) else row
-                bad.append(f"{name} at {owner}")
+            wrong = np.argwhere(~(np.isfinite(array) & (array >= 0)))
+            if len(wrong):
+                row = int(wrong[0][0])
+                of_linear = name.startswith(("linear.", "by_format.", "drift2"))
+                bad.append(f"{name} at {self.linears[row].name if of_linear else row}")
         return bad
 
     def to_bytes(self) -> bytes:
         """Return the contents of a .npz file without pickles."""
         header = {
             "schema": STATS_SCHEMA,
-            "step": self.step,
-            "tokens": self.tokens,
-            "tokens_per_step": self.tokens_per_step,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "formats": list(self.formats),
             "linears": [astuple(row) for row in self.linears],
             "sinks": [astuple(row) for row in self.sinks],
@@ -169,9 +168,7 @@ class StatisticsTable:
                 linears = tuple(_linear_row(*fields) for fields in header["linears"])
                 sinks = tuple(SinkRow(str(a), int(b), int(c)) for a, b, c in header["sinks"])
                 return cls(
-                    step=int(header["step"]),
-                    tokens=int(header["tokens"]),
-                    tokens_per_step=int(header["tokens_per_step"]),
+                    **{name: int(header[name]) for name in _NUMBERS},
                     formats=formats,
                     linears=linears,
                     sinks=sinks,

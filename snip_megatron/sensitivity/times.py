@@ -76,10 +76,9 @@ class OptionTimes(JsonFields):
         by_gemm = _of_linear(self.seconds, linear)
         if by_gemm is None:
             raise SnipError(f"{linear}: its predicted time is not known")
-        try:
-            return by_gemm[gemm.value][fmt]
-        except KeyError:
-            raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}") from None
+        if (seconds := by_gemm.get(gemm.value, {}).get(fmt)) is None:
+            raise SnipError(f"{linear}: the times of {self.model} hold none in {fmt}")
+        return seconds
 
     def _of_gemms(self, linear: str, formats: Mapping[Gemm, str]) -> float:
         return seconds_of(formats, functools.partial(self.of, linear), functools.partial(self.saved, linear))

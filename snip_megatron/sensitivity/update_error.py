@@ -51,20 +51,15 @@ def sign_words(seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> t
     return _mixed(derive_seed(seed, 0), rows.to(device)), _mixed(derive_seed(seed, 1), cols.to(device))
 
 
-class CachedSignWords:
+class CachedSignWords(dict[int, tuple[Tensor, Tensor]]):
     """:func:`sign_words`, computed once for each ``seed``, which belongs to one parameter.
 
     A rank always holds the same rows and columns of a parameter. Copying their ids to the device waits for all work
     that runs there.
     """
 
-    def __init__(self) -> None:
-        self._words: dict[int, tuple[Tensor, Tensor]] = {}
-
     def __call__(self, seed: int, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        if seed not in self._words:
-            self._words[seed] = sign_words(seed, rows, cols, device)
-        return self._words[seed]
+        return self[seed] if seed in self else self.setdefault(seed, sign_words(seed, rows, cols, device))
 
 
 def error_signs(seed: int, rows: Tensor, cols: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class CostModel:
             both = self._share(shape, "weights", lambda times: times[known])
         else:
             both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
-        alone = known is not fmt and VARIANTS[fmt].own_weight
+        alone = known is not fmt and VARIANTS[fmt].separate_weight
         return both if alone else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:

@@ -67,7 +67,7 @@ def test_transformer_engine_s_own_classes_of_several_weights_stay_bf16_and_count
         layer.self_attention.side = te.GroupedLinear(3, 64, 32, bias=False, device="cpu")
         layer.self_attention.parts = te.Linear(64, 96, parameters_split=("q", "k"), bias=False, device="cpu")
     registry = convert_model([chunk], CONFIG)
-    assert {row.id.path: (row.n, row.k, row.experts, row.flops, row.role) for row in registry.left} == {
+    assert {row.id.path: (row.n, row.k, row.experts, row.flops, row.role) for row in registry.uncovered} == {
         "mlp.fc1": (192, 64, 1, 2.0 * 192 * 64, "reads"),
         "mlp.fc2": (64, 96, 1, 2.0 * 64 * 96, "writes"),
         "self_attention.side": (32, 64, 3, 2.0 * 32 * 64, "reads"),

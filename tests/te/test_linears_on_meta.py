@@ -17,7 +17,7 @@ def test_latent_attention_and_the_layer_of_another_token() -> None:
         multi_latent_attention=True, qk_layernorm=True, num_query_groups=4, mtp_num_layers=1, rope_type="rope",
         transformer_impl="transformer_engine",
     )  # fmt: skip
-    everything = (*found.covered, *found.left)
+    everything = (*found.covered, *found.uncovered)
     attention = rows_of(everything, 0)
     assert {path: row.role for path, row in attention.items() if "_down_" in path} == {
         "self_attention.linear_q_down_proj": Role.READS,
@@ -40,7 +40,7 @@ def test_what_sparse_attention_absorbs_stays_bf16() -> None:
         experimental_attention_variant="dsa", dsa_indexer_n_heads=2, dsa_indexer_head_dim=16, dsa_indexer_topk=8,
         dsa_indexer_loss_coeff=0.01,
     )  # fmt: skip
-    assert {row.id.path for row in found.left} == {"self_attention.linear_kv_up_proj"}
+    assert {row.id.path for row in found.uncovered} == {"self_attention.linear_kv_up_proj"}
     assert "self_attention.core_attention.indexer.linear_wq_b" in rows_of(found.covered, 0)
 
 
@@ -52,7 +52,7 @@ def test_mixers_latent_experts_and_attention_of_a_hybrid() -> None:
         moe_shared_expert_intermediate_size=80, tensor_model_parallel_size=2, sequence_parallel=True,
         gated_linear_unit=False, transformer_impl="transformer_engine", is_hybrid_model=True,
     )  # fmt: skip
-    assert found.left == ()
+    assert found.uncovered == ()
     mixer, experts = rows_of(found.covered, 0), rows_of(found.covered, 1)
     # z and x have 64 features each, B and C 2 groups of 8 states, dt one feature a head.
     assert {path: (row.n, row.k, row.role) for path, row in mixer.items()} == {
@@ -77,7 +77,7 @@ def test_gated_delta_nets_stand_beside_gated_attention() -> None:
         linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
         attention_output_gate=True, transformer_impl="transformer_engine",
     )  # fmt: skip
-    assert found.left == ()
+    assert found.uncovered == ()
     delta, attention = rows_of(found.covered, 0), rows_of(found.covered, 3)
     assert (delta["self_attention.in_proj"].n, delta["self_attention.out_proj"].k) == (2 * 32 + 2 * 64 + 2 * 4, 64)
     assert attention["self_attention.linear_qkv"].n == 2 * 64 + 2 * 32  # queries and their gates, keys and values

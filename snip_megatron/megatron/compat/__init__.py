@@ -19,19 +19,18 @@ from snip_megatron.megatron.compat.graphs import (
     schedule_without_graph,
 )
 from snip_megatron.megatron.compat.loop import (
-    RandomState,
     TrainStep,
     attention_logits_restored,
     evaluations_watched,
     learning_rate,
     loss_tokens_counted,
     quiet_schedule,
+    random_states,
     rerun_disabled,
-    rng_state,
-    set_rng_state,
     wrap_evaluate,
     wrap_train_step,
 )
+from snip_megatron.megatron.compat.megatron_precision import let_snip_choose
 from snip_megatron.megatron.compat.optimizers import (
     NEEDS_PACKAGE,
     PACKAGE,
@@ -39,8 +38,7 @@ from snip_megatron.megatron.compat.optimizers import (
     has_package,
     update_of,
 )
-from snip_megatron.megatron.compat.own_precision import let_snip_choose
 from snip_megatron.megatron.compat.patches import apply, check, set_defaults
-from snip_megatron.megatron.compat.routing import AuxiliaryScale, RepeatedRouting, routers_restored, routing_repeated
+from snip_megatron.megatron.compat.routing import RepeatedRouting, routers_restored, routing_repeated
 from snip_megatron.megatron.compat.sharding import ShardedParameters, optimizer_instance, process_groups
 from snip_megatron.megatron.compat.versions import MEGATRON_VERSION, changed

@@ -12,7 +12,7 @@ import megatron.bridge.training.setup as setup
 import megatron.bridge.training.train as train
 
 from snip_megatron.megatron.compat import patches
-from snip_megatron.megatron.compat.own_precision import may_delay_wgrads, switch_off
+from snip_megatron.megatron.compat.megatron_precision import may_delay_wgrads, switch_off
 from snip_megatron.megatron.compat.versions import check_names, check_signature, nothing
 from snip_megatron.megatron.startup import Startup, say
 

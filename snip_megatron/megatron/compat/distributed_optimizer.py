@@ -50,10 +50,6 @@ def _is_adamw(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "optimizer", None), torch.optim.AdamW)
 
 
-def _parameters(adamw: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    return [(group, parameter) for group in adamw.param_groups for parameter in group["params"]]
-
-
 def _step(count: float) -> torch.Tensor:
     return torch.tensor(float(count), dtype=torch.float32)
 
@@ -68,13 +64,10 @@ def _complete(optimizer: Any) -> None:
         return
     states = optimizer.optimizer.state
     step = max((float(state["step"]) for state in states.values()), default=0.0)
-    for _, parameter in _parameters(optimizer.optimizer):
+    for parameter in (parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]):
         if not states.get(parameter) or not local_part(parameter).numel():
-            states[parameter] = {
-                "step": _step(step),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            states[parameter] = {"step": _step(step), **moments}
 
 
 def _complete_state_dict(self: Any) -> Any:
@@ -91,8 +84,9 @@ def _load_with_steps(self: Any, state_dict: Any) -> Any:
     with torch.no_grad():
         result = _load_state_dict(self, state_dict)
         if _is_adamw(self) and not self.ddp_config.use_megatron_fsdp:  # which keeps a step for each parameter
-            for group, parameter in _parameters(self.optimizer):
-                self.optimizer.state[parameter]["step"] = _step(group["step"])
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["step"] = _step(group["step"])
     return result
 
 

@@ -67,7 +67,12 @@ _LARGE, _LONG_ROW = 2**29, 256 * TILE  # elements of a large bucket, and of its 
 
 
 def check_gradient_reduction(args: argparse.Namespace) -> None:
-    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments."""
+    """Raise SnipError if gradients cannot be reduced in FP8 with these arguments.
+
+    A tile of a parameter that is replicated on tensor parallel ranks may contain neighbours that are sharded, so that
+    its scale differs between these ranks. That does not matter where Megatron sums the reduced gradients over these
+    ranks, as it does for norms and routers under sequence parallelism. Otherwise the replicas would drift apart.
+    """
     here = "--snip-gradient-reduction fp8"
     if not hasattr(args, _ARGUMENT) or not hasattr(buffers, _FUNCTION):
         raise SnipError(
@@ -86,16 +91,6 @@ def check_gradient_reduction(args: argparse.Namespace) -> None:
         )
     if args.data_parallel_size * args.context_parallel_size == 1:
         raise SnipError(f"{here}: there is one data parallel rank, so that gradients are not reduced; leave it out")
-    _check_replicas(args, here)
-
-
-def _check_replicas(args: argparse.Namespace, here: str) -> None:
-    """Check that tensor parallel ranks get equal gradients of each parameter that is replicated on them.
-
-    A tile of such a parameter may contain neighbours that are sharded, so that its scale differs between these ranks.
-    That does not matter where Megatron sums the reduced gradients over these ranks, as it does for norms and routers
-    under sequence parallelism. Otherwise the replicas would drift apart.
-    """
     if args.tensor_model_parallel_size == 1:
         return
     here += f" with --tensor-model-parallel-size {args.tensor_model_parallel_size}"
@@ -132,11 +127,7 @@ def check_reduced_models(models: Sequence[Any]) -> None:
 
 
 def _reduce_scatter(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    op: Any,
-    group: dist.ProcessGroup,
-    async_op: bool,
+    output_tensor: Tensor, input_tensor: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> SimpleNamespace | None:
     """Write the sum over ranks of this rank's part of ``input_tensor`` to ``output_tensor``, which is that part."""
     assert op == dist.ReduceOp.SUM
@@ -148,15 +139,10 @@ def _reduce_scatter(
 
 
 def start_gradient_reduction(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Start to sum gradients over data parallel ranks. This rank gets its part of the sum.
+    """Start to sum the gradients ``whole`` [ranks·n] over the data parallel ranks of ``group``.
 
-    Args:
-        shard: [n], to which the sum is written. It may be this rank's part of ``whole``.
-        whole: [ranks·n], this rank's gradients.
-        group: The data parallel group.
-
-    Returns:
-        A function that waits for the exchange and writes the sum.
+    Returns a function that waits for the exchange and writes the sum of this rank's part to ``shard`` [n], which may be
+    that part of ``whole``.
     """
     ranks, rank, n = dist.get_world_size(group), dist.get_rank(group), shard.numel()
     if ranks == 1:
@@ -175,8 +161,8 @@ def start_gradient_reduction(shard: Tensor, whole: Tensor, group: dist.ProcessGr
         for work in works:
             work.wait()
         elements, scales = (t.view(ranks, -1, t.shape[1]) for t in received)
-        own = rows.view(ranks, -1, rows.shape[1])[rank]
-        shard.copy_(arithmetic.add_partials(elements, scales, own, rank).view(-1)[:n])
+        local = rows.view(ranks, -1, rows.shape[1])[rank]
+        shard.copy_(arithmetic.add_partials(elements, scales, local, rank).view(-1)[:n])
 
     return finish
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
-from snip_megatron.megatron.compat.loop import rng_state, set_rng_state
+from snip_megatron.megatron.compat.loop import random_states
 from snip_megatron.megatron.compat.versions import changed, check_names
 from snip_megatron.runtime.exchange import MapChannel
 
@@ -78,7 +78,7 @@ def graphs_bypassed(model: Sequence[torch.nn.Module], settings: Any) -> Iterator
         for layer in layers:
             if getattr(layer, "cuda_graphs", None):  # all that the overlap of expert exchanges looks at
                 stack.enter_context(changed(layer, cuda_graphs=[]))
-        for parameter in parameters(model):
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
             if hasattr(parameter, "grad_added_to_main_grad"):
                 stack.enter_context(changed(parameter, grad_added_to_main_grad=parameter.grad_added_to_main_grad))
         yield
@@ -93,15 +93,11 @@ def _run_eagerly(manager: Any, module: torch.nn.Module, args: Any, kwargs: Any, 
 
 def schedule_without_graph(forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
     """Return Megatron's schedule without the wrapper that captures and replays it as a whole."""
-    if isinstance(forward_backward_func, FullCudaGraphWrapper):
-        inner: Callable[..., Any] = forward_backward_func.forward_backward_func
-        return inner
-    return forward_backward_func
-
-
-def parameters(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    for chunk in model:
-        yield from chunk.parameters()
+    schedule: Any = forward_backward_func
+    inner: Callable[..., Any] = (
+        schedule.forward_backward_func if isinstance(schedule, FullCudaGraphWrapper) else schedule
+    )
+    return inner
 
 
 class Graphs:
@@ -133,16 +129,14 @@ class Graphs:
     def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
-        """Delete graphs. They are captured again under the map in force, at once or in the next steps.
-
-        ``layers`` is the result of :meth:`layers_to_recapture`.
-        """
+        """Delete the graphs of ``layers``, or all graphs. They are captured again, at once or in the next steps."""
         raise NotImplementedError
 
     def set_accumulating(self, weights: Callable[[], list[torch.nn.Parameter]]) -> None:
-        """Set the function that returns the weights whose backward adds to ``main_grad`` itself. Captures call it.
+        """Set the function that returns the weights whose backward adds to ``main_grad`` itself.
 
-        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's graphs need to know the weights.
+        Such a backward returns a dummy gradient to autograd. Only Transformer Engine's captures need to know the
+        weights.
         """
 
     def timed(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,23 +167,20 @@ class LocalGraphs(Graphs):
 
     def __init__(self) -> None:
         super().__init__()
-        create = _RECORD._create_cudagraphs
+        self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
+        create, apply = _RECORD._create_cudagraphs, core._apply_cudagraph_buffer_metadata
 
         def timed(record: Any) -> Any:
-            figures = create()
-            if figures:
+            if figures := create():
                 self.seconds += figures["time"]
             return figures
-
-        self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
-        apply = core._apply_cudagraph_buffer_metadata
 
         def remembered(tensor: Any, **named: Any) -> Any:
             metadata = apply(tensor, **named)
             self._metadata.append(weakref.ref(metadata))
             return metadata
 
-        self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
+        self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
         self._replace(core, "_apply_cudagraph_buffer_metadata", remembered)
 
     @property
@@ -199,7 +190,7 @@ class LocalGraphs(Graphs):
     def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
-        """See :class:`Graphs`. The next step is recorded."""
+        # The next step is recorded.
         torch.cuda.synchronize()
         for chunk in model:
             for module in chunk.modules():
@@ -207,7 +198,7 @@ class LocalGraphs(Graphs):
                     module.cudagraph_runners.clear()
                     module.custom_cudagraphs_lookup_table.clear()
         core.delete_cuda_graphs()
-        for parameter in parameters(model):
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
             parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
         # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
         for metadata in filter(None, (reference() for reference in self._metadata)):
@@ -230,7 +221,7 @@ class FullIterationGraphs(Graphs):
     def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
-        """See :class:`Graphs`. The next step runs without a graph and compiles kernels. The one after it captures."""
+        # The next step runs without a graph and compiles kernels. The one after it captures.
         torch.cuda.synchronize()
         FullCudaGraphWrapper.reset_cuda_graph(None, "training")  # a method that only uses the class
         FullCudaGraphWrapper.curr_iteration["training"] = args.cuda_graph_warmup_steps - 1
@@ -296,9 +287,7 @@ class TransformerEngineGraphs(Graphs):
         self._accumulating = weights
 
     def take_seconds(self) -> tuple[float, Mapping[str, Any]]:
-        """See :class:`Graphs`. The further field is ``layers``, the number of captured layers."""
-        seconds, _ = super().take_seconds()
-        layers, self._layers = self._layers, 0
+        seconds, layers, self.seconds, self._layers = self.seconds, self._layers, 0.0, 0
         return seconds, {"layers": layers}
 
     def contain(self, module: torch.nn.Module) -> bool:
@@ -321,9 +310,9 @@ class TransformerEngineGraphs(Graphs):
 
     # -- another map -------------------------------------------------------------------------------------------
     def layers_to_recapture(self, changed: Sequence[torch.nn.Module]) -> list[torch.nn.Module] | None:
-        """See :class:`Graphs`.
+        """Return the layers to capture anew.
 
-        All layers are captured anew in three cases: microbatches share buffers, as with pipeline parallelism and with
+        These are all layers in three cases: microbatches share buffers, as with pipeline parallelism and with
         overlapped exchanges of experts; a rank has too little memory for a second pool; the memory of replaced graphs
         would exceed that of all layers.
         """
@@ -343,10 +332,10 @@ class TransformerEngineGraphs(Graphs):
     def recapture(
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
-        """See :class:`Graphs`. The capture runs at once, as it does in the training loop before the first such step."""
+        # The capture runs at once, as it does in the training loop before the first such step.
         helper, started, before = self._helper, time.perf_counter(), self.seconds
         gathering: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-        states = rng_state()
+        restore = random_states()
         self._replaced = 0 if layers is None else self._replaced + len(layers)
         with contextlib.nullcontext() if layers is None else _restricted(helper, layers):
             for chunk in gathering:  # when their layers run
@@ -355,7 +344,7 @@ class TransformerEngineGraphs(Graphs):
             helper._capture_finished = False
             with changed(helper.config, cuda_graph_warmup_steps=_WARM):
                 helper.create_cudagraphs()
-        set_rng_state(states)
+        restore()
         for chunk in gathering:
             chunk.enable_forward_pre_hook()
         if gathering:
@@ -377,26 +366,19 @@ def layers_of(layers: Iterable[torch.nn.Module], modules: Sequence[torch.nn.Modu
     None if there are no modules, or if one is in no layer.
     """
     wanted = {id(module) for module in modules}
-    containing, seen = [], set()
-    for layer in layers:
-        inside = wanted & {id(module) for module in layer.modules()}
-        if inside:
-            containing.append(layer)
-            seen |= inside
-    return containing if wanted and seen == wanted else None
+    insides = [(layer, wanted & {id(module) for module in layer.modules()}) for layer in layers]
+    seen = {module for _, inside in insides for module in inside}
+    return [layer for layer, inside in insides if inside] if wanted and seen == wanted else None
 
 
 def _restricted(helper: Any, layers: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Make Megatron's helper delete and capture the graphs of ``layers`` alone, which belong to one model chunk."""
-    chosen = {id(layer) for layer in layers}
-    flags = zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True)
-    mtp = [flag for layer, flag in flags if id(layer) in chosen]
-    some = {
-        "flattened_callables": list(layers), "callables_per_chunk": [list(layers)],
-        "num_layers_per_chunk": [len(layers)],
-        "flattened_callables_is_mtp": mtp, "callables_per_chunk_is_mtp": [mtp],
-    }  # fmt: skip
-    return changed(helper, **some)
+    chosen, every = {id(layer) for layer in layers}, helper.flattened_callables
+    mtp = [flag for each, flag in zip(every, helper.flattened_callables_is_mtp, strict=True) if id(each) in chosen]
+    return changed(
+        helper, flattened_callables=list(layers), callables_per_chunk=[list(layers)],
+        num_layers_per_chunk=[len(layers)], flattened_callables_is_mtp=mtp, callables_per_chunk_is_mtp=[mtp],
+    )  # fmt: skip
 
 
 def _samples_on_the_device() -> AbstractContextManager[None]:
@@ -420,14 +402,12 @@ def _dummy_gradients_uncopied(weights: Sequence[Any]) -> Iterator[None]:
 
     Weights whose wgrad is delayed are marked so at all times.
     """
-    weights = [weight for weight in weights if not hasattr(weight, "skip_backward_post_hook")]
-    for weight in weights:
-        weight.skip_backward_post_hook = True
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as marks:
         for weight in weights:
-            del weight.skip_backward_post_hook
+            if not hasattr(weight, "skip_backward_post_hook"):
+                weight.skip_backward_post_hook = True
+                marks.callback(delattr, weight, "skip_backward_post_hook")
+        yield
 
 
 IMPLEMENTATIONS: dict[str, type[Graphs]] = {

@@ -6,7 +6,6 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import megatron.training.training as training
@@ -71,10 +70,7 @@ def wrap_evaluate(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 
 def evaluations_watched(begin: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Call ``begin`` before each evaluation of Megatron's sets inside this context.
-
-    The argument is the text that Megatron prints, such as "iteration 8 on test set".
-    """
+    """Call ``begin`` before each evaluation in this context, with Megatron's text (``iteration 8 on test set``)."""
     original = training.evaluate_and_print_results
 
     def evaluate_sets(prefix: str, *rest: Any, **named: Any) -> Any:
@@ -166,45 +162,34 @@ def learning_rate(scheduler: Any, args: argparse.Namespace, step: int) -> Callab
 check_names(CudaRNGStatesTracker, "get_states", "set_states", "is_initialized")
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """Copies of the random states of Python, NumPy, torch (CPU and GPU) and Megatron's RNG tracker."""
+def random_states() -> Callable[[], None]:
+    """Copy the random states of Python, NumPy, torch (CPU and GPU) and Megatron's tracker.
 
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    device: torch.Tensor | None
-    tracker: dict[str, torch.Tensor]
-
-
-def rng_state() -> RandomState:
-    """Copy every random state of this process."""
-    states = get_cuda_rng_tracker().get_states()
-    return RandomState(
-        python=random.getstate(),
-        numpy=np.random.get_state(),  # noqa: NPY002 - the global state is what data sets and Megatron draw from
-        cpu=torch.get_rng_state(),
-        device=torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        tracker={
-            name: (state.get_state() if isinstance(state, torch.Generator) else state).clone()
-            for name, state in states.items()
-        },
-    )
-
-
-def set_rng_state(state: RandomState) -> None:
-    """Restore the states that :func:`rng_state` copied. ``state`` can be used again."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002
-    torch.set_rng_state(state.cpu)
-    if state.device is not None:
-        torch.cuda.set_rng_state(state.device)
+    Returns a function that restores them and can be called several times.
+    """
     tracker = get_cuda_rng_tracker()
-    if tracker.is_initialized():
+    python, cpu = random.getstate(), torch.get_rng_state()
+    numpy = np.random.get_state()  # noqa: NPY002 - the global state is what data sets and Megatron draw from
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    copies = {
+        name: (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+        for name, state in tracker.get_states().items()
+    }
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        if not tracker.is_initialized():
+            return
         states = tracker.get_states()
-        for name, value in state.tracker.items():
+        for name, value in copies.items():
             if isinstance(states.get(name), torch.Generator):  # under CUDA graphs generators must stay the same objects
                 states[name].set_state(value)
             else:
                 states[name] = value.clone()
         tracker.set_states(states)
+
+    return restore

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -98,20 +99,6 @@ class _Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(size))
 
 
-class _NoStates:
-    """Forks no random state, because a meta tensor has no values."""
-
-    fork = staticmethod(contextlib.nullcontext)
-
-
-def _norm(cls: type, config: Any, hidden_size: int, *arguments: Any, **named: Any) -> _Norm:
-    return _Norm(hidden_size)
-
-
-def _attention(self: torch.nn.Module, *arguments: Any, **named: Any) -> None:
-    torch.nn.Module.__init__(self)
-
-
 def _not_run(*arguments: Any, **named: Any) -> None: ...
 
 
@@ -121,16 +108,17 @@ _KERNELS: dict[Any, dict[str, Any]] = {
         "HAVE_MAMBA_SSM": True,
         "HAVE_EINOPS": True,
         "ExtendedRMSNorm": _Norm,
-        "get_cuda_rng_tracker": _NoStates,
+        "get_cuda_rng_tracker": lambda: SimpleNamespace(fork=contextlib.nullcontext),  # a meta tensor has no values
     },
     common: {"HAVE_FLA": True, "chunk_gated_delta_rule": _not_run},
     gdn: {"chunk_gated_delta_rule": _not_run},
-    WrappedTorchNorm: {"__new__": _norm},  # refuses options of Apex's norm
-    DotProductAttention: {"__init__": _attention},  # refuses latent attention, and has no weights
+    WrappedTorchNorm: {"__new__": lambda cls, config, hidden_size, *how, **named: _Norm(hidden_size)},
+    DotProductAttention: {"__init__": lambda self, *how, **named: torch.nn.Module.__init__(self)},
     token_dispatcher: dict.fromkeys(
         ("hybrid_ep_dispatch", "fused_dispatch", "set_deepep_num_sms", "nccl_ep_dispatch"), _not_run
     ),
 }
+"""The stand-ins of Megatron's norm and attention take all options. Attention has no weights."""
 
 
 @contextlib.contextmanager

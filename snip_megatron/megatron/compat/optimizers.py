@@ -2,8 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
@@ -34,19 +33,12 @@ def has_package() -> bool:
 
 
 # -- state -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _LocalState:
+class _LocalState(NamedTuple):
     """The part of a parameter's optimizer state on this rank.
 
-    Attributes:
-        start: First element of the range in the flattened local parameter.
-        end: End of the range.
-        optimizer: The torch optimizer inside Megatron's optimizer.
-        group: Parameter group of ``updated``.
-        updated: Tensor that the torch optimizer updates.
-        main: fp32 [end − start], the values that are updated.
-        state: State of ``updated`` in the torch optimizer, with moments on the device of the parameter. Empty before
-            the first step.
+    It is the range [start, end) of the flattened local parameter. The torch ``optimizer`` inside Megatron's updates the
+    tensor ``updated`` of its parameter ``group``. The values that are updated are ``main``, fp32 [end − start], and
+    ``state`` is the torch optimizer's, with moments on the device of the parameter. It is empty before the first step.
     """
 
     start: int
@@ -196,10 +188,9 @@ def _muon(param: torch.nn.Parameter, local: _LocalState, steps: int) -> Update:
         torch.set_float32_matmul_precision("highest")
         try:
             with torch.no_grad():
-                result: torch.Tensor = optimizer.orthogonalize(local.updated, matrix, **arguments)
+                return optimizer.orthogonalize(local.updated, matrix, **arguments)  # type: ignore[no-any-return]
         finally:
             torch.set_float32_matmul_precision(precision)
-        return result
 
     return MuonState(
         start=0,
@@ -215,11 +206,8 @@ def _muon(param: torch.nn.Parameter, local: _LocalState, steps: int) -> Update:
 
 # Keyed by class name, because torch, Apex and Transformer Engine have different classes with the same update rule.
 _MAKERS: Mapping[str, Callable[[torch.nn.Parameter, _LocalState, int], Update | None]] = {
-    "Adam": _adam,
-    "AdamW": _adam,
-    "FusedAdam": _adam,
-    "SGD": _sgd,
-    "FusedSGD": _sgd,
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam"), _adam),
+    **dict.fromkeys(("SGD", "FusedSGD"), _sgd),
     "Lion": _lion,
     "TensorParallelMuon": _muon,
 }

@@ -63,9 +63,8 @@ def _patch_for_cpu() -> str:
 
 def _step_hook() -> str:
     """Describe the step hook, which :mod:`snip_megatron.megatron.compat.loop` installs later."""
-    if hooks_in_source():
-        return "this Megatron's source has it, nothing is patched at run time"
-    return "Megatron's train_step and evaluate wrapped at run time"
+    patched = "Megatron's train_step and evaluate wrapped at run time"
+    return "this Megatron's source has it, nothing is patched at run time" if hooks_in_source() else patched
 
 
 def dataset_helpers_are_prebuilt() -> bool:

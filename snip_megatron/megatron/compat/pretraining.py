@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import global_vars, inprocess_restart
 from megatron.training import pretrain as megatron_pretrain
 
-from snip_megatron.megatron.compat.own_precision import let_snip_choose
+from snip_megatron.megatron.compat.megatron_precision import let_snip_choose
 from snip_megatron.megatron.compat.versions import changed
 from snip_megatron.precision.errors import SnipError
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from snip_megatron.megatron.compat.versions import changed, check_names
 
@@ -99,24 +99,6 @@ def _tracked() -> dict[str, torch.Tensor]:
     return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
 
 
-class AuxiliaryScale:
-    """Multiplies the gradients of auxiliary losses and of token prediction by the factor of a pass.
-
-    Megatron adds these gradients in the backward, whatever factor the loss has. Their scale is the same for all
-    microbatches of a call of the schedule.
-    """
-
-    def __init__(self) -> None:
-        self._scales: dict[Any, torch.Tensor] = {}
-
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients of the next backwards by ``factor``."""
-        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
-            scale = getattr(scaler, _SCALE)
-            if scale is not None:
-                setattr(scaler, _SCALE, self._scales.setdefault(scaler, scale.clone()) * factor)
-
-
 # -- equal routing in all passes -------------------------------------------------------------------------------
 class RepeatedRouting:
     """Records the experts that the first pass chooses. Later passes use these experts with their own probabilities."""
@@ -124,6 +106,7 @@ class RepeatedRouting:
     def __init__(self) -> None:
         self._routes: list[_Route] = []
         self.latest: _Route | None = None
+        self.recording = True
 
     def add(self) -> _Route:
         """Add a router. Returns the object for its ``router_replay``."""
@@ -132,8 +115,11 @@ class RepeatedRouting:
 
     def start(self, *, first: bool) -> None:
         """Begin a pass over the same microbatches. The routing is recorded if ``first``, else replayed."""
+        self.recording = first
         for route in self._routes:
-            route.start(recording=first)
+            route.calls.clear()
+            if first:
+                route.recorded.clear()
 
 
 class _Route:
@@ -143,25 +129,18 @@ class _Route:
     forwards of each kind run in the order of the microbatches. They are therefore counted separately.
     """
 
-    def __init__(self, owner: RepeatedRouting) -> None:
-        self._owner = owner
-        self._recording = True
-        self._recorded: dict[tuple[str, bool], list[torch.Tensor]] = {}
-        self._calls: dict[tuple[str, bool], int] = {}
-
-    def start(self, *, recording: bool) -> None:
-        self._recording = recording
-        self._calls.clear()
-        if recording:
-            self._recorded.clear()
+    def __init__(self, routing: RepeatedRouting) -> None:
+        self._routing = routing
+        self.recorded: dict[tuple[str, bool], list[torch.Tensor]] = {}
+        self.calls: dict[tuple[str, bool], int] = {}
 
     def repeated(self, name: str, value: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return ``value()`` in the first pass. In later passes, return the result of the same call in the first."""
         key = (name, torch.is_grad_enabled())
-        call = self._calls[key] = self._calls.get(key, -1) + 1
-        if self._recording:
-            self._recorded.setdefault(key, []).append(value().detach())
-        return self._recorded[key][call]
+        call = self.calls[key] = self.calls.get(key, -1) + 1
+        if self._routing.recording:
+            self.recorded.setdefault(key, []).append(value().detach())
+        return self.recorded[key][call]
 
     def get_replay_topk(
         self,
@@ -173,8 +152,8 @@ class _Route:
     ) -> TopK:
         """Return values and indices [tokens, k] of the chosen experts. Megatron's routing function calls this."""
         assert default_compute_topk is not None
-        self._owner.latest = self
-        if self._recording:
+        self._routing.latest = self
+        if self._routing.recording:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             self.repeated("experts", lambda: indices)
             return values, indices

@@ -1,12 +1,10 @@
 """Questions from held-out files: what they hold, that they can be drawn again, and how results are compared."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.quality.downstream import add_paired, table
 from benchmarks.quality.downstream_tasks import (
@@ -16,7 +14,6 @@ from benchmarks.quality.downstream_tasks import (
     LEAST_CHARACTERS,
     held_out_texts,
     make_items,
-    write_tasks,
 )
 from snip_megatron.megatron import prepare_data
 
@@ -45,27 +42,12 @@ def test_the_right_choice_comes_next_and_the_wrong_ones_from_elsewhere_in_the_fi
             assert after.startswith(choice) == (i == item.answer)
             assert choice in before or choice in after  # does not overlap the context
     assert {item.answer for item in items} == set(range(CHOICES))
+    few = make_items(TEXTS, 12, 3, LONGEST)
+    assert few == make_items(TEXTS, 12, 3, LONGEST) != make_items(TEXTS, 12, 4, LONGEST)
+    assert sum("alpha" in item.context for item in few) == 6
     assert not any(
         "short" in item.context or "x\n" in item.context for item in items
     )  # no wrong choices, no full lines
-
-
-def test_a_seed_draws_the_same_questions_from_all_texts_alike() -> None:
-    items = make_items(TEXTS, 12, 3, LONGEST)
-    assert items == make_items(TEXTS, 12, 3, LONGEST) != make_items(TEXTS, 12, 4, LONGEST)
-    assert sum("alpha" in item.context for item in items) == 6
-
-
-def test_tasks_hold_questions_and_texts(tmp_path: Path) -> None:
-    items = make_items(TEXTS, 5, 1, LONGEST)
-    write_tasks(tmp_path, TEXTS, items, characters=10)
-    for name, rows in (("held_out_lines", 5), ("held_out_text", len(TEXTS))):
-        task = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
-        source = Path(task["dataset_kwargs"]["data_files"]["test"])
-        body = [json.loads(line) for line in source.read_text().splitlines()]
-        assert (task["task"], len(body)) == (name, rows)
-        assert task["doc_to_target"] in body[0]
-    assert body[0] == {"text": TEXTS[0][:10]}
 
 
 def row(label: str, policy: str, seed: int, right: str) -> dict[str, Any]:

@@ -74,13 +74,3 @@ def test_a_library_without_a_kernel_is_left_out() -> None:
     assert row["failed"] == {"cublaslt": "RuntimeError: no kernel"}
     assert row["ratio"] == {}
     assert "no kernel" in library_gemms.show(row)
-
-
-def test_means_are_of_the_rows_in_which_a_library_ran() -> None:
-    rows = [{"gemm": "fprop fp8", "ratio": {"torch": 2.0, "te": 1.0}}, {"gemm": "fprop fp8", "ratio": {"torch": 0.5}}]
-    assert library_gemms.means(rows) == {"fprop fp8": {"torch": pytest.approx(1.0), "te": 1.0}}
-
-
-def test_arguments() -> None:
-    found = library_gemms.parse(["--seconds", "60", "--tokens", "8192", "16384"])
-    assert (found.seconds, found.tokens, found.rounds) == (60.0, [8192, 16384], 25)

@@ -17,11 +17,3 @@ def test_shares_of_a_map_that_protects_the_forward_of_two_linears() -> None:
     assert found == pytest.approx(
         {"protected": 2 / 24, "listed": 5 / 8, "protected_that_is_listed": 0.5, "fprop": 0.25, "dgrad": 0, "wgrad": 0}
     )
-
-
-def test_of_gated_delta_net_the_list_protects_the_output_projection() -> None:
-    paths = ("self_attention.in_proj", "self_attention.out_proj")
-    names = [f"decoder.layers.{layer}.{path}" for layer in range(4) for path in paths]
-    cost = {option_id(name, gemm): 1.0 for name in names for gemm in Gemm}
-    chosen = PrecisionMap(choices=dict.fromkeys(cost, Format.MXFP8))
-    assert figures(chosen, cost)["listed"] == pytest.approx(5 / 8)  # four output projections, one of the last block

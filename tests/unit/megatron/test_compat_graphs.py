@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -78,15 +77,6 @@ def test_marks_of_accumulated_gradients_survive_a_probe(args: argparse.Namespace
         with compat.graphs_bypassed([chunk], args):
             weight.grad_added_to_main_grad = not mark
         assert weight.grad_added_to_main_grad is mark
-
-
-def test_a_probe_runs_the_schedule_inside_a_full_graph() -> None:
-    def schedule(**named: Any) -> None: ...
-
-    wrapper = FullCudaGraphWrapper.__new__(FullCudaGraphWrapper)  # its __init__ makes a CUDA stream
-    wrapper.forward_backward_func = schedule
-    assert compat.schedule_without_graph(wrapper) is schedule
-    assert compat.schedule_without_graph(schedule) is schedule
 
 
 def test_layers_of_changed_linears() -> None:

@@ -1,6 +1,5 @@
 """convert_model on a real GPT model of Megatron, one rank."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,17 +76,12 @@ def test_converting_again_is_harmless() -> None:
     assert all(module.snip is second[name] for name, module in linears(chunk).items())
 
 
-@pytest.fixture
-def experts_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GPTModel]:
-    """Megatron's dispatcher of tokens asks for the current CUDA device and a stream."""
+@pytest.fixture(params=[False, True], ids=["sequential", "grouped"])
+def experts_model(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> GPTModel:
+    """The second layer is a mixture of four experts of 32 each, of which a token goes through two."""
+    # Megatron's dispatcher of tokens asks for the current CUDA device and a stream.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
-    return build_experts_model
-
-
-def build_experts_model(**given: Any) -> GPTModel:
-    """The second layer is a mixture of four experts of 32 each, of which a token goes through two."""
-    torch.manual_seed(0)
     config = TransformerConfig(
         **DENSE,
         num_moe_experts=4,
@@ -96,14 +90,14 @@ def build_experts_model(**given: Any) -> GPTModel:
         moe_layer_freq=[0, 1],
         moe_token_dispatcher_type="alltoall",
         moe_shared_expert_intermediate_size=48,
-        **given,
+        moe_grouped_gemm=request.param,  # local layers run experts one by one all the same
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     return GPTModel(config, spec, vocab_size=128, max_sequence_length=32, position_embedding_type="rope")
 
 
-def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GPTModel]) -> None:
-    chunk = experts_model()
+def test_each_expert_is_converted_under_one_name(experts_model: GPTModel) -> None:
+    chunk = experts_model
     keys = list(chunk.state_dict())
     registry = convert_model([chunk], CONFIG)
     mlp = chunk.decoder.layers[1].mlp
@@ -129,53 +123,34 @@ def test_each_expert_is_converted_under_one_name(experts_model: Callable[..., GP
     assert list(chunk.state_dict()) == keys
 
 
-def test_grouped_experts_run_one_by_one_in_local_layers_and_are_converted(
-    experts_model: Callable[..., GPTModel],
-) -> None:
-    chunk = experts_model(moe_grouped_gemm=True)
-    registry = convert_model([chunk], CONFIG)
-    assert list(registry.names) == list(convert_model([experts_model()], CONFIG).names)
-    assert type(chunk.decoder.layers[1].mlp.experts.local_experts[0].linear_fc1) is SnipColumnParallelLinear
-
-
 class FusedLinear(ColumnParallelLinear):  # type: ignore[misc]
     """Stands for a linear of another library: a subclass must not be taken for its base."""
 
 
-def test_a_linear_of_another_class_stays_as_it_is_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_linears_stay_as_they_are_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A subclass, a frozen linear, and one of torch in a layer."""
     chunk = dense()
-    chunk.decoder.layers[1].mlp.linear_fc1.__class__ = FusedLinear
+    other, frozen, side = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.0.self_attention.linear_proj", "mlp.side"
+    linears(chunk)[other].__class__ = FusedLinear
+    linears(chunk)[frozen].weight.requires_grad_(False)
+    chunk.decoder.layers[1].mlp.side = torch.nn.Linear(64, 32)
     registry = convert_model([chunk], CONFIG)
-    name = "decoder.layers.1.mlp.linear_fc1"
-    assert registry.stock == {name: "no quantised form of FusedLinear"}
-    assert name not in registry.names
-    assert len(registry) == 7
-    assert "decoder.layers.*.mlp.linear_fc1 of 1 layers stays bf16 (no quantised form of F" in capsys.readouterr().out
+    no_form = "no quantised form of {}"
+    side = f"decoder.layers.1.{side}"
+    expected = {other: no_form.format("FusedLinear"), frozen: "frozen", side: no_form.format("Linear")}
+    assert registry.stock == expected
+    assert type(linears(chunk)[frozen]) is RowParallelLinear
+    assert [(row.n, row.k) for row in registry.uncovered if row.name == side] == [(32, 64)]
+    assert len(registry) == 6
+    assert not set(expected) & set(registry.names)
+    shown = capsys.readouterr().out
+    for name, why in expected.items():
+        assert f"{name.replace('.0.', '.*.').replace('.1.', '.*.')} of 1 layers stays bf16 ({why})" in shown
 
 
 def test_a_model_without_a_decoder_is_refused() -> None:
     with pytest.raises(SnipError, match="no decoder found"):
         convert_model([torch.nn.Linear(4, 4)], CONFIG)
-
-
-def test_frozen_linears_stay_megatron_s() -> None:
-    chunk = dense()
-    frozen = "decoder.layers.0.self_attention.linear_proj"
-    linears(chunk)[frozen].weight.requires_grad_(False)
-    registry = convert_model([chunk], CONFIG)
-    assert type(linears(chunk)[frozen]) is RowParallelLinear
-    assert registry.stock == {frozen: "frozen"}
-    assert len(registry) == 7
-
-
-def test_linears_of_other_libraries_in_a_layer_are_named_as_bf16(capsys: pytest.CaptureFixture[str]) -> None:
-    chunk = dense()
-    chunk.decoder.layers[1].mlp.side = torch.nn.Linear(64, 32)
-    registry = convert_model([chunk], CONFIG)
-    assert registry.stock == {"decoder.layers.1.mlp.side": "no quantised form of Linear"}
-    assert [(row.name, row.n, row.k) for row in registry.left] == [("decoder.layers.1.mlp.side", 32, 64)]
-    assert len(registry) == 8
-    assert "decoder.layers.*.mlp.side of 1 layers stays bf16 (no quantised form of Linear)" in capsys.readouterr().out
 
 
 def mla_and_mtp() -> GPTModel:

@@ -13,7 +13,7 @@ from snip_megatron.precision import LinearRow
 
 def test_a_dense_decoder_has_the_same_linears_on_every_layout() -> None:
     found = on_meta()
-    assert (found.names, found.left) == (dense_names(4), ())
+    assert (found.names, found.uncovered) == (dense_names(4), ())
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]
     assert found.covered == tuple(
         LinearRow(name, 0, *shapes[i % 4]) for i, name in enumerate(dense_names(4))
@@ -51,7 +51,7 @@ def test_experts_have_one_row_and_the_flops_of_what_a_token_meets() -> None:
         num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_layer_freq=[0, 1, 1, 0],
         moe_shared_expert_intermediate_size=32, expert_model_parallel_size=2,
     )  # fmt: skip
-    everything = (*found.covered, *found.left)
+    everything = (*found.covered, *found.uncovered)
     mixed, dense = rows_of(everything, 1), rows_of(everything, 3)
     first = mixed["mlp.experts.linear_fc1"]
     assert (first.n, first.k, first.experts, first.active, first.flops) == (96, 64, 4, 2, 2.0 * 2 * 96 * 64)

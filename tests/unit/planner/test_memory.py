@@ -45,7 +45,7 @@ def test_bf16_inputs_are_those_measured_but_for_attentions_own_output() -> None:
 def test_the_measured_peak_within_a_twentieth(row: str, formats: Formats) -> None:
     found = stage_memory(measured_layout(), 0, lambda row: formats)
     # The quantised weights of the step before were there when the measurement began.
-    peak = found.activations + found.working
+    peak = found["activations"] + found["working"]
     assert peak == pytest.approx(MEASURED["rows"][row]["peak_bytes_above_start"], rel=0.05)
 
 
@@ -61,5 +61,5 @@ def test_sequence_parallelism_keeps_bf16_shards_of_gathered_inputs() -> None:
 def test_only_the_last_stage_has_logits() -> None:
     chosen = layout("8b", tp=2, pp=2)
     first, last = (stage_memory(chosen, stage, lambda row: BF16) for stage in (0, 1))
-    assert first.logits == 0
-    assert last.logits == 8 * 8192 * 128256 / 2
+    assert first["logits"] == 0
+    assert last["logits"] == 8 * 8192 * 128256 / 2

@@ -1,6 +1,5 @@
 """Comparisons: their pool of processes, and when they are complete."""
 
-import json
 import re
 import sys
 import time
@@ -13,7 +12,6 @@ from benchmarks.quality.experiment import load_experiment
 from benchmarks.quality.models import Data
 from benchmarks.quality.results import Results, record
 from benchmarks.quality.runner import Job, Outcome, Pool
-from benchmarks.quality.warm import HASHES, warm_checkpoint
 
 NANO = Path(__file__).resolve().parents[3] / "benchmarks/quality/experiments" / "nano.json"
 
@@ -79,14 +77,3 @@ def test_the_deadline_ends_what_still_runs(tmp_path: Path) -> None:
     pool = Pool([None], {}, deadline=time.monotonic() + 0.5)
     outcomes, left = run(pool, [job(tmp_path, "endless", "import time; time.sleep(1000)")])
     assert (outcomes, left, pool.busy) == ({}, 1, 0)
-
-
-def test_a_warm_checkpoint_whose_weights_were_removed_is_trained_again(tmp_path: Path) -> None:
-    warm = warm_checkpoint(load_experiment(NANO), Data(tmp_path, "bytes", "0" * 64, 1000, 100), tmp_path)
-    assert warm.sha256 is None
-    weights = warm.folder / "iter_0000008"
-    weights.mkdir(parents=True)
-    (warm.folder / HASHES).write_text(json.dumps({"8": "abc"}))
-    assert warm.sha256 == "abc"
-    weights.rmdir()
-    assert warm.sha256 is None

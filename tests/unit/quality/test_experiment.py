@@ -10,7 +10,7 @@ from refusal import refusal
 
 from benchmarks.quality.experiment import Experiment, load_experiment, parse_experiment
 from benchmarks.quality.models import Data
-from benchmarks.quality.runs import experiment_runs, fill, training_command, warm_arguments
+from benchmarks.quality.runs import experiment_runs, fill, training_command
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.sensitivity.policies import LATE
@@ -82,17 +82,6 @@ def test_identity_follows_text_and_weights_but_not_folders() -> None:
     filled = fill(run.arguments, {"data": "/a b", "warm": "/w", "run": "/r"})
     assert "/a b/train" in filled
     assert not any("{" in argument for argument in filled)
-
-
-def test_branches_continue_the_warm_runs_schedule() -> None:
-    experiment = parse(NANO)
-    assert experiment.warm is not None
-    warm = warm_arguments(experiment, data(), experiment.warm)
-    branch = experiment_runs(experiment, data())[0].arguments
-    for name, value in (("--train-iters", "14"), ("--lr", "0.003")):
-        assert warm[warm.index(name) + 1] == branch[branch.index(name) + 1] == value
-    assert warm[warm.index("--exit-interval") + 1] == branch[branch.index("--ckpt-step") + 1] == "8"
-    assert warm[warm.index("--save-interval") + 1] == "4"  # a checkpoint after 4 steps, too
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from scipy import stats
 
 from benchmarks.quality.results import LAST_STEPS, Results, measure
 from benchmarks.quality.runs import Run
-from benchmarks.quality.statistics import differences, holm, paired, recovered, rows
+from benchmarks.quality.statistics import differences, holm, paired, rows
 from benchmarks.quality.tables import markdown
 
 PLAN = {"kind": "from_warm", "budgets": [0.75], "validation": "map"}
@@ -39,13 +39,6 @@ def entry(policy: str, loss: float, seed: int = 1, budget: float | None = None, 
 
 def references(seed: int = 1, **fields: Any) -> list[dict[str, Any]]:
     return [entry("bf16", 2.0, seed, **fields), entry("uniform-fp4", 2.1, seed, **fields)]
-
-
-def test_recovered_is_a_share_of_the_gap() -> None:
-    assert recovered(2.0, 2.0, 2.1) == 1.0
-    assert recovered(2.1, 2.0, 2.1) == pytest.approx(0.0)
-    assert recovered(2.025, 2.0, 2.1) == pytest.approx(0.75)
-    assert math.isnan(recovered(2.0, 2.0, 2.0))
 
 
 def test_rows_take_references_of_their_own_block() -> None:

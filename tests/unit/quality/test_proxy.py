@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sensitivity.synthetic import make_table
+from sensitivity.synthetic import make_table, with_columns
 
-from benchmarks.quality.proxy import CEILING, QUANTITIES, spearman, validate
+from benchmarks.quality.proxy import CEILING, QUANTITIES, first_order, spearman, validate
 from benchmarks.quality.truth import TRUTH_COLUMNS, Truth, plan_trials, truth_of
 from snip_megatron.precision import DENSE_LAYER, Format, Gemm
 from snip_megatron.sensitivity.divergence import FPROP, second_order, weight_divergence
@@ -87,3 +87,11 @@ def test_the_floor_of_the_layer_is_subtracted_in_quadrature() -> None:
     assert (truth["loss_floor"][:4, 0] == 0.5).all()
     assert not truth["loss"][:, 1:].any()
     assert trials[1].format is Format.FP8
+
+
+def test_first_order_known_answer() -> None:
+    table = with_columns(make_table(), "linear", d2=3.0, gw2=5.0)
+    table = with_columns(table, "by_format", dx_row2=7.0, dw2=11.0)
+    n, k = 192, 64
+    expected = np.sqrt(3.0 * 7.0 / (1024 * k) + 5.0 * 11.0 / (n * k))
+    assert first_order(table, ("fp4",))[0, 0, 0] == pytest.approx(expected)

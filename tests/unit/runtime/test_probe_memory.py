@@ -68,8 +68,8 @@ def test_the_same_as_is_planned() -> None:
     planned = stage_memory(chosen, 0, lambda row: (Format.BF16,) * 3, SnipConfig(enabled=True))
     sizes = {LinearId.parse(name).path: (s.n, s.k) for name, s in list(chosen.shapes.items())[:4]}
     local, loop = registry(handles(sizes=sizes)), host(0, 4, tokens=256, hidden=512)
-    found = needed(local, loop, SnipConfig.probe_tokens, planned.activations, 1, chosen.microbatches)
-    assert found == pytest.approx(planned.probe, rel=1e-12)
+    found = needed(local, loop, SnipConfig.probe_tokens, planned["activations"], 1, chosen.microbatches)
+    assert found == pytest.approx(planned["probe"], rel=1e-12)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------

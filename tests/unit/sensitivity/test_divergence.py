@@ -12,7 +12,6 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.sensitivity.divergence import (
     dgrad_error2,
     dgrad_propagation,
-    first_order,
     fprop_propagation,
     second_order,
     update_error,
@@ -29,14 +28,6 @@ def test_second_order_is_half_the_tokens_times_the_squared_products() -> None:
     assert scores.shape == (8, 3, 2)
     np.testing.assert_allclose(scores[:, 0], [[512 * 4e-6, 512 * 1e-6]] * 8)
     assert not scores[:, 1:].any()
-
-
-def test_first_order_known_answer() -> None:
-    table = with_columns(make_table(), "linear", d2=3.0, gw2=5.0)
-    table = with_columns(table, "by_format", dx_row2=7.0, dw2=11.0)
-    n, k = 192, 64
-    expected = np.sqrt(3.0 * 7.0 / (1024 * k) + 5.0 * 11.0 / (n * k))
-    assert first_order(table, ("fp4",))[0, 0, 0] == pytest.approx(expected)
 
 
 def test_bf16_has_none_and_an_unrecorded_format_is_named() -> None:

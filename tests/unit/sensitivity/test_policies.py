@@ -71,32 +71,22 @@ def test_backward_first_puts_every_dgrad_and_wgrad_before_any_fprop() -> None:
     np.testing.assert_array_equal(np.argsort(scores[:, 0, 1]), np.argsort(by_loss))
 
 
-def test_layer_id_protects_the_ends() -> None:
-    table = make_table(layers=5)
-    by_block = per_flop(table, scores_of(table, policy="layer-id")).reshape(5, -1)
-    assert np.ptp(by_block, axis=1).max() < 1e-12
-    order = by_block[:, 0]
-    np.testing.assert_allclose(order[::-1], order)
-    assert order[0] > order[1] > order[2]
-
-
-@pytest.mark.parametrize(("layers", "kept"), [(2, 1), (8, 1), (22, 3), (80, 12)])
-def test_tail_protects_the_last_blocks(layers: int, kept: int) -> None:
-    table = make_table(layers=layers)
-    blocks = per_flop(table, scores_of(table, policy="tail")).reshape(layers, -1).min(axis=1)
-    assert np.flatnonzero(blocks).tolist() == list(range(layers - kept, layers))
-
-
-def test_layer_type_protects_the_named_kinds_in_order() -> None:
-    table = make_table()
+def test_rules_protect_ends_the_last_blocks_and_kinds() -> None:
+    table = make_table(layers=22)
+    ends = per_flop(table, scores_of(table, policy="layer-id")).reshape(22, -1)
+    assert np.ptp(ends, axis=1).max() < 1e-12
+    np.testing.assert_allclose(ends[::-1, 0], ends[:, 0])
+    assert (np.diff(ends[:11, 0]) < 0).all()
+    tail = per_flop(table, scores_of(table, policy="tail")).reshape(22, -1).min(axis=1)
+    assert np.flatnonzero(tail).tolist() == [19, 20, 21]
     qkv, proj, fc1, fc2 = per_flop(table, scores_of(table, policy="layer-type"))[:4, 0]
     assert fc2 > proj > fc1 == qkv == 0.0
 
 
-@pytest.mark.parametrize("policy", UNSOLVED)
-def test_fixed_policies_choose_nothing(policy: str) -> None:
-    with pytest.raises(SnipError, match=f"{policy} fixes the map"):
-        scores_of(make_table(), policy=policy)
+def test_fixed_policies_choose_nothing() -> None:
+    for policy in UNSOLVED:
+        with pytest.raises(SnipError, match=f"{policy} fixes the map"):
+            scores_of(make_table(), policy=policy)
     assert fixed_map("snip", NAMES) is None
 
 
@@ -166,11 +156,8 @@ def test_a_map_covers_every_gemm_with_formats_that_may_run_there(policy: str, fo
     ("formats", "eight", "four"),
     [
         ((), "fp8", "fp4"),
-        (("fp8", "fp4"), "fp8", "fp4"),
-        (("mxfp8", "nvfp4", "nvfp4_46"), "mxfp8", "nvfp4"),
         (("mxfp4_hadamard", "mxfp4", "mxfp8"), "mxfp8", "mxfp4"),
         (("fp8_tensor", "fp8"), "fp8", "fp4"),
-        (("fp8_tensor", "fp4"), "fp8_tensor", "fp4"),
     ],
 )
 def test_uniform_maps_take_the_candidate_of_their_size(formats: tuple[str, ...], eight: str, four: str) -> None:

@@ -30,14 +30,10 @@ def test_file_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("linear.x2", np.ones(3)),
-        ("linear.x2", np.ones(4, dtype=np.float32)),
-        ("by_format.c2", np.ones((4, 3))),
-        ("boundary.h2", np.ones(4)),
-        ("drift2", np.ones((4, 5))),
-        ("sink_w2", np.ones(1)),
+        ("linear.x2", np.ones(3)), ("linear.x2", np.ones(4, dtype=np.float32)), ("by_format.c2", np.ones((4, 3))),
+        ("boundary.h2", np.ones(4)), ("drift2", np.ones((4, 5))), ("sink_w2", np.ones(1)),
     ],
-)
+)  # fmt: skip
 def test_wrong_shapes_and_dtypes_are_refused(name: str, value: np.ndarray) -> None:
     one = table()
     with pytest.raises(ValueError, match=f"statistics {name}"):

@@ -96,22 +96,12 @@ def test_stages_hold_every_layer_once(counts: list[int]) -> None:
     assert [len(stage) for stage in split] == counts
 
 
-def test_uneven_stages(tmp_path: Path) -> None:
-    precision_map = layer_map(5)
-    out = export(tmp_path, precision_map, "--pp", "2", "--layers", "2,3")
-    fmt = precision_map.choices["decoder.layers.4.mlp.linear_fc2"]
-    assert recipe_of(out / "stage_1.yaml", "decoder.layers.2.mlp.linear_fc2") == EXPECTED[fmt]
-
-
 # -- collapse --------------------------------------------------------------------------------------------------
 @given(st.tuples(*[st.sampled_from(FORMATS)] * 3))
 def test_collapse_takes_the_widest(three: Formats) -> None:
     taken = collapse(three)
     assert taken in three
     assert all(FORMATS.index(taken) <= FORMATS.index(f) for f in three)
-
-
-def test_collapse_takes_a_variant_for_its_base() -> None:
     assert collapse((Format.NVFP4_46, Format.NVFP4, Format.NVFP4_HADAMARD)) is Format.NVFP4
 
 

@@ -150,12 +150,8 @@ def test_a_key_that_ends_a_program_ends_the_ranks_through_torchrun(number: signa
 
 def test_exit_codes() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    assert torchrun.supervise(
-        [sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"], {"CODE": "7"}
-    ) == (
-        7,
-        None,
-    )
+    leave = [sys.executable, "-c", "import os; os._exit(int(os.environ['CODE']))"]
+    assert torchrun.supervise(leave, {"CODE": "7"}) == (7, None)
     killed = torchrun.supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {})
     assert killed == (128 + 9, None)
     assert signal.getsignal(signal.SIGTERM) is before

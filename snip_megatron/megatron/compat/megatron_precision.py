@@ -17,32 +17,23 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 """Recipe of Transformer Engine → formats with the same scales. Other recipes have no such formats."""
 
-_OFF: dict[str, Any] = {
-    "fp8": None,
-    "fp4": None,
-    "fp8_param": False,
-    "fp4_param": False,
-    "fp8_param_gather": False,
-    "fp4_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "fp8_dot_product_attention": False,
-    "fp8_multi_head_attention": False,
-    "fp8_output_proj": False,
-    "moe_router_padding_for_quantization": False,
-    "moe_router_padding_for_fp8": False,
-    "use_transformer_engine_op_fuser": False,
-    "moe_paged_stash": False,
-    "moe_ncclep_static_shape": False,
-    "moe_ncclep_zero_copy": False,
-    "moe_expert_rank_capacity_factor": None,
-    "delay_wgrad_compute": False,
-}
+# fmt: off
+_OFF: dict[str, Any] = dict.fromkeys(("fp8", "fp4", "moe_expert_rank_capacity_factor")) | dict.fromkeys(
+    (
+        "fp8_param", "fp4_param", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+        "fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj",
+        "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_transformer_engine_op_fuser",
+        "moe_paged_stash", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "delay_wgrad_compute",
+    ),
+    False,
+)
+# fmt: on
 """Setting that needs Megatron's FP8 or FP4, or that runs linears by other code → its value while SNIP chooses formats.
 
 Delayed wgrads stay, but beside CUDA graphs only where :func:`may_delay_wgrads` allows it: a GEMM must add them to
-``main_grad``, which has a fixed address. The four settings above serve fused operations, whose buffers of tokens have a
-fixed size. Megatron runs a step again without that bound if its tokens do not fit, so that training is the same without
-the bound. Only the backend ncclep needs it.
+``main_grad``, which has a fixed address. ``moe_paged_stash``, ``moe_ncclep_*`` and ``moe_expert_rank_capacity_factor``
+serve fused operations, whose buffers of tokens have a fixed size. Megatron runs a step again without that bound if its
+tokens do not fit, so that training is the same without the bound. Only the backend ncclep needs it.
 """
 
 
