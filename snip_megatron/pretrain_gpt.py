@@ -1,9 +1,11 @@
 """Training entry: ``torchrun ... -m snip_megatron.pretrain_gpt`` takes Megatron's arguments and ``--snip-*``."""
 
 import sys
+from collections.abc import Callable
 
 from snip_megatron.megatron.startup import note_exit_code, prepare, report
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.agreement import Table, of_launcher, together
 from snip_megatron.runtime.config import parse_snip_arguments
 
 
@@ -18,14 +20,19 @@ def main() -> int:
 
 def _train() -> int:
     try:
-        startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
-        from snip_megatron.megatron.entry import run
-
-        run(startup)
+        train = together(_prepare, of_launcher(), "pretrain_gpt")
+        train()
     except SnipError as error:
         report(error, "pretrain_gpt")
         return error.exit_code
     return 0
+
+
+def _prepare() -> tuple[Callable[[], None], Table]:
+    startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
+    from snip_megatron.megatron import entry
+
+    return entry.prepare(startup)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,58 @@
 """Puts SNIP around a call of Megatron's ``pretrain``, in SNIP's own entry and in other training scripts."""
 
-import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from __future__ import annotations
 
-from snip_megatron.megatron import compat
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import megatron.core
+
+from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say
-from snip_megatron.numerics.products.selection import native_backend
-from snip_megatron.precision.errors import SnipError, located
+from snip_megatron.numerics.products.selection import native_backend, select_backend
+from snip_megatron.precision.errors import SnipError, installed_version, located
+from snip_megatron.runtime.agreement import Table, configuration_table, of_launcher, own_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.timing.cost_model import load_cost_model
+
+if TYPE_CHECKING:
+    from snip_megatron.megatron.setup import SnipRun
+
+SHARED_ARGUMENTS = (
+    *("bf16", "fp16", "transformer_impl", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "data_parallel_size"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("group_query_attention", "multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "swiglu"),
+    *("num_experts", "moe_layer_freq", "moe_grouped_gemm", "hybrid_layer_pattern", "mtp_num_layers", "seq_length"),
+    *("padded_vocab_size", "untie_embeddings_and_output_weights", "position_embedding_type", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "micro_batch_size", "global_batch_size"),
+    *("train_iters", "train_samples", "rampup_batch_size", "seed", "eval_iters", "eval_micro_batch_size"),
+    *(
+        "eval_global_batch_size",
+        "full_validation",
+        "multiple_validation_sets",
+        "log_interval",
+        "optimizer",
+        "clip_grad",
+    ),
+    *("lr", "min_lr", "lr_decay_style", "calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32"),
+    *("grad_reduce_in_bf16", "ddp_average_in_collective", "overlap_grad_reduce", "overlap_param_gather"),
+    *("gradient_accumulation_fusion", "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
+    *("num_distributed_optimizer_instances", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),
+    *("data_parallel_sharding_strategy", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps"),
+    *("recompute_granularity", "recompute_method", "recompute_modules", "recompute_num_layers", "tp_comm_overlap"),
+    *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm", "finetune", "ckpt_format", "ckpt_step"),
+    *("non_persistent_ckpt_type", "mock_data", "sft", "dataloader_inter_document_masking", "snip_recipe"),
+)
+"""Megatron's arguments that SNIP reads and that must be equal on all ranks."""
 
 
 def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence[str] = ()) -> None:
@@ -55,24 +95,58 @@ def _named_backend(timings: str | None) -> str | None:
         return backend_of(load_cost_model(timings))
 
 
-@contextmanager
-def under_snip(args: argparse.Namespace, model_config: Any) -> Iterator[None]:
-    """Run a training with SNIP inside this context if ``--snip`` was given.
+def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractContextManager[None]], Table]:
+    """Check SNIP's configuration on this machine. No collective is called.
 
-    The hook that converts the model is added to ``model_config.pre_wrap_hooks``. Raises SnipError if the configuration
-    cannot work. It is checked before any collective is called.
+    Returns:
+        A function that takes the configuration of the model, and returns a context in which a training runs under SNIP
+        if ``--snip`` was given; and the table that must be equal on all ranks.
+
+    Raises SnipError if the configuration cannot work.
     """
-    config, lines = configuration(args)
-    with ExitStack() as stack:
-        if config.enabled:
-            for line in lines:
-                say(line)
-            from snip_megatron.megatron.conversion import with_resolved_gemm
-            from snip_megatron.megatron.setup import SnipRun
+    with own_device():
+        config, lines = configuration(args)
+        if not config.enabled:
+            return _without_snip, {"--snip": "no"}
+        from snip_megatron.megatron.conversion import with_resolved_gemm
+        from snip_megatron.megatron.setup import SnipRun
 
-            run = SnipRun(with_resolved_gemm(config, args), args)
-            stack.push(run.leave)
-            run.begin(model_config)
+        config = with_resolved_gemm(config, args)
+        validate.check(config, args)
+        run = SnipRun(config, args)
+        return functools.partial(_under_snip, run, lines), agreement_table(config, args)
+
+
+def agreement_table(config: SnipConfig, args: argparse.Namespace) -> Table:
+    """Return what must be equal on all ranks of a training under SNIP. See :func:`configuration_table`."""
+    from snip_megatron.megatron.conversion import formats_in_use
+
+    versions = {"megatron-core": megatron.core.__version__}
+    if "transformer_engine" in (config.gemm, args.transformer_impl):
+        versions["transformer-engine"] = str(installed_version("transformer-engine"))
+    with own_device():
+        backend = select_backend(config.gemm, formats_in_use(config), library=config.gemm_library, checks=False).backend
+        table = configuration_table(config, backend.name, backend.products, versions)
+    values = {name: getattr(args, name) for name in SHARED_ARGUMENTS if hasattr(args, name)}
+    return {"--snip": "yes"} | table | {f"--{name.replace('_', '-')}": str(value) for name, value in values.items()}
+
+
+@contextmanager
+def _without_snip(model_config: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _under_snip(run: SnipRun, lines: Sequence[str], model_config: Any) -> Iterator[None]:
+    """Run a training under SNIP inside this context.
+
+    The hook that converts the model is added to ``model_config.pre_wrap_hooks``.
+    """
+    with ExitStack() as stack:
+        for line in lines:
+            say(line)
+        stack.push(run.leave)
+        run.begin(model_config)
         yield
 
 
@@ -81,15 +155,22 @@ def run_attached(
 ) -> Any:
     """Call a script's ``pretrain`` under SNIP.
 
-    Raises SnipError if the configuration cannot work, or if the script did not parse SNIP's arguments. ``pretrain`` may
-    be a wrapper that takes the same arguments.
+    All ranks raise SnipError if on one of them the configuration cannot work, or the script did not parse SNIP's
+    arguments. ``pretrain`` may be a wrapper that takes the same arguments.
     """
-    call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
-    if not hasattr(args, "snip"):
-        check_sources([] if getattr(args, "yaml_cfg", None) is None else ["--yaml-cfg"])
-        raise SnipError(
-            "attach() finds no --snip arguments: parse with extra_args_provider=snip_arguments(<your provider, if any>)"
-        )
-    prepare_megatron(args, startup)
-    with pretraining.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(args, model):
+
+    def prepare() -> tuple[Any, Table]:
+        call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
+        if not hasattr(args, "snip"):
+            check_sources([] if getattr(args, "yaml_cfg", None) is None else ["--yaml-cfg"])
+            raise SnipError(
+                "attach() finds no --snip arguments: parse with extra_args_provider=snip_arguments(<your provider, if"
+                " any>)"
+            )
+        prepare_megatron(args, startup)
+        under_snip, table = prepare_run(args)
+        return (call, under_snip), table
+
+    call, under_snip = together(prepare, of_launcher(), Path(sys.argv[0]).stem)
+    with pretraining.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(model):
         return pretrain(*call.args, **call.kwargs)

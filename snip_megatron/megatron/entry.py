@@ -11,12 +11,13 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.attachment import prepare_megatron, under_snip
+from snip_megatron.megatron.attachment import prepare_megatron, prepare_run
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.agreement import Table, of_launcher, together
 from snip_megatron.runtime.config import add_arguments as add_snip_arguments
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
@@ -27,9 +28,15 @@ _stimer = StragglerDetector()
 
 
 def run(startup: Startup) -> None:
-    """Train as ``sys.argv`` says.
+    """Train as ``sys.argv`` says. All ranks raise SnipError if the configuration cannot work on one of them."""
+    together(functools.partial(prepare, startup), of_launcher())()
 
-    Raises SnipError if the configuration cannot work. It is checked before any collective is called.
+
+def prepare(startup: Startup) -> tuple[Callable[[], None], Table]:
+    """Check the configuration, before any collective is called.
+
+    Returns a function that trains as ``sys.argv`` says, and what must be equal on all ranks. Raises SnipError if the
+    configuration cannot work.
     """
     shown: list[str] = []
     args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))
@@ -37,7 +44,12 @@ def run(startup: Startup) -> None:
     check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
-    with under_snip(args, model_config):
+    under_snip, table = prepare_run(args)
+    return functools.partial(_train, args, model_config, under_snip), table
+
+
+def _train(args: argparse.Namespace, model_config: Any, under_snip: Callable[[Any], Any]) -> None:
+    with under_snip(model_config):
         pretraining.pretrain(
             args,
             model_config,

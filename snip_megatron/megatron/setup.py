@@ -22,8 +22,8 @@ from snip_megatron.megatron.graphs import GraphedRun
 from snip_megatron.megatron.host import MegatronStep, StepCall, make_host
 from snip_megatron.megatron.model_linears import ModelLinears
 from snip_megatron.megatron.run_record import finish, open_run_directory
-from snip_megatron.megatron.startup import on_rank_zero, say
-from snip_megatron.megatron.timeline import timeline_of, with_shared_schedule
+from snip_megatron.megatron.startup import say
+from snip_megatron.megatron.timeline import timeline_of
 from snip_megatron.megatron.times import MeasuredTimes, check_measurable
 from snip_megatron.megatron.validate import cut_tiles
 from snip_megatron.megatron.warmup import WarmUp
@@ -32,6 +32,7 @@ from snip_megatron.numerics.products.transformer_engine import transformer_engin
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -70,10 +71,8 @@ class SnipRun:
     def begin(self, model_config: Any) -> None:
         """Wrap Megatron's ``train_step``, and register the hook that converts the model.
 
-        The caller must push :meth:`leave` on an ExitStack around training. No collective is called. Raises SnipError if
-        the configuration cannot work with Megatron's arguments.
+        The caller must push :meth:`leave` on an ExitStack around training. No collective is called.
         """
-        validate.check(self._config, self._args)
         if torch.cuda.is_available():
             share_cache()
         self.undo.callback(compat.wrap_train_step(self.wrap))
@@ -277,7 +276,6 @@ class SnipRun:
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"
-        self._config = with_shared_schedule(self._config)
         args, config, registry = self._args, self._config, self._registry
         model, step = call.model, call.step
         if config.gradient_reduction != "fp32":

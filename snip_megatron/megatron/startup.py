@@ -10,11 +10,11 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.precision.errors import SnipError, quoted
+from snip_megatron.precision.errors import AgreedError, SnipError, quoted
 
 OLDEST, BEYOND = (0, 19, 2), (0, 20, 0)
 """The first supported release, and the first later one that is not supported."""
@@ -39,6 +39,7 @@ EXIT_CODE_FILE = "SNIP_EXIT_CODE_FILE"
 
 #: Seconds that the first rank of another node waits for rank 0 to print an error, half of what all others wait.
 _PATIENCE = 20.0
+_PATIENCE_WITH_RANK_ZERO = 3.0  # of ranks that know that rank 0 prints the error
 
 
 @dataclass(frozen=True)
@@ -87,26 +88,6 @@ def say(line: str, who: str = "snip") -> None:
         print(f"{who}: {line}", flush=True)
 
 
-def on_rank_zero[T](make: Callable[[], T]) -> T | None:
-    """Return the result of ``make`` on rank 0, and None on the others. Collective.
-
-    Raises the SnipError of ``make`` on all ranks.
-    """
-    import torch
-
-    result: T | None = None
-    errors: list[SnipError | None] = [None]
-    if is_rank_zero():
-        try:
-            result = make()
-        except SnipError as error:
-            errors[0] = error
-    torch.distributed.broadcast_object_list(errors)
-    if errors[0] is not None:
-        raise errors[0]
-    return result
-
-
 def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 
@@ -114,6 +95,10 @@ def report(error: SnipError, program: str) -> None:
     the launcher then ends the others. A rank that is not ended prints its own error after a while.
     """
     note_exit_code(error.exit_code)
+    if isinstance(error, AgreedError):
+        if not error.printed:  # rank 0 does, unless the launcher sees this rank end first
+            time.sleep(_PATIENCE_WITH_RANK_ZERO)
+        return
     rank = ""
     if not is_rank_zero():
         time.sleep(_PATIENCE if os.environ.get("LOCAL_RANK") == "0" else 2 * _PATIENCE)

@@ -1,11 +1,8 @@
 """The timeline of a Megatron run: its end, its phases, and the share of an error that later training repairs."""
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from snip_megatron.megatron import compat
 from snip_megatron.megatron.model_linears import ModelLinears
@@ -18,18 +15,6 @@ from snip_megatron.sensitivity.policies import late_plan
 from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 
 _SAMPLES = 1000  # of the learning rate over a run
-
-
-def with_shared_schedule(config: SnipConfig) -> SnipConfig:
-    """Return the configuration with the phases that rank 0 read. Collective.
-
-    A file of phases may differ between nodes.
-    """
-    if config.phases is None:
-        return config
-    texts = [config.phases.to_json()]
-    torch.distributed.broadcast_object_list(texts)
-    return config if texts[0] == config.phases.to_json() else dataclasses.replace(config, schedule=texts[0])
 
 
 def timeline_of(

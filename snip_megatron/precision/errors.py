@@ -27,6 +27,14 @@ class SnipError(Exception):
             self.exit_code = exit_code
 
 
+class AgreedError(SnipError):
+    """An error that every rank raises. ``printed`` says whether rank 0 has printed it."""
+
+    def __init__(self, message: str, *, exit_code: int, printed: bool) -> None:
+        super().__init__(message, exit_code=exit_code)
+        self.printed = printed
+
+
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, None if it is not installed."""
     try:

@@ -1,0 +1,338 @@
+"""One agreed start: ranks compare their configurations and share their errors. All of them start, or none.
+
+Each rank makes a table of its configuration, field → value. Rank 0's table is shared, every rank compares it with its
+own, and rank 0 collects what differs. If anything does, rank 0 prints one line, and all ranks end with the same error.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import snip_megatron
+from snip_megatron.precision.errors import AgreedError, SnipError, cut, first_line, installed_version
+from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.options import flag
+
+EXIT_DISAGREEMENT = 19
+"""Exit code of all ranks if their configurations differ. 18 stands for different maps, 16 and 17 are Megatron's."""
+
+Table = Mapping[str, str]
+"""Field of the configuration → value, in the order in which differences are looked for."""
+
+_LOCAL = {"enabled", "dir", "timings", "replay"}
+"""Fields of SnipConfig that may differ between ranks. Only rank 0 uses these files."""
+_PATIENCE = timedelta(minutes=30)  # for the slowest rank, as torch's. The launcher notices ranks that have died.
+_NAMED_HOSTS = 4
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+def configuration_table(config: SnipConfig, backend: str, library: str, versions: Table) -> dict[str, str]:
+    """Return the fields of a configuration and of this rank's machine that must be equal on all ranks.
+
+    Args:
+        backend: Name of the GEMM backend.
+        library: The library that multiplies for it.
+        versions: Further packages → version.
+    """
+    import torch
+
+    table = {"snip_megatron": " ".join(filter(None, (snip_megatron.__version__, commit()))), **versions}
+    table["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        table |= {"triton": str(installed_version("triton"))}
+        table |= {"card": f"{torch.cuda.get_device_name()}, sm_{major}{minor}"}
+    table |= {"GEMM backend": backend, "GEMM library": library}
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name, value in config.as_dict().items():
+        if name not in _LOCAL:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            table[flag(fields[name]).strip(" =")] = text
+    if config.phases is not None and config.schedule != "auto":
+        table["--snip-schedule"] = _digest(config.phases.to_json().encode())
+    if config.map is not None:
+        table["--snip-map"] = _digest(Path(config.map).read_bytes())
+    return table
+
+
+def _digest(content: bytes) -> str:
+    return f"a file of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
+
+
+@functools.cache
+def commit() -> str | None:
+    """Return the commit of a checkout from which the package runs. None if it is installed."""
+    root = Path(snip_megatron.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def own_device() -> AbstractContextManager[Any]:
+    """Return a context in which the current CUDA device is the one that Megatron will choose for this rank."""
+    import torch
+
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    exists = torch.cuda.is_available() and index < torch.cuda.device_count()
+    return torch.cuda.device(index) if exists else nullcontext()
+
+
+# -- how ranks tell each other ---------------------------------------------------------------------------------------
+class Channel(Protocol):
+    """Exchanges values of JSON between ranks. Each method is called by all ranks."""
+
+    rank: int
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value."""
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on the others."""
+
+    def leave(self) -> None:
+        """Wait on rank 0 until the others have read what it shared, because the store may end with its process."""
+
+
+class GroupChannel:
+    """Exchanges values by collectives of the default process group."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self.rank = dist.get_rank()
+
+    def share(self, value: Any) -> Any:
+        values = [value]
+        self._dist.broadcast_object_list(values)
+        return values[0]
+
+    def collect(self, value: Any) -> list[Any] | None:
+        values = [None] * self._dist.get_world_size() if self.rank == 0 else None
+        self._dist.gather_object(value, values)
+        return values
+
+    def leave(self) -> None:
+        return None
+
+
+class StoreChannel:
+    """Exchanges values through the launcher's store, before there is a process group."""
+
+    def __init__(self) -> None:
+        self.rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._store, self._start = _store(), time.monotonic()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix, self._shared = f"snip/{attempt}/{self._store.add(f'snip/{attempt}/{self.rank}', 1)}", 0
+
+    def share(self, value: Any) -> Any:
+        self._shared += 1
+        key = f"{self._prefix}/shared/{self._shared}"
+        if self.rank == 0:
+            self._store.set(key, json.dumps(value))
+            return value
+        try:
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:  # of torch, also for a timeout
+            raise SnipError(f"rank 0 cannot be reached, {self._waited}: {first_line(error)}") from error
+
+    def collect(self, value: Any) -> list[Any] | None:
+        keys = [f"{self._prefix}/{rank}" for rank in range(self._ranks)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        if self.rank != 0:
+            return None
+        try:
+            return [json.loads(text) for text in self._store.multi_get(keys)]
+        except RuntimeError as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise SnipError(f"rank {cut(', '.join(missing))} cannot be reached, {self._waited}") from error
+
+    @property
+    def _waited(self) -> str:
+        return f"{time.monotonic() - self._start:.0f} s after this rank was ready"
+
+    def leave(self) -> None:
+        key, until = f"{self._prefix}/left", time.monotonic() + 10
+        left = self._store.add(key, 1)
+        while self.rank == 0 and left < self._ranks and time.monotonic() < until:
+            time.sleep(0.01)
+            left = self._store.add(key, 0)
+
+
+@functools.cache  # the store of rank 0 must live as long as its process, which the process group uses as well
+def _store() -> Any:
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://", timeout=_PATIENCE))[0]
+
+
+def of_group() -> Channel | None:
+    """Return the channel of the default process group. None if there is none, or if it has one rank."""
+    import torch.distributed as dist
+
+    return GroupChannel() if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def of_launcher() -> Channel | None:
+    """Return the channel of the ranks that the launcher has started. None for one rank, or a fake process group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "--fake-process-group" in sys.argv:
+        return None
+    return of_group() or StoreChannel()
+
+
+# -- agreement -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Report:
+    """What one rank tells rank 0.
+
+    Attributes:
+        error: The rank's error. Empty if it has none.
+        exit_code: Exit code of the error.
+        differences: Field → this rank's value, where rank 0 has another.
+    """
+
+    host: str
+    error: str = ""
+    exit_code: int = 0
+    differences: Mapping[str, str] | None = None
+
+
+class _Verdict(NamedTuple):
+    line: str
+    exit_code: int
+    rank: int
+
+
+def together[T](prepare: Callable[[], tuple[T, Table]], channel: Channel | None, program: str = "snip") -> T:
+    """Return the first result of ``prepare`` if it succeeds on all ranks and its table is the same. Collective.
+
+    Otherwise all ranks raise the same AgreedError, which rank 0 has printed as a line of ``program``. It names the
+    first rank that failed, or the first that differs. The traceback of an error that is not a SnipError is printed on
+    that rank.
+
+    Args:
+        prepare: Returns what the caller needs, and the table of this rank.
+        channel: The ranks. If it is None, nothing is compared, and errors of ``prepare`` are raised as they are.
+    """
+    if channel is None:
+        return prepare()[0]
+    result: T | None = None
+    table: Table | None = None
+    failure: Exception | None = None
+    try:
+        result, table = prepare()
+    except Exception as error:
+        failure = error
+    verdict = _compare(table, failure, channel, program)
+    if verdict is None:
+        assert result is not None
+        return result
+    if failure is not None and not isinstance(failure, SnipError) and verdict.rank == channel.rank:
+        traceback.print_exception(failure)
+    channel.leave()
+    raise AgreedError(verdict.line, exit_code=verdict.exit_code, printed=True) from failure
+
+
+def _compare(table: Table | None, failure: Exception | None, channel: Channel, program: str) -> _Verdict | None:
+    """Exchange tables and failures. Returns None if all ranks agree, otherwise what all ranks raise."""
+    host = socket.gethostname()
+    first: dict[str, str] | None = channel.share(table)
+    report = _Report(host)
+    if failure is not None:
+        report = _Report(host, describe(failure), failure.exit_code if isinstance(failure, SnipError) else 1)
+    elif table is not None and first is not None:
+        names = dict.fromkeys((*first, *table))
+        differences = {name: table.get(name, "none") for name in names if table.get(name) != first.get(name)}
+        report = _Report(host, differences=differences)
+    reports = channel.collect(vars(report))
+    verdict = None
+    if reports is not None:
+        verdict = _verdict([_Report(**each) for each in reports], first or {})
+        if verdict is not None:
+            print(f"{program}: {verdict.line}", file=sys.stderr, flush=True)
+    shared = channel.share(verdict)
+    return None if shared is None else _Verdict(*shared)
+
+
+def describe(error: Exception) -> str:
+    """Return the message of a SnipError, and the type and the message of any other error."""
+    return str(error) if isinstance(error, SnipError) else " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _verdict(reports: Sequence[_Report], first: Table) -> _Verdict | None:
+    """Return why the ranks of ``reports`` do not start. None if they do. ``first`` is rank 0's table."""
+    failed = [rank for rank, report in enumerate(reports) if report.error]
+    if failed:
+        report, alike = reports[failed[0]], len({reports[rank].error for rank in failed}) == 1
+        line = report.error
+        if not alike or len(failed) < len(reports):  # otherwise the command line is wrong, and not a host
+            others = _others([reports[rank].host for rank in failed[1:]])
+            line = f"rank {failed[0]} ({report.host}): {line}" + (f"; errors {others}" if others else "")
+        return _Verdict(line, report.exit_code, failed[0])
+    differing = [rank for rank, report in enumerate(reports) if report.differences]
+    if not differing:
+        return None
+    rank = differing[0]
+    differences = reports[rank].differences or {}
+    name, value = next(iter(differences.items()))
+    line = f"ranks differ: on rank {rank} ({reports[rank].host}) {name} is {value}, on rank 0 ({reports[0].host})"
+    line += f" {first.get(name, 'none')}"
+    if rest := list(differences)[1:]:
+        line += f"; {cut(', '.join(rest))} differ{'s' * (len(rest) == 1)} too"
+    if others := _others([reports[rank].host for rank in differing[1:]]):
+        line += f"; differences {others}"
+    return _Verdict(line, EXIT_DISAGREEMENT, rank)
+
+
+def _others(hosts: Sequence[str]) -> str:
+    """Say how many other ranks there are, and on which hosts. Empty if there are none."""
+    if not hosts:
+        return ""
+    counts = Counter(hosts)
+    names = ", ".join(list(counts)[:_NAMED_HOSTS]) + (", ..." if len(counts) > _NAMED_HOSTS else "")
+    return f"on {len(hosts)} other rank{'s' * (len(hosts) > 1)} too ({names})"
+
+
+def on_rank_zero[T](make: Callable[[], T]) -> T | None:
+    """Return the result of ``make`` on rank 0, and None on the others. Collective of the default process group.
+
+    If ``make`` raises an error, rank 0 raises it, and the others raise an AgreedError that has its type and host.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return make()
+    result: T | None = None
+    failure: Exception | None = None
+    shared: list[tuple[str, int] | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = make()
+        except Exception as error:
+            failure = error
+            code = error.exit_code if isinstance(error, SnipError) else 1
+            shared = [(f"rank 0 ({socket.gethostname()}): {describe(error)}", code)]
+    dist.broadcast_object_list(shared)
+    if failure is not None:
+        raise failure
+    if shared[0] is not None:
+        raise AgreedError(shared[0][0], exit_code=shared[0][1], printed=False)
+    return result

@@ -1,0 +1,101 @@
+"""Ranks with different configurations do not start: one line on all, and one exit code."""
+
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launch import error_lines, losses, tiny_llama_args
+from megatron.core import __version__ as CORE
+from warm_ranks import WarmRanks
+
+from snip_megatron import __version__ as VERSION
+
+SNIP = ("--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-update-interval", "3", "--snip-wait", "60")
+HOST = socket.gethostname()
+_ENDS = re.compile(r"rank (\d+) ends with (\d+)")
+
+
+def start(warm: WarmRanks, tmp: Path, *unlike: str, snip: tuple[str, ...] = SNIP, ranks: int = 2) -> tuple[str, str]:
+    """Return the one error line of ranks that differ, and the exit codes of all ranks."""
+    args = tiny_llama_args(*snip, "--global-batch-size", str(2 * ranks), iters=4)
+    process = warm.run(ranks, args, tmp=tmp, module="unlike_pretrain", env={"UNLIKE": "\n".join(unlike)}, timeout=120)
+    assert losses(process) == {}
+    return only_line(process), " ".join(code for _, code in sorted(_ENDS.findall(process.stdout)))
+
+
+def only_line(process: subprocess.CompletedProcess[str]) -> str:
+    (line,) = error_lines(process) or [process.stderr]
+    return line.removeprefix("pretrain_gpt: ")
+
+
+@pytest.mark.parametrize(
+    ("unlike", "field", "value", "expected"),
+    [
+        ("argument=--snip-formats fp8,mxfp4", "--snip-formats", "fp8,mxfp4", "fp8,fp4"),
+        ("argument=--snip-budget fp4=0.5", "--snip-budget", "fp4=0.5", "fp4=0.75"),
+        ("argument=--snip-schedule auto", "--snip-schedule", "auto", "static"),
+        ("argument=--snip-seed 7", "--snip-seed", "7", "1234"),
+        ("argument=--clip-grad 2", "--clip-grad", "2.0", "1.0"),
+        ("release=megatron.core==0.19.9", "megatron-core", "0.19.9", CORE),
+        ("release=torch==2.9.9", "torch", "2.9.9", torch.__version__),
+        ("commit=0123456789ab", "snip_megatron", f"{VERSION} 0123456789ab", f"{VERSION} abcdef"),
+    ],
+)
+def test_a_rank_that_differs_ends_the_start(
+    unlike: str, field: str, value: str, expected: str, warm: WarmRanks, tmp_path: Path
+) -> None:
+    snip = (*SNIP, "--snip-formats", "fp8,fp4", "--snip-budget", "fp4=0.75")
+    line, codes = start(warm, tmp_path, "all:commit=abcdef", f"1:{unlike}", snip=snip)
+    assert line == f"ranks differ: on rank 1 ({HOST}) {field} is {value}, on rank 0 ({HOST}) {expected}"
+    assert codes == "19 19"
+
+
+def test_differences_of_many_ranks_are_one_line(warm: WarmRanks, tmp_path: Path) -> None:
+    unlike = [f"{rank}:argument=--snip-seed {rank} --snip-lag 2" for rank in (1, 2)]
+    line, codes = start(warm, tmp_path, *unlike, ranks=3)
+    assert line == (
+        f"ranks differ: on rank 1 ({HOST}) --snip-lag is 2, on rank 0 ({HOST}) 1; --snip-seed differs too;"
+        f" differences on 1 other rank too ({HOST})"
+    )
+    assert codes == "19 19 19"
+
+
+def test_a_rank_without_snip_ends_the_start(warm: WarmRanks, tmp_path: Path) -> None:
+    """Its configuration has no other field."""
+    process = warm.run(
+        2, tiny_llama_args(), tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": "0:argument=--snip"}
+    )
+    assert only_line(process).startswith(f"ranks differ: on rank 1 ({HOST}) --snip is no, on rank 0 ({HOST}) yes")
+
+
+@pytest.mark.parametrize(
+    ("unlike", "line", "code"),
+    [
+        ("1:argument=--snip-lag soon", "rank 1 (HOST): argument --snip-lag: invalid int value: 'soon'", 2),
+        (  # at rank 0's run directory, after the process group is there
+            "0:broken=snip_megatron.megatron.setup:open_run_directory",
+            "PermissionError: [Errno 13] Permission denied: '/home/user'",
+            1,
+        ),
+        (  # before it
+            "0:broken=snip_megatron.megatron.attachment:configuration",
+            "rank 0 (HOST): PermissionError: [Errno 13] Permission denied: '/home/user'",
+            1,
+        ),
+        (
+            "1:broken=snip_megatron.megatron.entry:check_data",
+            "rank 1 (HOST): PermissionError: [Errno 13] Permission denied: '/home/user'",
+            1,
+        ),
+    ],
+)
+def test_an_error_on_one_rank_ends_all(unlike: str, line: str, code: int, warm: WarmRanks, tmp_path: Path) -> None:
+    args = tiny_llama_args(*SNIP, iters=4)
+    process = warm.run(2, args, tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": unlike}, timeout=120)
+    codes = re.findall(r"ends with (\d+)", process.stdout)
+    assert len([each for each in process.stderr.splitlines() if each.endswith(line.replace("HOST", HOST))]) == 1
+    assert process.stderr.count("Traceback") == (code == 1)
+    assert (codes, process.returncode) == ([str(code)] * len(codes), code)
