@@ -116,8 +116,11 @@ class WarmUp:
 
     def _check(self) -> None:
         """Check the backend once, when its kernels are compiled and before a map uses it."""
-        formats = self._formats_in_use
-        fault = self.registry.context.backend.check("cuda", formats) if formats and not self._checked else None
+        formats, rows = self._formats_in_use, self.host.tokens or 0
+        # The rows of experts differ from step to step. Graphs hold no experts, so that their products are timed later.
+        sizes = {(rows, *handle.weight.shape) for handle in self.registry if handle.expert is None and rows}
+        check = self.registry.context.backend.check
+        fault = check("cuda", formats, sorted(sizes)) if formats and not self._checked else None
         self._checked = True
         if fault is not None:
             print(f"snip: rank {dist.get_rank()}: {fault}", flush=True)

@@ -90,6 +90,21 @@ def test_every_gemm_reads_both_operands_in_its_format(tmp_path: Path, monkeypatc
             assert [type(each) for each in operands] == [classes[mixes[option_id(name, gemm)]]] * 2, (name, gemm)
 
 
+@pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
+def test_a_columnwise_tensor_scale_is_written_beside_the_rowwise_one(
+    tensor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine 2.20.2 quantises per tensor for the columnwise representation alone on no Hopper card."""
+    quantizer = load(tmp_path, PrecisionMap({dense_names(1)[0]: Format.FP8}), monkeypatch).quantizer
+    for other in ("bf16", "fp8", "mxfp8"):
+        formats = [other, other, other]
+        formats[{"input": 2, "weight": 1, "grad_output": 2}[tensor]] = "fp8_tensor"
+        columnwise = quantizer(tuple(formats), tensor).columnwise_quantizer
+        assert (columnwise.rowwise_usage, columnwise.columnwise_usage) == (True, True)
+        rowwise = quantizer(("fp8_tensor",) * 2 + (other,), "input").rowwise_quantizer
+        assert (rowwise.rowwise_usage, rowwise.columnwise_usage) == (True, False)
+
+
 def test_quantizers_have_the_numerics_of_the_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, formats = dense_names(1), (Format.NVFP4, Format.FP8)
     choices = dict(zip(names, formats, strict=False))

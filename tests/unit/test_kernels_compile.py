@@ -82,7 +82,7 @@ def side(
 
 AMAX = exact.SHAPES["amax"]
 PART = FIXED | {"R": AMAX.rows, "C": AMAX.cols, "WIDE": AMAX.wide, "FINITE": True, "ROTATED": True}
-TILED = {"TILES": 32, "A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
+TILED = {"A_TILE": 1, "B_TILE": 128, "ADD": True, "BLOCK": 128, "DEPTH": 64, "TILE": 128, "GROUP": 8}
 WGRAD = {"BN": 128, "DEPTH": 64, "GROUP": 8, "GPU": True}
 PLACES = {"PLACE_8": 0, "PLACE_4": 1, "PLACE_WHOLE": -1}
 OTHERS: list[tuple[Any, Constants, Mapping[str, int], int]] = [

@@ -17,6 +17,7 @@ from snip_megatron.megatron.compat import distributed_optimizer
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
+from snip_megatron.numerics.products.transformer_engine import import_fault
 from snip_megatron.precision.errors import SnipError
 
 check_signature(WrappedTorchNorm.__new__, "cls", "config", "hidden_size", "eps")
@@ -151,8 +152,8 @@ def check(args: argparse.Namespace, startup: Startup) -> None:
         if default.required and value != default.value:
             argument = default.dest.replace("_", "-")
             raise SnipError(f"--{argument} {value}: impossible without a CUDA device; the CPU needs {default.flag}")
-    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    if args.transformer_impl == "transformer_engine" and (fault := import_fault()) is not None:
         raise SnipError(
-            "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not"
-            " installed; install it or give --transformer-impl local"
+            f"--transformer-impl transformer_engine, Megatron's default, {fault}; install it or give"
+            " --transformer-impl local"
         )

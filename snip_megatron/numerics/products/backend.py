@@ -141,8 +141,12 @@ class GemmBackend:
     fuses_swiglu = False
     """Whether :meth:`swiglu` has kernels."""
 
-    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+    def check(
+        self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
+    ) -> str | None:
         """Check the optional libraries of this backend on ``device``, in ``formats``, and disable those that are wrong.
+
+        Libraries are timed for linears of ``sizes``, (tokens, n, k), because none can be timed inside a CUDA graph.
 
         Returns what is wrong and what multiplies instead, or None. This base class has no optional library.
         """

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ _LIBRARY = "libcublasLt.so.{major}"
 _FIRST_VERSION = 120900  # 1×128 and 128×128 scales
 _WORKSPACE = 32 << 20  # bytes, recommended by cuBLAS for Hopper
 _ALIGNMENT = 256  # bytes, the largest alignment that the heuristic distinguishes
+_MOST_PLANS = 1024
+"""Largest number of plans in memory. The rows of experts differ from step to step, and each number needs a plan."""
 
 _COMPUTE_32F = 68
 _REAL_32F, _REAL_16F, _REAL_16BF, _REAL_8F_E4M3 = 0, 2, 14, 28
@@ -91,14 +93,24 @@ class _Problem(NamedTuple):
     scaled: bool = False
 
 
+class _Descriptor(ctypes.c_void_p):
+    """A descriptor of the library, which is destroyed with its last reference."""
+
+    destroy: Callable[[ctypes.c_void_p], object] | None = None
+
+    def __del__(self) -> None:
+        if self.destroy is not None:
+            self.destroy(self)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """The arguments of a product, built once per problem to save host time."""
 
-    operation: ctypes.c_void_p
-    a: ctypes.c_void_p
-    b: ctypes.c_void_p
-    c: ctypes.c_void_p
+    operation: _Descriptor
+    a: _Descriptor
+    b: _Descriptor
+    c: _Descriptor
     algorithm: Any  # reference to a _Heuristic
     workspace: int
     scales: tuple[ctypes.c_void_p, ctypes.c_void_p]
@@ -208,10 +220,13 @@ class CublasLt:
     ) -> None:
         """Record a product with a new descriptor, because the descriptor holds the addresses of scales.
 
+        The recording keeps the plan, whose addresses it has, after the plan has left the cache.
+
         Args:
             tensors: A, B, result, workspace and factor. Workspace and factor may be None.
         """
-        operation = self._operation(problem).value or 0
+        descriptor = self._operation(problem)
+        operation = descriptor.value or 0
         for name, scale in zip((_A_SCALE, _B_SCALE), scales or (), strict=False):
             setting = (operation, name, ("pointer", (recorded.address(scale),)), 8)
             recorded.c_call(_SET_OPERATION, self._function(_SET_OPERATION), *setting)
@@ -222,7 +237,7 @@ class CublasLt:
         recorded.c_call(
             "cublasLtMatmul", self._function("cublasLtMatmul"), self._handle(device).value or 0, operation, first,
             a, layouts[0], b, layouts[1], beta, out, layouts[2], out, layouts[2],
-            ctypes.addressof(plan.algorithm._obj), workspace, plan.workspace, ("stream",),
+            ctypes.addressof(plan.algorithm._obj), workspace, plan.workspace, ("stream",), owner=(descriptor, plan),
         )  # fmt: skip
 
     def _function(self, name: str) -> int:
@@ -252,13 +267,14 @@ class CublasLt:
             plan = None
             if chosen is not None:
                 plan = _Plan(operation, a, b, c, ctypes.byref(chosen), chosen.workspace, pointers)
+            if len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]  # the oldest
             self._plans[key] = plan
         return self._plans[key]
 
-    def _operation(self, problem: _Problem) -> ctypes.c_void_p:
+    def _operation(self, problem: _Problem) -> _Descriptor:
         """Make the descriptor of an FP32 product."""
-        operation, a, b = ctypes.c_void_p(), problem.a, problem.b
-        self._call("cublasLtMatmulDescCreate", ctypes.byref(operation), _COMPUTE_32F, _REAL_32F)
+        operation, a, b = self._descriptor("MatmulDesc", _COMPUTE_32F, _REAL_32F), problem.a, problem.b
         self._set(operation, _TRANSA, ctypes.c_int32(_TRANSPOSED if a.transposed else _NOT_TRANSPOSED))
         self._set(operation, _TRANSB, ctypes.c_int32(_TRANSPOSED if b.transposed else _NOT_TRANSPOSED))
         if problem.scaled:
@@ -269,20 +285,26 @@ class CublasLt:
             self._set(operation, _B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[b.scaling]))
         return operation
 
-    def layout(self, dtype: int, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
+    def layout(self, dtype: int, rows: int, cols: int, ld: int) -> _Descriptor:
         """Make the layout of a column-major matrix [rows, cols] with leading dimension ``ld``."""
-        layout = ctypes.c_void_p()
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(cols), ctypes.c_int64(ld))
-        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
-        return layout
+        return self._descriptor("MatrixLayout", dtype, *sizes)
 
-    def _preference(self, problem: _Problem) -> ctypes.c_void_p:
+    def _descriptor(self, kind: str, *arguments: Any) -> _Descriptor:
+        descriptor = _Descriptor()
+        self._call(f"cublasLt{kind}Create", ctypes.byref(descriptor), *arguments)
+        descriptor.destroy = getattr(self._library, f"cublasLt{kind}Destroy")
+        return descriptor
+
+    def _preference(self, problem: _Problem) -> _Descriptor:
         """Make a preference: the limit of the workspace, and alignments, of which D has C's.
 
         Algorithms that add parts of a product in the dtype of D are excluded.
         """
-        preference, (a, b, c) = ctypes.c_void_p(), (ctypes.c_uint32(m.alignment) for m in problem[:3])
-        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        preference, (a, b, c) = (
+            self._descriptor("MatmulPreference"),
+            (ctypes.c_uint32(m.alignment) for m in problem[:3]),
+        )
         limit = ctypes.c_uint64(_WORKSPACE)
         values = [(_MAX_WORKSPACE, limit), (_ALIGN_A, a), (_ALIGN_B, b), (_ALIGN_C, c), (_ALIGN_D, c)]
         if problem.c.dtype is not torch.float32:
@@ -298,7 +320,6 @@ class CublasLt:
         handle = self._handle(torch.cuda.current_device())
         arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(proposed)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
-        self._call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [r for r in results[: proposed.value] if r.state == 0] if status == 0 else []
         return usable[problem.choice] if problem.choice < len(usable) else None
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.cublaslt import CublasLt
 from snip_megatron.numerics.quantize.formats import TILE
-from snip_megatron.numerics.quantize.kernels.launch import listings
+from snip_megatron.numerics.quantize.kernels.launch import listings, recording
 from snip_megatron.numerics.quantize.kernels.replay import run_opaque
 from snip_megatron.numerics.quantize.operands import Operand, OperandSpec, quantize_operands
 from snip_megatron.precision import Format
@@ -32,9 +32,9 @@ TORCH = (2, 11)
 
 _BY_BLOCKS = (1, 128, 128)
 _SMALL = 256  # rows, columns and reduction of the product that is compared before the first use
-_SLOW = 2**22
-"""Elements of a result, 2048 × 2048 or 8192 × 512, for which it takes 1.6 to 3.5 times cuBLASLt's time on an H100: such
-rows of ``timing/tables/h100.json`` beside a table without it. Other sizes, all powers of two, take 1.3 at most."""
+_MOST_SIZES = 1024
+"""Largest number of sizes that are timed. The rows of experts differ from step to step."""
+_ROUNDS, _SLEEP = 3, 500_000  # of the timing; cycles, a quarter of a millisecond
 _MANY = 16384
 """Rows of experts from which on their number does not matter for the kernel, with 768 to 7,168 features."""
 Gemm = Callable[..., None]
@@ -61,28 +61,71 @@ def run(gemm: Gemm, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Ten
         listing.kernels[source] = None
 
 
+def seconds_on_gpu(call: Callable[[], object]) -> float:
+    """Return the seconds of ``call`` on the current device, which is waited for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]  # the launches queue behind it, so that none is timed
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
 @dataclass(frozen=True)
 class DeepGemm:
     """DeepGEMM's products of operands, for :class:`snip_megatron.numerics.products.hopper.HopperBackend`.
 
-    ``gemm`` is ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
+    DeepGEMM takes between .7 and 3.5 times cuBLASLt's time, depending on the size and the card. The first product of
+    each size is therefore computed and timed by both on the device at hand. As their bits are equal, the result of a
+    run does not depend on these times.
+
+    Attributes:
+        gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
+        seconds: the clock of a call on the device.
     """
 
     gemm: Gemm
+    seconds: Callable[[Callable[[], object]], float] = seconds_on_gpu
+    _is_slower: dict[tuple[int, int, int], bool] = field(default_factory=dict, init=False)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt | None = None) -> Tensor | None:
         """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
 
-        Returns None if DeepGEMM has no kernel for the operands, or a slow one, or if ``dtype`` is not bf16.
+        Returns None if DeepGEMM has no kernel for the operands, if ``library``, cuBLASLt, is faster, or if ``dtype`` is
+        not bf16. Without a library nothing is timed.
         """
         # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
         fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
-        slow = a.rows * b.rows == _SLOW
-        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits or slow:
+        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
+            return None
+        size = a.rows, b.rows, a.values.shape[1]
+        if size not in self._is_slower and library is not None and self._may_time(a.values):
+            self._is_slower[size] = self._compare(a, b, library)
+        if self._is_slower.get(size, False):
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
-        run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
+        self._run(a, b, out)
         return out
+
+    def _run(self, a: Operand, b: Operand, out: Tensor) -> None:
+        run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
+
+    def _may_time(self, values: Tensor) -> bool:
+        """Return whether a call may be timed now: no graph is captured, and nothing is listed or recorded."""
+        captures = values.is_cuda and torch.cuda.is_current_stream_capturing()
+        return len(self._is_slower) < _MOST_SIZES and not (listings or recording() or captures)
+
+    def _compare(self, a: Operand, b: Operand, library: CublasLt) -> bool:
+        """Return whether DeepGEMM takes longer than ``library`` for a product."""
+        out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16, device=a.values.device)
+        if library.multiply(a, b, out.dtype, out=out) is None:  # it has no kernel
+            return False
+        self._run(a, b, out)  # compiles the kernel
+        calls = partial(self._run, a, b, out), partial(library.multiply, a, b, out.dtype, out=out)
+        seconds = [[self.seconds(call) for call in calls] for _ in range(_ROUNDS)]
+        ours, theirs = map(min, zip(*seconds, strict=True))
+        return bool(ours > theirs)
 
 
 def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
@@ -155,6 +198,19 @@ def difference(deep_gemm: DeepGemm, cublaslt: Any, device: torch.device | str) -
     except Exception as error:
         return f"DeepGEMM {VERSION} fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
     return None
+
+
+def unit_operands(rows: int, n: int, depth: int, device: torch.device | str) -> tuple[Operand, Operand]:
+    """Return operands [rows, depth] in tiles and [n, depth] in blocks, of zeros."""
+    tiles, sides = -(-depth // TILE), []
+    scales = (
+        torch.ones(tiles, rows, device=device).t(),
+        torch.ones(-(-n // TILE), -(-tiles // 4) * 4, device=device).t(),
+    )
+    for count, scale, scaling in ((rows, scales[0], "tile"), (n, scales[1], "block")):
+        values = torch.zeros(count, tiles * TILE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        sides.append(Operand(values, scale, scaling, depth))
+    return sides[0], sides[1]
 
 
 def _blocks(weight: Operand) -> Tensor:

@@ -47,7 +47,9 @@ class EmulatedBackend(GemmBackend):
         self._tiled = tiled
         self._in_torch = False
 
-    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+    def check(
+        self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
+    ) -> str | None:
         fault = wrong_numbers(self, device, formats)
         if fault is None or listings:
             return None

@@ -11,6 +11,7 @@ dequantised and multiplied in FP32.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.functional import ScalingType
 
 from snip_megatron.numerics.products.backend import REFERENCE, Formats, GemmBackend, GemmOperand, UnquantizedOperand
 from snip_megatron.numerics.products.cublaslt import Choices, CublasLt, accumulate_plain, is_gradient
-from snip_megatron.numerics.products.deepgemm import DeepGemm, difference
+from snip_megatron.numerics.products.deepgemm import DeepGemm, difference, unit_operands
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.products.grouped_hopper import HopperGroups, add_wgrad
 from snip_megatron.numerics.quantize.formats import TILE
@@ -50,7 +51,7 @@ class HopperBackend(GemmBackend):
         library: cuBLASLt, which accumulates inside the GEMM. If it is None, ``scaled_mm`` multiplies and accumulation
             is a separate addition.
         choices: products that use another proposal of cuBLASLt than the first.
-        faster: DeepGEMM, which is tried first. None if it is not used.
+        faster: DeepGEMM, which multiplies where it is faster than ``library``. None if it is not used.
         others: the backend that runs GEMMs in formats that these tensor cores do not have.
         activations: the module ``quantize.swiglu``, or its functions in Triton. None if SwiGLU is not fused.
         groups: DeepGEMM's module, for grouped products in fp8 and fp4. If it is None, these run expert by expert.
@@ -83,7 +84,9 @@ class HopperBackend(GemmBackend):
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
-    def check(self, device: torch.device | str, formats: Collection[Format]) -> str | None:
+    def check(
+        self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
+    ) -> str | None:
         """See the base class. DeepGEMM is compared with cuBLASLt, and disabled if they differ.
 
         DeepGEMM compiles a kernel for it, unless its cache has the kernel.
@@ -91,6 +94,12 @@ class HopperBackend(GemmBackend):
         fault = None if self._faster is None else difference(self._faster, self._library, device)
         if fault is not None:
             self._faster = self._groups = None
+        if self._faster is not None and not _TILED.isdisjoint(formats):
+            with suppress(torch.OutOfMemoryError):  # what is not timed now is timed by its first product
+                for rows, n, k in sizes:
+                    for edge, depth in ((n, k), (k, n)):  # fprop and dgrad
+                        operands = unit_operands(rows, edge, depth, device)
+                        self._faster.multiply(*operands, torch.bfloat16, self._library)
         faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
 
@@ -150,7 +159,7 @@ class HopperBackend(GemmBackend):
             product = a.dequantize() @ b.dequantize().t()
         elif not a.rows % _ROWS_OF_A:
             if self._faster is not None and not wgrad:
-                product = self._faster.multiply(a, b, output)
+                product = self._faster.multiply(a, b, output, self._library)
             if product is None and self._library is not None:  # torch's scaled GEMM asks for proposals in every call
                 fast, choice = a.scaling == "tensor" and not wgrad, 0
                 if fast and output is torch.bfloat16:

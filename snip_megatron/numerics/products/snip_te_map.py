@@ -50,11 +50,14 @@ def quantizer(formats: tuple[str, str, str], tensor: str) -> Any:
     row, column = (formats[gemm] for gemm in READERS[tensor])
     if row == column:
         return quantizer_of_format(row, tensor)
-    return te.HybridQuantizer(
+    hybrid = te.HybridQuantizer(
         rowwise_quantizer=quantizer_of_format(row, tensor),
         columnwise_quantizer=quantizer_of_format(column, tensor),
         columnwise_source="original",
     )
+    if column == "fp8_tensor":  # its columnwise representation is written beside the rowwise one only
+        hybrid.columnwise_quantizer.set_usage(rowwise=True, columnwise=True)
+    return hybrid
 
 
 def name_linears(model: Any) -> int:

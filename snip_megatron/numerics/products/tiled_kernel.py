@@ -18,13 +18,33 @@ _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
+def _add_tile(
+    total, a, b, left_scale, right_scale, rest, a_depth, b_depth, row_mask, col_mask,
+    DEPTH: tl.constexpr, TILE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Add the scaled product of one tile, which has ``rest`` columns or more, and return the next tile's pointers."""
+    depth, part = tl.arange(0, DEPTH), tl.zeros(total.shape, tl.float32)
+    for step in tl.static_range(0, TILE, DEPTH):
+        inside = step + depth < rest
+        left = tl.load(a, mask=row_mask[:, None] & inside[None, :], other=0.0)
+        right = tl.load(b, mask=inside[:, None] & col_mask[None, :], other=0.0)
+        if not GPU:  # the interpreter would multiply the bits of bf16 numbers
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        part = tl.dot(left, right, part)
+        a += DEPTH * a_depth
+        b += DEPTH * b_depth
+    left, right = tl.load(left_scale, mask=row_mask, other=0.0), tl.load(right_scale, mask=col_mask, other=0.0)
+    return total + part * left[:, None] * right[None, :], a, b
+
+
+@triton.jit(do_not_specialize=["tiles"])  # the rows of experts, over which wgrad reduces, differ from step to step
 def tiled_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr,
-    M, N, K, a_row, a_depth, b_row, b_depth, a_scale_row, a_scale_depth, b_scale_row, b_scale_depth,
-    TILES: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr, ADD: tl.constexpr,
+    M, N, K, a_row, a_depth, b_row, b_depth, a_scale_row, a_scale_depth, b_scale_row, b_scale_depth, tiles,
+    A_TILE: tl.constexpr, B_TILE: tl.constexpr, ADD: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Compute C = A·Bᵀ, or add it to C, over ``TILES`` tiles. ``A_TILE`` and ``B_TILE`` rows share a scale."""
+    """Compute C = A·Bᵀ, or add it to C, over ``tiles`` tiles. ``A_TILE`` and ``B_TILE`` rows share a scale."""
     program = tl.program_id(0)
     down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     group = program // (GROUP * across)
@@ -37,21 +57,20 @@ def tiled_kernel(
     b = b_ptr + cols.to(tl.int64)[None, :] * b_row + depth.to(tl.int64)[:, None] * b_depth
     a_scale = a_scale_ptr + (rows // A_TILE).to(tl.int64) * a_scale_row
     b_scale = b_scale_ptr + (cols // B_TILE).to(tl.int64) * b_scale_row
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for tile in range(TILES):
-        part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for step in tl.static_range(0, TILE, DEPTH):
-            inside = tile * TILE + step + depth < K
-            left = tl.load(a, mask=row_mask[:, None] & inside[None, :], other=0.0)
-            right = tl.load(b, mask=inside[:, None] & col_mask[None, :], other=0.0)
-            if not GPU:  # the interpreter would multiply the bits of bf16 numbers
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            part = tl.dot(left, right, part)
-            a += DEPTH * a_depth
-            b += DEPTH * b_depth
-        left_scale = tl.load(a_scale + tile * a_scale_depth, mask=row_mask, other=0.0)
-        right_scale = tl.load(b_scale + tile * b_scale_depth, mask=col_mask, other=0.0)
-        total += part * left_scale[:, None] * right_scale[None, :]
+    total, tile = tl.zeros((BLOCK, BLOCK), tl.float32), 0
+    if GPU:
+        for tile in range(tiles):
+            total, a, b = _add_tile(
+                total, a, b, a_scale + tile * a_scale_depth, b_scale + tile * b_scale_depth, K - tile * TILE,
+                a_depth, b_depth, row_mask, col_mask, DEPTH, TILE, GPU,
+            )  # fmt: skip
+    else:  # the interpreter has no range of tensors
+        while tile < tiles:
+            total, a, b = _add_tile(
+                total, a, b, a_scale + tile * a_scale_depth, b_scale + tile * b_scale_depth, K - tile * TILE,
+                a_depth, b_depth, row_mask, col_mask, DEPTH, TILE, GPU,
+            )  # fmt: skip
+            tile += 1
     c = c_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
     mask = row_mask[:, None] & col_mask[None, :]
     if ADD:
@@ -71,9 +90,9 @@ def multiply(a, a_scale, a_tile, b, b_scale, b_tile, out, *, add=False):
     (m, k), n = a.shape, b.shape[0]
     launch(
         tiled_kernel, (-(-m // _BLOCK) * -(-n // _BLOCK), 1), (a, a_scale, b, b_scale, out),
-        (m, n, k, *a.stride(), *b.stride(), *a_scale.stride(), *b_scale.stride()), (),
+        (m, n, k, *a.stride(), *b.stride(), *a_scale.stride(), *b_scale.stride()), (-(-k // _TILE),),
         {
-            "TILES": -(-k // _TILE), "A_TILE": a_tile, "B_TILE": b_tile, "ADD": add,
+            "A_TILE": a_tile, "B_TILE": b_tile, "ADD": add,
             "BLOCK": _BLOCK, "DEPTH": _DEPTH, "TILE": _TILE, "GROUP": _GROUP,
             "GPU": a.is_cuda and not triton.knobs.runtime.interpret,
         },

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,43 @@ def te_map() -> ModuleType:
     return snip_te_map
 
 
+def import_fault() -> str | None:
+    """Return why Transformer Engine cannot be imported, as the end of a sentence, or None.
+
+    Without a CUDA device nothing is imported: the libraries of the host on which a job is checked may differ.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "needs Transformer Engine, which is not installed"
+    if not torch.cuda.is_available():
+        return None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # an incompatible shared object may raise anything
+        return f"needs Transformer Engine, whose import fails ({import_error(error)})"
+    return None
+
+
+def import_error(error: Exception) -> str:
+    """Return an error of the import of Transformer Engine in one line. For cuDNN's, the line says what to do."""
+    line = first_line(error)
+    if "libcudnn" not in str(error):
+        return line
+    loaded = sorted({os.path.dirname(path) for path in _loaded_libraries() if "libcudnn" in path})
+    package = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    folders = [] if package is None else list(package.submodule_search_locations or ())
+    folder = os.path.join(folders[0], "lib") if folders else "the folder of torch's cuDNN"
+    return (
+        f"{line}; libraries of two versions of cuDNN meet, and those in {', '.join(loaded) or 'no folder'} are loaded:"
+        f" put {folder} first in LD_LIBRARY_PATH, or import transformer_engine before other code uses cuDNN"
+    )
+
+
+def _loaded_libraries() -> list[str]:
+    """Return the paths of the files that this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return ["/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line]
+
+
 def on_blackwell() -> bool:
     """Return whether the CUDA device is of compute capability 10.0 or above."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
@@ -58,7 +97,7 @@ def why_not_transformer_engine(formats: Collection[Format] | None) -> str | None
     try:
         te_map()
     except Exception as error:  # an incompatible shared object may raise anything
-        return f"Transformer Engine cannot be used ({first_line(error)})"
+        return f"Transformer Engine cannot be used ({import_error(error)})"
     known = formats_on_card()
     others = sorted(fmt.value for fmt in formats or () if fmt not in known)
     if others:

@@ -51,8 +51,8 @@ def launch(
         grid: numbers of programs.
         memory: tensors that the kernel reads and writes. A tensor may be followed by another dtype, as which the kernel
             sees it.
-        numbers: sizes and strides. A compiled kernel is remembered for each combination of them, so that a run must
-            have few.
+        numbers: sizes and strides. A compiled kernel is remembered for each combination of them, and all are forgotten
+            when they are too many, as with experts, whose rows differ from step to step.
         counters: numbers for which Triton compiles no kernel of its own (``do_not_specialize``, or real numbers). A run
             may have any number of them.
         constants: compile-time constants, in the order of the kernel's parameters.
@@ -76,9 +76,9 @@ def launch(
             viewed = [t if t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]
             run = functools.partial(kernel.warmup, grid=grid) if listings else kernel[grid]
             compiled = run(*viewed, *numbers, *counters, **constants, **options)
-            if (
-                not listings and compiled is not None and len(_compiled) < _MOST_COMPILED
-            ):  # the interpreter compiles nothing
+            if not listings and compiled is not None:  # the interpreter compiles nothing
+                if len(_compiled) >= _MOST_COMPILED:
+                    _compiled.clear()
                 _compiled[key] = compiled
     active = recording()
     if active is not None:

@@ -152,7 +152,12 @@ struct CFunctionCall : Step {
   std::string name;
   Function function;
   std::vector<Argument> arguments;
+  py::object owner;  // of the memory that arguments point to
 
+  ~CFunctionCall() override {
+    py::gil_scoped_acquire gil;
+    owner = {};
+  }
   static Argument read(py::handle source) {
     if (PyLong_Check(source.ptr())) return {Argument::kNumber, 0, source.cast<int64_t>(), {}};
     auto kind = source[py::int_(0)].cast<std::string>();
@@ -218,6 +223,7 @@ std::unique_ptr<Step> read_step(const py::tuple& record) {
   step->name = record[1].cast<std::string>();
   step->function = reinterpret_cast<CFunctionCall::Function>(record[2].cast<uint64_t>());
   for (py::handle item : py::object(record[3])) step->arguments.push_back(CFunctionCall::read(item));
+  step->owner = record[4];
   TORCH_CHECK(step->arguments.size() <= kArguments, step->name, " has too many arguments");
   return step;
 }

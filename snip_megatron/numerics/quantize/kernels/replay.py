@@ -20,6 +20,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -62,13 +63,28 @@ class View:
 
 
 class Seed:
-    """A seed of stochastic rounding that differs from call to call. It is no number, so that nothing computes with it.
+    """A seed of stochastic rounding, which differs from call to call. Only kernels may read its words.
 
-    ``number`` counts the seeds of a call.
+    Code that computes with its number gets the number, but the recording is refused, because a replay would repeat the
+    numbers of the recorded call. It is no ``int``, so that no C function reads the number unnoticed.
     """
 
-    def __init__(self, value: int, number: int) -> None:
-        self.words = [Word(word - (word >> 31 << 32), number, index) for index, word in enumerate(key_words(value))]
+    def __init__(self, value: int, index: int, refuse: Callable[[str], None]) -> None:
+        self.value = value
+        self.words = [Word(word - (word >> 31 << 32), index, i) for i, word in enumerate(key_words(value))]
+        self._refuse = refuse
+
+    def __index__(self) -> int:
+        self._refuse("the function computes with a seed")
+        return self.value
+
+    __int__ = __index__
+
+    def __and__(self, other: int) -> int:
+        return int(self) & other
+
+    def __xor__(self, other: int) -> int:
+        return int(self) ^ other
 
 
 class Word(int):
@@ -84,15 +100,26 @@ class Word(int):
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the steps of one call. The arguments of the call are tensors, and tuples that hold tensors."""
+    """Records the steps of one call.
 
-    def __init__(self, arguments: Sequence[object]) -> None:
+    Args:
+        arguments: the arguments of the call, tensors, and tuples that hold tensors.
+
+    Attributes:
+        arguments: the arguments with a :class:`Seed` in place of each seed, for the function.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: str | None = None
         self._steps: list[tuple[Any, ...]] = []
         self._tensors: list[Tensor] = []  # the tensor of each slot. While they live, no memory is used twice
         self._slots: dict[int, list[int]] = {}  # storage → slots
         self._opaque = False
+        numbers = itertools.count()
+        self.arguments = _replaced(
+            arguments, lambda n: Seed(n, next(numbers), self.refuse) if type(n) is int and n >= _SEED else n
+        )
         for each in _leaves(arguments):
             if isinstance(each, Tensor):
                 self._new_slot(each)
@@ -190,11 +217,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = (*grid, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
         self.c_call("cuLaunchKernel", launcher(), compiled.function, *shape, ("stream",), arguments, 0)
 
-    def c_call(self, name: str, function: int, *arguments: Argument) -> None:
-        """Record the call of a C function that returns 0. ``function`` is its address, or 0 if it has none."""
+    def c_call(self, name: str, function: int, *arguments: Argument, owner: object = None) -> None:
+        """Record the call of a C function that returns 0.
+
+        Args:
+            name: its name.
+            function: its address, or 0 if it has none.
+            arguments: its arguments.
+            owner: what owns the memory that arguments point to. It lives as long as the recording.
+        """
         if not function:
             self.refuse(f"{name} has no address")
-        self._steps.append(("c", name, function, arguments))
+        self._steps.append(("c", name, function, arguments, owner))
 
     def opaque(self, function: Callable[..., object], *arguments: object) -> None:
         """Run a function whose launches are not recorded, and record its call."""
@@ -308,30 +342,22 @@ class Replayed:
         return int(self._table.recordings)
 
     def _record(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...] | None]:
-        """Call the function, and return its result and the recording, which is None if it is refused."""
-        seeds: list[Seed] = []
-        with_seeds = _with_seeds(arguments, seeds)
-        recording = Recording(with_seeds)
-        try:
-            with recording:
-                result = self._function(*with_seeds)
-            recorded = recording.finished(result)
-        except TypeError:  # the function computes with a seed. It has not written anything yet
-            if not seeds:
-                raise
-            return self._function(*arguments), None
-        if recorded is None and any(isinstance(each, Seed) for each in _leaves(result)):
-            return self._function(*arguments), None  # the result only describes how a GEMM will quantise
-        return result, recorded
+        """Call the function, and return its result and the recording, which is None if it is refused.
+
+        The function runs once, whatever happens: a second call would add a gradient twice.
+        """
+        recording = Recording(arguments)
+        with recording:
+            result = self._function(*recording.arguments)
+        recorded = recording.finished(result)
+        return _replaced(result, lambda each: each.value if isinstance(each, Seed) else each), recorded
 
 
-def _with_seeds(value: Any, seeds: list[Seed]) -> Any:
+def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a value with ``function`` of every item of its tuples, of any depth."""
     if isinstance(value, tuple):
-        return tuple.__new__(type(value), [_with_seeds(each, seeds) for each in value])
-    if type(value) is int and value >= _SEED:
-        seeds.append(Seed(value, len(seeds)))
-        return seeds[-1]
-    return value
+        return tuple.__new__(type(value), [_replaced(each, function) for each in value])
+    return function(value)
 
 
 # -- compilation of replay.cpp ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import ctypes
 import json
 import re
 import sysconfig
+import weakref
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,22 @@ def test_descriptors_are_accepted(library: CublasLt, scaling: str | None) -> Non
         assert library._operation(problem).value
         assert library._preference(problem).value
     assert library.layout(cublaslt._TYPES[torch.float8_e4m3fn], 256, 512, 256).value
+
+
+def test_plans_and_their_descriptors_are_bounded(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with experts, whose rows differ from step to step."""
+    monkeypatch.setattr(cublaslt, "_MOST_PLANS", 3)
+    monkeypatch.setattr(library, "_plans", {})
+    monkeypatch.setattr(CublasLt, "_proposal", lambda *_: cublaslt._Heuristic())
+    problem, plans = product(None, torch.float32), []
+    for rows in (16, 32, 48, 64, 80):
+        plan = library._plan(0, problem._replace(a=problem.a._replace(rows=rows)), None)
+        assert plan is not None
+        plans.append([weakref.ref(each) for each in (plan.operation, plan.a, plan.b, plan.c)])
+        assert library._plan(0, problem._replace(a=problem.a._replace(rows=rows)), None) is plan
+    del plan
+    assert len(library._plans) == 3
+    assert [any(each() is not None for each in plan) for plan in plans] == [False, False, True, True, True]
 
 
 def test_heuristic_result_has_the_size_of_the_header() -> None:

@@ -63,7 +63,7 @@ def test_products_equal_the_other_librarys(rows: int, depth: int, dtype: torch.d
     assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, dtype))
 
 
-def test_what_it_has_no_layout_for_or_is_slow_in_runs_elsewhere() -> None:
+def test_what_it_has_no_layout_for_runs_elsewhere() -> None:
     def gemm(*args: Any, **options: Any) -> None:
         raise AssertionError("must not be asked")
 
@@ -73,15 +73,50 @@ def test_what_it_has_no_layout_for_or_is_slow_in_runs_elsewhere() -> None:
     assert backend.multiply(Gemm.FPROP, operand(x, Format.FP8), blocks, torch.bfloat16).shape == (66, 48)
     whole, other = (operand(matrix(rows, 256), Format.FP8_TENSOR) for rows in (64, 48))
     assert backend.multiply(Gemm.FPROP, whole, other, torch.bfloat16).shape == (64, 48)
-    square = matrix(2048, 128)
-    many, weights = operand(square, Format.FP8), operand(square, Format.FP8, weight=True)
-    assert backend.multiply(Gemm.FPROP, many, weights, torch.bfloat16).shape == (2048, 2048)
+
+
+@pytest.mark.parametrize("seconds", [(2.0, 1.0), (1.0, 2.0)], ids=["cuBLASLt", "DeepGEMM"])
+def test_the_library_that_is_faster_for_a_size_multiplies_it(
+    seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong products of cuBLASLt tell which of the two multiplied."""
+    timed: list[Any] = []
+    library: Any = Library(64.0)
+
+    def clock(call: Any) -> float:
+        call()
+        timed.append(call)
+        return seconds[(len(timed) - 1) % 2]
+
+    monkeypatch.setattr(deepgemm, "_MOST_SIZES", 3)
+    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt, clock))
+    for rows in (64, 32, 64, 128, 16, 8):
+        a, b = operand(matrix(rows, 256), Format.FP8), operand(matrix(48, 256, 1), Format.FP8, weight=True)
+        found = backend.multiply(Gemm.FPROP, a, b, torch.bfloat16)
+        is_cublas = seconds[0] > seconds[1] and rows not in (16, 8)  # these two are more sizes than are timed
+        assert torch.equal(found, hopper().multiply(Gemm.FPROP, a, b, torch.bfloat16) + (64 if is_cublas else 0))
+    assert len(timed) == 3 * 6
+    with list_launches():  # nothing is timed where kernels are listed
+        DeepGemm(fp8_gemm_nt, clock).multiply(a, b, torch.bfloat16, library)
+    assert len(timed) == 3 * 6
+
+
+def test_the_check_times_the_products_of_all_linears() -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def gemm(a: Pair, b: Pair, d: Tensor, **options: Any) -> None:
+        sizes.append((*d.shape, a[0].shape[1]))
+        fp8_gemm_nt(a, b, d, **options)
+
+    backend = hopper(library=Library(), faster=DeepGemm(gemm, lambda call: 1.0))
+    assert backend.check("cpu", [Format.FP8], [(64, 48, 256), (64, 512, 128)]) is None
+    assert {(64, 48, 256), (64, 256, 128), (64, 512, 128), (64, 128, 512)} < set(sizes)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_another_result_than_cublas_is_not_trusted(wrong: float) -> None:
     library: Any = Library(wrong)
-    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt), groups=SimpleNamespace())
+    backend = hopper(library=library, faster=DeepGemm(fp8_gemm_nt, lambda call: 1.0), groups=SimpleNamespace())
     with list_launches():  # results are uninitialised memory
         assert backend.check("cpu", ()) is None
     fault = backend.check("cpu", ())

@@ -60,3 +60,22 @@ def test_arguments_have_the_order_of_parameters(monkeypatch: pytest.MonkeyPatch)
         run_all_kernels()
     assert len(seen) == 13
     assert len(listing.kernels) > len(seen)
+
+
+def test_compiled_kernels_are_remembered_again_when_they_were_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with experts, whose rows differ from step to step."""
+
+    class Kernel:
+        inspected = 0
+
+        def __getitem__(self, grid: Any) -> Any:
+            self.inspected += 1
+            return lambda *_, **__: {(1, 1, 1): lambda *_: None}
+
+    monkeypatch.setattr(launch, "_MOST_COMPILED", 4)
+    monkeypatch.setattr(launch, "_compiled", {})
+    kernel = Kernel()
+    for rows in (*range(6), 5):
+        launch.launch(kernel, (1, 1), [X], (rows,), (), {}, {})
+    assert kernel.inspected == 6
+    assert len(launch._compiled) <= 4

@@ -182,6 +182,36 @@ def test_what_cannot_be_repeated_runs_in_python_in_every_call(
     assert (replayed.replays, replayed.recordings) == (0, 0)
 
 
+@pytest.mark.parametrize("compute", [int, lambda seed: seed & 7, lambda seed: seed ^ 7], ids=["int", "and", "xor"])
+def test_a_gradient_is_added_once_where_the_function_computes_with_a_seed(
+    extension: Any, compute: Callable[[Any], int]
+) -> None:
+    """The computation comes after the addition, so that a second run of the function would add twice."""
+
+    def function(out: Tensor, pair: tuple[Any, ...]) -> Any:
+        out.add_(1.0)
+        return compute(pair[0]) % 5, pair
+
+    replayed, out = Replayed(extension, function), torch.zeros(4)
+    for call in range(1, 7):
+        seed = 2**40 + call
+        assert replayed.call(out, (seed,)) == (compute(seed) % 5, (seed,))
+        assert out.tolist() == [float(call)] * 4
+    assert (replayed.replays, replayed.recordings) == (0, 0)
+
+
+def test_an_error_after_an_addition_reaches_the_caller(extension: Any) -> None:
+    def function(out: Tensor, seed: Any) -> None:
+        out.add_(1.0)
+        raise TypeError("of another library")
+
+    replayed, out = Replayed(extension, function), torch.zeros(4)
+    for call in range(1, 4):
+        with pytest.raises(TypeError, match="of another library"):
+            replayed.call(out, 2**40)
+        assert out.tolist() == [float(call)] * 4
+
+
 def test_results_that_autograd_differentiates_come_from_python(extension: Any) -> None:
     replayed = Replayed(extension, lambda x: 2 * x)
     for seed in range(4):
@@ -215,6 +245,31 @@ def test_neither_a_recording_nor_a_replay_keeps_memory(extension: Any) -> None:
     gc.collect()
     assert replayed.replays == 2
     assert not [each for each in seen if each() is not None]
+
+
+def test_a_recording_keeps_what_owns_the_memory_of_its_arguments(extension: Any) -> None:
+    class Owner:
+        pass
+
+    owners = [Owner()]
+    seen = weakref.ref(owners[0])
+    address = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value or 0
+
+    def function(x: Tensor, number: int) -> Tensor:
+        if (noted := recording()) is not None:
+            noted.c_call("abs", address, 0, owner=owners.pop())
+        return x
+
+    replayed = Replayed(extension, function)
+    for seed in range(3):
+        replayed.call(same_key(4, seed=seed), 0)
+    assert replayed.replays == 1
+    gc.collect()
+    assert seen() is not None
+    for number in range(1, 4200):  # more kinds of calls than a table remembers
+        replayed.call(same_key(4, seed=0), number)
+    assert replayed.recordings == 0
+    assert seen() is None
 
 
 # -- compilation -----------------------------------------------------------------------------------
