@@ -257,8 +257,8 @@ def after_each_probe(action: Action) -> Iterator[None]:
             super().__init__(host, registry, config, **options)
             self._oracle, self._run_config = Oracle(registry, host), config
 
-        def run(self, step: Any, clip: float, sequences: int) -> ProbeResult:
-            result = super().run(step, clip, sequences)
+        def run(self, step: Any, *rest: Any) -> ProbeResult:
+            result = super().run(step, *rest)
             action(self._oracle, self._run_config, step, result)
             return result
 

@@ -72,7 +72,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     run, tables = ProbeRunner.run, []
 
-    def several(runner: ProbeRunner, step: Any, clip: float, sequences: int) -> Any:
+    def several(runner: ProbeRunner, step: Any, clip: float, sequences: int, update: Any) -> Any:
         counts = [n for n in range(1, sequences + 1) if sequences % n == 0]
         probed = {str(n): run(runner, step, clip, n) for n in counts}
         with mock.patch.object(step, "run", _of_the_next_microbatch(step)):
@@ -85,9 +85,8 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     return tables
 
 
-def _of_the_next_microbatch(step: Any) -> Callable[[int, int], None]:
-    def run(microbatches: int, sequences: int) -> None:
-        step.rewind()
+def _of_the_next_microbatch(step: Any) -> Callable[[], None]:
+    def run() -> None:
         step.schedule([1])
 
     return run

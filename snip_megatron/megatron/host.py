@@ -4,7 +4,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,12 +56,21 @@ def make_host(args: argparse.Namespace, model: Sequence[torch.nn.Module], regist
         sequence_parallel=bool(config.sequence_parallel),
         recomputes_blocks=config.recompute_granularity == "full",
         full_tensor=shards.values if shards else lambda weight: weight,
+        passes_alone=not shards and _passes_alone(config),
     )
 
 
 def _shards_optimizer(args: argparse.Namespace) -> bool:
     names = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "use_torch_fsdp2")
     return args.optimizer.startswith("dist_") or any(getattr(args, name, False) for name in names)
+
+
+def _passes_alone(config: Any) -> bool:
+    """Return whether ranks exchange nothing in a pass, as under data parallelism alone."""
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
+    balanced = config.moe_router_load_balancing_type
+    over_ranks = "global_aux_loss" in ([balanced] if isinstance(balanced, str) else balanced)
+    return all(getattr(config, f"{kind}_parallel_size") == 1 for kind in kinds) and not over_ranks
 
 
 def chunk_of(chunk: torch.nn.Module, rows: Sequence[LinearRow]) -> Chunk:
@@ -161,15 +170,26 @@ class StepCall:
 
 
 class MegatronStep:
-    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`."""
+    """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
 
-    def __init__(self, call: StepCall, args: argparse.Namespace, groups: ProbeGroups) -> None:
+    ``around`` is a context around all passes.
+    """
+
+    def __init__(
+        self,
+        call: StepCall,
+        args: argparse.Namespace,
+        groups: ProbeGroups,
+        around: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self._around = nullcontext() if around is None else around
         self.step, self.microbatches = call.step, call.num_microbatches
         self.call = call
         self._groups = groups
         self._args, self._seq_length = args, args.seq_length
         self._sequences: int | None = None  # of each microbatch in the last pass; None if the pass took all
         self._restore_random_states: Callable[[], None] = lambda: None
+        self._pass = range(0)
         self._routing: compat.RepeatedRouting | None = None
         self._passes = 0
         self._loss_tokens: list[torch.Tensor] = []
@@ -191,6 +211,7 @@ class MegatronStep:
         self._restore_random_states, self._passes = compat.random_states(), 0
         try:
             with (
+                self._around,
                 compat.rerun_disabled(),
                 compat.quiet_schedule(call.config),
                 compat.routing_repeated(call.model) as self._routing,
@@ -203,11 +224,17 @@ class MegatronStep:
             call.optimizer.zero_grad()
             self._restore_random_states()
 
-    def run(self, microbatches: int, sequences: int) -> None:
-        """Run forward and backward of the first microbatches of the step. See :class:`HostStep`."""
+    def prepare(self, microbatches: int, sequences: int) -> None:
+        """Prepare a pass over the first microbatches of the step, and read their data. See :class:`HostStep`."""
         self._sequences = sequences if sequences < self.sequences else None
+        self._pass = range(microbatches)
+        compat.repeated(self.call.data_iterator, self._pass)
         self.rewind()
-        self.schedule(range(microbatches))
+
+    def run(self) -> None:
+        """Run forward and backward of the prepared pass."""
+        compat.gather_parameters(self.call.model)
+        self.schedule(self._pass)
 
     def rewind(self) -> None:
         """Make the next pass draw the random numbers and choose the experts of the first pass."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -242,12 +242,8 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            step = self._host_step(self.graphs.without_graph(call))
-            sequences = self._probes.fit(step, controller.state.sequences)
-            if isinstance(sequences, Unmeasured):
-                return sequences
-            with self.graphs.bypassed(call.model):
-                return self._probes.run(step, clip, sequences)
+            step = self._host_step(self.graphs.without_graph(call), self.graphs.bypassed(call.model))
+            return self._probes.measure(step, clip, controller.state.sequences)
 
         controller.before_step(call.step, probe)
         self.graphs.recapture(call.step)
@@ -270,9 +266,9 @@ class SnipRun:
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
-    def _host_step(self, call: StepCall) -> MegatronStep:
+    def _host_step(self, call: StepCall, around: AbstractContextManager[None] | None = None) -> MegatronStep:
         assert self._host is not None
-        return MegatronStep(call, self._args, self._host.groups)
+        return MegatronStep(call, self._args, self._host.groups, around)
 
     def _build(self, call: StepCall) -> Controller:
         assert self._registry is not None, "the model was built without SNIP's pre-wrap hook"

@@ -92,17 +92,17 @@ def report(error: SnipError, program: str) -> None:
     """Print an error in one line that starts with the name of the program.
 
     Most errors occur on all ranks, or on all ranks of a node. The first of these ranks prints the line and ends, and
-    the launcher then ends the others. A rank that is not ended prints its own error after a while.
+    the launcher then ends the others. A rank that is not ended prints its own error after a while. An error that says
+    ``is_cause`` is of one rank, and the errors of other ranks follow from it.
     """
     note_exit_code(error.exit_code)
     if isinstance(error, AgreedError):
         if not error.printed:  # rank 0 does, unless the launcher sees this rank end first
             time.sleep(_PATIENCE_WITH_RANK_ZERO)
         return
-    rank = ""
-    if not is_rank_zero():
+    rank = "" if is_rank_zero() else f"[rank {os.environ['RANK']}] "
+    if not getattr(error, "is_cause", is_rank_zero()):
         time.sleep(_PATIENCE if os.environ.get("LOCAL_RANK") == "0" else 2 * _PATIENCE)
-        rank = f"[rank {os.environ['RANK']}] "
     print(f"{program}: {rank}{error}", file=sys.stderr, flush=True)
 
 

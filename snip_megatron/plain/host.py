@@ -128,6 +128,8 @@ def make_host(structure: Structure, forward: Loss, device: torch.device) -> tupl
         # Activation checkpointing runs forwards again while a backward pass runs.
         is_recomputing=lambda: torch._C._current_graph_task_id() != -1,
         full_tensor=_full_tensor,
+        passes_alone=group_size(None) == 1,
+        gathers_updates=any(isinstance(weight, DTensor) for weight in weights.values()),
     )
     return host, tuple(rows.values())
 
@@ -221,9 +223,12 @@ class PlainStep:
                 if gradient is not None and content is not None:
                     gradient.copy_(content)
 
-    def run(self, microbatches: int, sequences: int) -> None:
-        """Run forward and backward of the loss."""
+    def prepare(self, microbatches: int, sequences: int) -> None:
+        """Restore what the last pass has changed."""
         self._restart()
+
+    def run(self) -> None:
+        """Run forward and backward of the loss."""
         with torch.enable_grad():
             value = self.loss()
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

@@ -25,7 +25,7 @@ from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.exchange import MapChannel, StepReport
-from snip_megatron.runtime.host import ProbeResult
+from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import SolverInProcess
@@ -120,7 +120,8 @@ class PlainSnip:
 
         If an update is due, the passes of a probe run on the loss, the solver chooses a map, and the map is adopted.
         Weights, optimizer, gradients, buffers and random states stay as they were. An update is dropped, with a line,
-        if a statistic is not finite, if no gradient reaches the linears, or if no map meets the budget.
+        if a statistic is not finite, if no gradient reaches the linears, if one of its parts raises an exception, or
+        if no map meets the budget.
 
         ``loss`` returns the mean token loss of the step's first batch. It is called once at the first step, and up to
         three times in an update. It must compute the same value each time, so read the batch outside of it.
@@ -129,10 +130,11 @@ class PlainSnip:
         loss does not run each of them once.
         """
 
-        def probe(clip: float) -> ProbeResult:
+        def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            result = self._probes.run(self._step(step, loss), clip, sequences=1)
-            self.table = result.table
+            result = self._probes.measure(self._step(step, loss), clip)
+            if isinstance(result, ProbeResult):
+                self.table = result.table
             return result
 
         step, previous = self._steps, self.map

@@ -16,11 +16,15 @@ from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport
+from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport, UpdateDroppedError
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
 from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
 from snip_megatron.runtime.state import ControllerState, Goal, Pending
+from snip_megatron.sensitivity.table import StatisticsTable
+
+_PATIENCE = 3
+"""Number of dropped updates in a row from which on the time to the next try doubles."""
 
 
 class Controller:
@@ -352,7 +356,8 @@ class Controller:
         one of them starts now.
         """
         step, state = steps[-1], self.state
-        if not (any(map(self._config.is_update_step, steps)) or state.postponed in steps):
+        is_retry, backs_off = state.postponed in steps, state.failures >= _PATIENCE and state.postponed is not None
+        if not (is_retry or (any(map(self._config.is_update_step, steps)) and not backs_off)):
             return
         if self._has_kernels():
             state.postponed = None
@@ -362,6 +367,7 @@ class Controller:
             self._event(step, "postpone", reason="kernels are being compiled", until=state.postponed)
 
     def _start_update(self, step: int, probe: Callable[[float], ProbeResult | Unmeasured]) -> None:
+        """Measure the statistics, and submit them. If a part fails on a rank, all ranks drop the update."""
         if self.state.pending is not None:
             self._event(step, "skipped", reason="the previous update is still undecided")
             return
@@ -373,39 +379,63 @@ class Controller:
         started = time.perf_counter()
         result = probe(self._clip_factor())
         seconds = _since(started)
-        if isinstance(result, Unmeasured):
-            self._drop_update(step, result.reason, **result.figures, wait_s=seconds)
+        unmeasured = result if isinstance(result, Unmeasured) else _unusable(result.table)
+        if unmeasured is not None:
+            self._drop_update(step, unmeasured, wait_s=seconds)
             return
+        assert isinstance(result, ProbeResult)
         self.state.sequences = result.sequences
         for kind, fields in result.events():
             self._event(step, kind, **fields)
-        broken = result.table.non_finite()  # equal on all ranks, because the table is
-        if broken:
-            self._drop_update(step, f"not finite: {broken[0]}", columns=len(broken), wait_s=0.0)
+        pending = Pending(step, due, self.state.version + 1, result.table, phases)
+        try:
+            recorded = self._channel.transaction().together("submission", self._submit, pending)
+        except UpdateDroppedError as dropped:
+            self._drop_update(step, Unmeasured(str(dropped.failure), dropped.failure.fields), wait_s=0.0)
             return
-        of_linears = zip(result.table.linears, result.table.linear["g2"], strict=True)
-        unreached = [row.name for row, gradient in of_linears if not gradient]
-        if len(unreached) == len(result.table.linears):  # every option would score zero
-            self._drop_update(step, "no gradient: the loss leaves out all tokens of the probe", wait_s=0.0)
-            return
+        self._say_unreached(result.table)
+        self.state.version, self.state.pending, self.state.failures = pending.version, pending, 0
+        recorded += sum(result.seconds.values())  # the passes have events of their own
+        submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
+        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
+        self._event(step, "submit", **submitted, wait_s=round(_since(started) - recorded, 6), update_seconds=seconds)
+
+    def _submit(self, pending: Pending) -> float:
+        """Submit an update on rank 0. Returns the seconds that have an event of their own."""
+        if self._coordinator is None:
+            return 0.0
+        return self._coordinator.submit(pending.step, pending.table, pending.version, pending.phases)
+
+    def _drop_update(self, step: int, unmeasured: Unmeasured, wait_s: float) -> None:
+        """Drop an update on all ranks, and set the step of the next try. Rank 0 prints the reason.
+
+        The next try is after a lag. From the third failure in a row on, the time to the next try doubles.
+        """
+        state = self.state
+        state.failures += 1
+        state.postponed = step + self._config.lag * 2 ** max(0, state.failures - _PATIENCE + 1)
+        if unmeasured.sequences is not None:
+            state.sequences = unmeasured.sequences
+        fields = {"reason": unmeasured.reason, **unmeasured.fields, "until": state.postponed, "wait_s": wait_s}
+        self._event(step, "dropped", **fields)
+        self._say(f"the update of step {step} is dropped: {unmeasured.reason}; the next try is before step"
+                  f" {state.postponed}")  # fmt: skip
+        if state.failures == _PATIENCE:
+            self._say(
+                f"{_PATIENCE} updates in a row were dropped, and the time between tries doubles from now on; training"
+                " goes on under its map. If memory is short, lower --snip-settings probe_tokens or --micro-batch-size;"
+                " if a statistic is not finite, look for the cause in the loss (fp16: a lower --initial-loss-scale);"
+                " --snip-policy bf16 trains without updates"
+            )
+
+    def _say_unreached(self, table: StatisticsTable) -> None:
+        """Name the linears that no gradient reaches, before the first map."""
+        unreached = _unreached(table)
         if unreached and not self.state.version:
             self._say(
                 f"no gradient reaches {unreached[0]} ({len(unreached)} such linears): their errors seem to cost"
                 " nothing; keep them wide with --snip-pin"
             )
-        self.state.version += 1
-        pending = self.state.pending = Pending(step, due, self.state.version, result.table, phases)
-        recorded = sum(result.seconds.values())  # the passes have events of their own
-        if self._coordinator is not None:
-            recorded += self._coordinator.submit(step, result.table, pending.version, phases)
-        submitted: dict[str, Any] = {} if phases is None else {"phases": phases.as_dict()}
-        submitted |= {"version": pending.version, "table_bytes": sum(a.nbytes for a in result.table.arrays.values())}
-        self._event(step, "submit", **submitted, wait_s=round(_since(started) - recorded, 6), update_seconds=seconds)
-
-    def _drop_update(self, step: int, reason: str, **fields: Any) -> None:
-        """Record an update that ends without statistics. Rank 0 prints it."""
-        self._event(step, "dropped", reason=reason, **fields)
-        self._say(f"the update of step {step} is dropped: {reason}")
 
     def _clip_factor(self) -> float:
         """Return the factor by which gradient clipping scaled the last step's gradient; 1 if the norm is unknown."""
@@ -434,6 +464,20 @@ class Controller:
         self._sink.event(step, kind, **fields)
         if self._coordinator is not None:
             self._coordinator.event(step, kind, **fields)
+
+
+def _unreached(table: StatisticsTable) -> list[str]:
+    return [row.name for row, gradient in zip(table.linears, table.linear["g2"], strict=True) if not gradient]
+
+
+def _unusable(table: StatisticsTable) -> Unmeasured | None:
+    """Return why no map can be chosen by a table. None if one can. Equal on all ranks, because the table is."""
+    broken = table.non_finite()
+    if broken:
+        return Unmeasured(f"not finite: {broken[0]}", {"columns": len(broken)})
+    if len(_unreached(table)) == len(table.linears):  # every option would score zero
+        return Unmeasured("no gradient: the loss leaves out all tokens of the probe")
+    return None
 
 
 def _since(started: float) -> float:

@@ -1,4 +1,4 @@
-"""What ranks tell each other: decisions of rank 0, which all ranks compare, and the figures of a step.
+"""What ranks exchange: decisions of rank 0, the figures of a step, and votes on the parts of an update.
 
 The step report is needed because under pipeline parallelism only the last stage has the loss, while rank 0 writes the
 metrics (docs/how-it-works.md, rules of a run: 6).
@@ -7,6 +7,7 @@ metrics (docs/how-it-works.md, rules of a run: 6).
 import hashlib
 import math
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,11 @@ from snip_megatron.precision.strict_json import JsonFields
 EXIT_MAP_MISMATCH = 18
 """Exit code if ranks received different maps (Megatron's rerun state machine uses 16 and 17)."""
 
+EXIT_UPDATE_BROKEN = 20
+"""Exit code if an update failed on one rank where other ranks wait for it."""
+
 _ATTEMPTS = 3
+_MESSAGE = 300  # characters of an exception's message
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class MapChannel:
                 received: T = pickle.loads(message)
                 return received
         raise MapMismatchError(f"ranks disagree about the precision map after {_ATTEMPTS} broadcasts")
+
+    def transaction(self) -> "Transaction":
+        """Return a transaction of all ranks."""
+        return Transaction(self._device)
 
     def true_on_all_ranks(self, condition: bool) -> bool:
         """Return whether ``condition`` is true on all ranks."""
@@ -224,3 +233,129 @@ class StepReport:
             ready=sums[_WAITING] == 0,
             account={name: value for name, value in account if math.isfinite(value)},
         )
+
+
+# -- updates as transactions ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended an update on one rank.
+
+    Attributes:
+        part: The part of the update (:class:`Transaction`).
+        error: Type of the exception.
+        message: Its message in one line.
+        out_of_memory: Whether memory of the device or of the host was short.
+        unsupported: Whether it is a SnipError: the model or the loop is not one that SNIP measures.
+    """
+
+    part: str
+    error: str
+    message: str
+    rank: int
+    host: str
+    out_of_memory: bool = False
+    unsupported: bool = False
+
+    @classmethod
+    def of(cls, part: str, error: Exception) -> "Failure":
+        """Describe an exception of this rank."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        message, memory = (
+            " ".join(str(error).split())[:_MESSAGE],
+            isinstance(error, torch.OutOfMemoryError | MemoryError),
+        )
+        unsupported = isinstance(error, SnipError)
+        return cls(part, type(error).__name__, message, rank, socket.gethostname(), memory, unsupported)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of the event."""
+        return {"part": self.part, "rank": self.rank, "host": self.host, "error": self.error}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}, {self.part}: {self.error}: {self.message}"
+
+
+class UpdateDroppedError(Exception):
+    """A part of an update failed on a rank, so that all ranks drop the update.
+
+    ``everywhere`` says whether it failed on all ranks by a SnipError.
+    """
+
+    def __init__(self, failure: Failure, *, everywhere: bool) -> None:
+        super().__init__(str(failure))
+        self.failure, self.everywhere = failure, everywhere
+
+
+class UpdateBrokenError(SnipError):
+    """An update failed on this rank where other ranks wait for it in a collective, so that training must end.
+
+    Attributes:
+        is_cause: Whether the exception is this rank's. False if it lost the connection to another rank.
+    """
+
+    exit_code = EXIT_UPDATE_BROKEN
+
+    def __init__(self, step: int, failure: Failure, error: Exception) -> None:
+        advice = "; lower --micro-batch-size" if failure.out_of_memory else ""
+        super().__init__(
+            f"{failure}; the update of step {step} failed where other ranks wait for this one, so the job ends: restart"
+            f" it from its checkpoint{advice}"
+        )
+        self.is_cause = not (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
+class Transaction:
+    """An update, which all ranks finish or all drop.
+
+    Its parts are ``memory``, ``preparation``, ``statistics``, ``weight_divergence``, ``forward_noise``, ``reduction``
+    and ``submission``. A rank does the work of a part inside :meth:`attempt` or :meth:`together`, which catch its
+    exceptions. Collectives stand between them, and are entered only after a vote.
+
+    Attributes:
+        part: The part in progress.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.part = ""
+        self._failure: Failure | None = None
+        self._votes = torch.zeros(2, dtype=torch.int64, device=device)  # allocated before memory may be short
+
+    def attempt[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return the result of ``work``. Returns None if it raises an exception, or if this rank has failed before.
+
+        Other ranks must not wait for ``work``. The frames of an exception are released, with their tensors.
+        """
+        if self._failure is None:
+            try:
+                return work(*args, **kwargs)
+            except Exception as error:
+                self._failure = Failure.of(self.part, error)
+        return None
+
+    def together[**P, T](self, part: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of ``work`` if all ranks have one. Collective.
+
+        Raises UpdateDroppedError on all ranks if a rank has failed, in ``work`` or before.
+        """
+        self.part = part
+        result = self.attempt(work, *args, **kwargs)
+        self.vote()
+        return result  # type: ignore[return-value]
+
+    def vote(self) -> None:
+        """Raise UpdateDroppedError on all ranks if a rank has failed. Collective."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        failure = self._failure
+        self._votes[0] = ranks if failure is None else failure.rank
+        self._votes[1] = int(failure is not None and failure.unsupported)
+        if dist.is_initialized():
+            dist.all_reduce(self._votes, dist.ReduceOp.MIN)
+        first, everywhere = self._votes.tolist()
+        if first == ranks:
+            return
+        failures = [failure]
+        if dist.is_initialized():
+            dist.broadcast_object_list(failures, src=first, device=self._votes.device)
+        assert failures[0] is not None
+        raise UpdateDroppedError(failures[0], everywhere=bool(everywhere))

@@ -7,7 +7,7 @@ the controller, probes, kernels and loggers.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +103,8 @@ class Host:
         recomputes_blocks: Whether the backward recomputes whole blocks, one at a time.
         is_recomputing: Returns whether a forward that runs now may be a recomputation in the backward.
         full_tensor: Returns all of a tensor that torch may have sharded over ranks. Collective if it has.
+        passes_alone: Whether no rank waits for another one inside a pass, so that a pass may fail on one rank.
+        gathers_updates: Whether :meth:`HostStep.update_of` is a collective.
     """
 
     groups: ProbeGroups
@@ -120,6 +122,8 @@ class Host:
     recomputes_blocks: bool = False
     is_recomputing: Callable[[], bool] = lambda: False
     full_tensor: Change = lambda tensor: tensor
+    passes_alone: bool = False
+    gathers_updates: bool = False
 
 
 class HostStep(Protocol):
@@ -135,11 +139,14 @@ class HostStep(Protocol):
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context that restores weights, optimizer, random states, data order and gradients at its end."""
 
-    def run(self, microbatches: int, sequences: int) -> None:
-        """Run forward and backward of the first sequences of the first microbatches. Gradients are zeroed before.
+    def prepare(self, microbatches: int, sequences: int) -> None:
+        """Prepare a pass over the first sequences of the first microbatches, as far as no other rank is needed.
 
-        Every call draws the same random numbers and routes tokens to the same experts as the first one.
+        Every pass draws the same random numbers and routes tokens to the same experts as the first one.
         """
+
+    def run(self) -> None:
+        """Run forward and backward of the prepared pass. Gradients are zeroed before."""
 
     def gradient_scale(self) -> float:
         """Return the factor from the gradients of a pass, summed over data parallel ranks, to those of the mean loss.
@@ -192,10 +199,17 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Why an update cannot be measured now: one line, and figures for the event. Equal on all ranks."""
+    """Why all ranks drop an update. Equal on all ranks.
+
+    Attributes:
+        reason: The reason in one line.
+        fields: Fields of the event.
+        sequences: Sequences of a microbatch that the next update takes at most. None if as many as this one.
+    """
 
     reason: str
-    figures: Mapping[str, float]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    sequences: int | None = None
 
 
 class Kernels(Protocol):

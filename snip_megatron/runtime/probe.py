@@ -1,13 +1,28 @@
 """The passes of an update over the first microbatches of a training step.
 
 All passes run in bf16 through the host's own schedule. Weights, optimizer state, random states and data order do not
-change.
+change. An update is a :class:`snip_megatron.runtime.exchange.Transaction`: if one of its parts fails on a rank, all
+ranks drop it.
+
+| part | what may fail on a rank without harm to the training |
+|---|---|
+| ``memory`` | :meth:`ProbeRunner.check_memory` |
+| ``preparation`` | :meth:`ProbeRunner.prepare` |
+| ``statistics`` | ``HostStep.prepare``, ``LinearRecorder._record``, ``Boundary._on_forward`` and ``._on_gradient`` |
+| ``weight_divergence`` | :meth:`UpdateErrors.add_linear`, :meth:`UpdateErrors.add_sink`, ``HostStep.update_of`` |
+| ``forward_noise`` | as ``statistics``, ``LinearRecorder._compare``, ``ResidualStream._draw`` |
+| ``reduction`` | :meth:`ProbeRunner.fill_table`, ``ResidualStream.finish_statistics``, ``PartialTable.pack`` |
+| ``submission`` | ``RankZeroCoordinator.submit`` |
+
+An exception in the model's own forward or backward is one of these where no rank waits for another one inside a pass
+(data parallelism alone). Elsewhere it ends the job with a line (:class:`UpdateBrokenError`).
 """
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +32,23 @@ from snip_megatron.numerics.quantize import derive_seed
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime import probe_memory as memory
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.exchange import Failure, Transaction, UpdateBrokenError, UpdateDroppedError
 from snip_megatron.runtime.host import Host, HostStep, LocalSink, ProbeResult, Unmeasured
 from snip_megatron.runtime.residual_stream import ResidualStream
 from snip_megatron.sensitivity.recorder import LinearRecorder, Pass, attached
-from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
+from snip_megatron.sensitivity.reduction import (
+    PartialTable,
+    ProbeGroups,
+    TableShape,
+    Together,
+    add_loss_effects,
+    group_size,
+    reduce_columns,
+    reduce_loss_effects,
+)
 from snip_megatron.sensitivity.sums import sum_squares
 from snip_megatron.sensitivity.update_error import CachedSignWords, StepScale, linear_update_error, sink_update_error
+from snip_megatron.sensitivity.updates import Update
 
 _NOISE_SIZE = 0.03
 _SIGNS, _NOISE = 1, 2  # streams of random numbers derived from --snip-seed
@@ -57,24 +83,61 @@ class ProbeRunner:
             for weight in weights:
                 step.update_of(weight)
 
-    def fit(self, step: HostStep, most: int | None = None) -> int | Unmeasured:
+    def measure(self, step: HostStep, clip: float, most: int | None = None) -> ProbeResult | Unmeasured:
+        """Measure the statistics of an update, or return why all ranks drop it. Collective.
+
+        Random states, gradients, routers and data order are restored in either case.
+
+        Args:
+            step: The step before which the update is.
+            clip: The factor by which gradient clipping scaled the last gradient.
+            most: Maximum number of sequences of a microbatch. None if the latest update sets none.
+
+        Raises:
+            SnipError: On all ranks, if the model or the loop is not one that SNIP measures.
+            UpdateBrokenError: On one rank, if it failed where others wait for it.
+        """
+        update = Transaction(self._host.device)
+        sequences = step.sequences if most is None else min(most, step.sequences)
+        try:
+            fitting = self.fit(step, sequences, update)
+            if isinstance(fitting, Unmeasured):
+                return fitting
+            sequences = fitting
+            return self.run(step, clip, sequences, update)
+        except UpdateDroppedError as dropped:
+            failure = dropped.failure
+            if dropped.everywhere:
+                raise SnipError(failure.message) from None
+        except Exception as error:
+            failure = Failure.of(update.part, error)
+            if group_size(None) > 1:
+                raise UpdateBrokenError(step.step, failure, error) from error
+        return Unmeasured(str(failure), failure.fields, max(1, sequences // 2) if failure.out_of_memory else None)
+
+    def fit(self, step: HostStep, most: int, update: Transaction) -> int | Unmeasured:
         """Return how many sequences of a microbatch the passes of this update run, equal on all ranks. Collective.
 
-        They are the most that fit into the memory of all ranks, and at most ``most``, those of the latest update, so
-        that a resumed run takes as many. The memory of a CPU is not checked. If one rank has no memory for one
-        sequence, the result says so.
+        They are the most that fit into the memory of all ranks, and at most ``most``, so that a resumed run takes as
+        many. The memory of a CPU is not checked. If one rank has no memory for one sequence, the result says so.
         """
-        host, most = self._host, step.sequences if most is None else min(most, step.sequences)
+        row = update.together("memory", self.check_memory, step)
+        if row is None:
+            return most
+        part = memory.fitting_on_all(row, self._host.device)
+        return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
+
+    def check_memory(self, step: HostStep) -> memory.Fit | None:
+        """Return what fits into the memory of this rank. None if its memory is not checked."""
+        host = self._host
         free = memory.device_memory(host.device)
         if free is None or host.tokens is None:
-            return most
-        available, peak = free
+            return None
         needed = functools.partial(
-            memory.needed, self._registry, host, self._config.probe_tokens, peak if self.has_trained else None,
+            memory.needed, self._registry, host, self._config.probe_tokens, free.peak if self.has_trained else None,
             self._microbatches(step), step.microbatches,
         )  # fmt: skip
-        part = memory.fitting(step.sequences, needed, available, host.device)
-        return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
+        return memory.fitting(step.sequences, needed, free)
 
     def _microbatches(self, step: HostStep) -> int:
         """Return the microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
@@ -82,47 +145,63 @@ class ProbeRunner:
         return min(-(-microbatches // group) * group, step.microbatches)
 
     # -- the passes --------------------------------------------------------------------------------------------
-    def run(self, step: HostStep, clip: float, sequences: int) -> ProbeResult:
+    def run(self, step: HostStep, clip: float, sequences: int, update: Transaction | None = None) -> ProbeResult:
         """Run the passes of this update on the first microbatches of the step. Collective.
 
-        ``clip`` is the factor by which gradient clipping scaled the last gradient. ``sequences`` is the result of
-        :meth:`fit`.
+        ``sequences`` is the result of :meth:`fit`. Raises UpdateDroppedError on all ranks if a part of the update
+        fails on one of them.
         """
-        config, microbatches = self._config, self._microbatches(step)
-        seconds: dict[str, float] = {}
-        recorders = [LinearRecorder(handle, config.measured_formats, config.probe_tokens) for handle in self._registry]
-        seed = derive_seed(config.seed, _NOISE)
-        stream = ResidualStream(self._host, self._registry.context, config.probe_tokens, seed)
+        update = Transaction(self._host.device) if update is None else update
+        microbatches, seconds = self._microbatches(step), {}
+
+        def together[T](work: Callable[..., T], *args: Any) -> T:
+            return update.together("reduction", work, *args)
+
         with ExitStack() as stack:
-            stack.enter_context(step.undisturbed())
-            stack.enter_context(attached(recorders))
-            stack.enter_context(stream.attached())
-            stack.callback(setattr, self._registry.context, "probing", False)
-            self._registry.context.probing = True
-            seconds["statistics"] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream)
+            recorders, stream = update.together("preparation", self.prepare, step, stack, update)
+            seconds[Pass.STATISTICS.value] = self._run_pass(Pass.STATISTICS, step, sequences, recorders, stream, update)
             started = time.perf_counter()
-            scale = self._scale(step, clip, sequences, recorders)
-            # If only the passes tell the tokens, a block that runs twice would count them twice.
-            stream.finish_statistics(microbatches, once=self._host.tokens is None)
+            tokens = together(self._tokens, recorders, stream, microbatches)
+            each = self._host.groups.dp_size * tokens
+            scale = StepScale(
+                step.gradient_scale(), clip, microbatches * each * sequences // step.sequences, step.microbatches * each
+            )
             if self._weighs_updates:
-                reduce_columns(recorders, self._host.groups)
-            table = self._measured(recorders, stream, scale)
+                reduce_columns(recorders, self._host.groups, together)
+            table = self._reduced(recorders, stream, scale, together)
             if self._weighs_updates:
-                partial = PartialTable(self._shape, scale.gradient)
-                self._updates.collect(partial, table, recorders, step, scale)
-                partial.reduce(self._host.device)
-                table.merge(partial)
+                self._updates.collect(table, recorders, step, scale, update)
             seconds["reduction"] = time.perf_counter() - started
             if self._weighs_updates:
-                sigma = self._sigma(table, scale)
-                seconds["forward_noise"] = self._run_pass(Pass.FORWARD_NOISE, step, sequences, recorders, stream, sigma)
+                seconds[Pass.FORWARD_NOISE.value] = self._run_pass(
+                    Pass.FORWARD_NOISE, step, sequences, recorders, stream, update, self._sigma(table, scale)
+                )
                 started = time.perf_counter()
-                table.merge(self._measured(recorders, stream, scale))
+                table.merge(self._reduced(recorders, stream, scale, together))
                 seconds["reduction"] += time.perf_counter() - started
-        tokens, meta = scale.tokens, {"clip": clip, **seconds}
-        finished = table.to_table(step=step.step, tokens=tokens, tokens_per_step=scale.tokens_per_step, meta=meta)
+        finished = table.to_table(
+            step=step.step, tokens=scale.tokens, tokens_per_step=scale.tokens_per_step, meta={"clip": clip, **seconds}
+        )
         passes = {kind: microbatches for kind in seconds if kind != "reduction"}
         return ProbeResult(finished, seconds, scale, passes, sequences)
+
+    def prepare(
+        self, step: HostStep, stack: ExitStack, update: Transaction
+    ) -> tuple[list[LinearRecorder], ResidualStream]:
+        """Attach recorders to linears and residual streams until ``stack`` is closed, which restores the step."""
+        config, context = self._config, self._registry.context
+        recorders = [
+            LinearRecorder(handle, config.measured_formats, config.probe_tokens, attempt=update.attempt)
+            for handle in self._registry
+        ]
+        seed = derive_seed(config.seed, _NOISE)
+        stream = ResidualStream(self._host, context, config.probe_tokens, seed, update.attempt)
+        stack.enter_context(step.undisturbed())
+        stack.enter_context(attached(recorders))
+        stack.enter_context(stream.attached())
+        stack.callback(setattr, context, "probing", False)
+        context.probing = True
+        return recorders, stream
 
     def _run_pass(
         self,
@@ -131,44 +210,63 @@ class ProbeRunner:
         sequences: int,
         recorders: Sequence[LinearRecorder],
         stream: ResidualStream,
+        update: Transaction,
         sigma: float = 0.0,
     ) -> float:
-        """Run one forward and backward of the probe's microbatches. Returns its seconds."""
+        """Run one forward and backward of the probe's microbatches. Returns its seconds. Collective.
+
+        If recording fails, the pass goes on without it, because other ranks wait for the activations of this one.
+        """
+
+        def prepare() -> None:
+            for recorder in recorders:
+                recorder.start(phase)
+            stream.start(phase, sigma)
+            self._registry.start_step(step.step)
+            step.prepare(self._microbatches(step), sequences)
+
         started = time.perf_counter()
-        for recorder in recorders:
-            recorder.start(phase)
-        stream.start(phase, sigma)
-        self._registry.start_step(step.step)
-        step.run(self._microbatches(step), sequences)
+        update.together(phase.value, prepare)
+        if self._host.passes_alone:
+            update.attempt(step.run)
+        else:
+            step.run()
         if self._host.device.type == "cuda":
             torch.cuda.synchronize(self._host.device)  # otherwise the reduction would wait for it
+        update.vote()
         return time.perf_counter() - started
 
     # -- reduction ---------------------------------------------------------------------------------------------
-    def _scale(self, step: HostStep, clip: float, sequences: int, recorders: Sequence[LinearRecorder]) -> StepScale:
-        """Return the scales of the gradient, after the statistics pass. Collective."""
-        microbatches, of_microbatch = self._microbatches(step), self._host.tokens
-        if of_microbatch is None:
-            rows = {recorder.rows for recorder in recorders}
-            if len(rows) != 1 or 0 in rows:
-                raise SnipError(
-                    "the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream"
-                )
-            of_microbatch = rows.pop() // microbatches
-        each = self._host.groups.dp_size * of_microbatch
-        tokens = microbatches * each * sequences // step.sequences
-        return StepScale(step.gradient_scale(), clip, tokens, step.microbatches * each)
+    def _tokens(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, microbatches: int) -> int:
+        """Finish the statistics pass on this rank. Returns the tokens of a microbatch."""
+        tokens = self._host.tokens
+        # If only the passes tell the tokens, a block that runs twice would count them twice.
+        stream.finish_statistics(microbatches, once=tokens is None)
+        if tokens is not None:
+            return tokens
+        rows = {recorder.rows for recorder in recorders}
+        if len(rows) != 1 or 0 in rows:
+            raise SnipError("the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream")
+        return rows.pop() // microbatches
 
-    def _measured(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
+    def _reduced(
+        self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale, together: Together
+    ) -> PartialTable:
         """Return the reduced sums that linears and boundaries have recorded since the last call. Collective."""
+        reduce_loss_effects(recorders, self._host.groups, together)
+        table: PartialTable = together(functools.partial(self.fill_table, recorders, stream, scale))
+        table.reduce()
+        return table
+
+    def fill_table(self, recorders: Sequence[LinearRecorder], stream: ResidualStream, scale: StepScale) -> PartialTable:
+        """Return this rank's share of the table."""
         table = PartialTable(self._shape, scale.gradient)
-        add_loss_effects(table, recorders, self._host.groups)
+        add_loss_effects(table, recorders)
         for recorder in recorders:
             table.add_recorder(recorder, self._host.groups.of(recorder.handle).dp_rank)
         for boundary in stream.reported:
             table.add_boundary(boundary)
-        table.reduce(self._host.device)
-        return table
+        return table.pack(self._host.device)
 
     def _sigma(self, table: PartialTable, scale: StepScale) -> float:
         """Return the standard deviation of the noise: a share of the root mean square of the residual stream at the
@@ -192,50 +290,74 @@ class UpdateErrors:
 
     def collect(
         self,
-        partial: PartialTable,
         table: PartialTable,
         recorders: Sequence[LinearRecorder],
         step: HostStep,
         scale: StepScale,
+        update: Transaction,
     ) -> None:
-        """Add this rank's part to ``partial``, which the caller reduces. Collective.
+        """Add the weight divergence to ``table``. Collective.
 
         Args:
-            partial: The table that receives the sums.
             table: The reduced table of the statistics pass.
             recorders: The recorders of this rank's linears, whose column norms are reduced.
             step: The step whose statistics pass has run.
             scale: Scales of the gradient.
+            update: The update.
         """
-        of_experts = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
-        sums = iter(torch.stack(of_experts).tolist() if of_experts else ())  # one copy to the host for all experts
+
+        def begin() -> tuple[PartialTable, list[list[float]]]:
+            of_experts = [recorder.expert_sums for recorder in recorders if recorder.expert_sums is not None]
+            sums = torch.stack(of_experts).tolist() if of_experts else []  # one copy to the host for all experts
+            return PartialTable(table.shape, scale.gradient), sums
+
+        partial, sums = update.together("weight_divergence", begin)
+        rest = iter(sums)
         for recorder in recorders:
-            expert_sums = None if recorder.expert_sums is None else next(sums)
-            self._add_linear(partial, table, recorder, expert_sums, step, scale)
+            handle = recorder.handle
+            groups = self._host.groups.of(handle)
+            gradient = _reduced(step.gradient(handle.weight), groups)
+            expert_sums = None if recorder.expert_sums is None else next(rest)
+            if handle.repeats:
+                continue
+            if groups.dp_rank == 0:
+                update.attempt(self._add_norm, partial, handle.name, gradient, scale)
+            state = self._update_of(step, handle.weight, update)
+            if state is not None and (self._host.optimizer_sharded or groups.dp_rank == 0):
+                update.attempt(self.add_linear, partial, table, recorder, expert_sums, gradient, state, scale)
         step.join_gradients()
         for sink in self._host.local_sinks:
-            self._add_sink(partial, sink, step, scale)
+            gradient = _reduced(step.gradient(sink.weight), self._host.groups)
+            state = self._update_of(step, sink.weight, update)
+            weight = self._host.full_tensor(sink.weight).detach()
+            if (
+                state is not None
+                and (self._host.optimizer_sharded or self._host.groups.dp_rank == 0)
+                and not (sink.replicated and self._host.groups.tp_rank)
+            ):
+                update.attempt(self.add_sink, partial, sink, gradient, weight, state, scale)
+        update.together("weight_divergence", partial.pack, self._host.device).reduce()
+        table.merge(partial)
 
-    def _add_linear(
+    def _update_of(self, step: HostStep, weight: torch.nn.Parameter, update: Transaction) -> Update | None:
+        return step.update_of(weight) if self._host.gathers_updates else update.attempt(step.update_of, weight)
+
+    def _add_norm(self, partial: PartialTable, name: str, gradient: torch.Tensor, scale: StepScale) -> None:
+        partial.add("linear.gw2", name, sum_squares(gradient) * scale.gradient**2)
+
+    def add_linear(
         self,
         partial: PartialTable,
         table: PartialTable,
         recorder: LinearRecorder,
         expert_sums: Sequence[float] | None,
-        step: HostStep,
+        gradient: torch.Tensor,
+        state: Update,
         scale: StepScale,
     ) -> None:
-        handle, groups = recorder.handle, self._host.groups.of(recorder.handle)
-        name, unit = handle.name, scale.gradient**2
-        gradient = _reduced(step.gradient(handle.weight), groups)
-        if handle.repeats:
-            return
-        if groups.dp_rank == 0:
-            partial.add("linear.gw2", name, sum_squares(gradient) * unit)
-        state = step.update_of(handle.weight)
-        if state is None or not (self._host.optimizer_sharded or groups.dp_rank == 0):
-            return
-        x2, g2, s2 = (table.linear(name, column) for column in ("x2", "g2", "s2"))
+        """Add the divergence of a linear's weight to ``partial``."""
+        handle, unit = recorder.handle, scale.gradient**2
+        x2, g2, s2 = (table.linear(handle.name, column) for column in ("x2", "g2", "s2"))
         tokens = None
         if expert_sums is not None:
             x2, g2, s2, tokens = expert_sums
@@ -244,19 +366,19 @@ class UpdateErrors:
         drift2, wdrift2 = linear_update_error(
             recorder, gradient, state, scale, s2=s2, x2=x2, g2=g2, seed=seed, tokens=tokens, words=self._words
         )
-        partial.add("drift2", name, drift2)
-        partial.add("by_format.wdrift2", name, wdrift2)
+        partial.add("drift2", handle.name, drift2)
+        partial.add("by_format.wdrift2", handle.name, wdrift2)
 
-    def _add_sink(self, partial: PartialTable, sink: LocalSink, step: HostStep, scale: StepScale) -> None:
-        groups = self._host.groups
-        gradient = _reduced(step.gradient(sink.weight), groups)
-        state, weight = step.update_of(sink.weight), self._host.full_tensor(sink.weight).detach()
-        if (
-            state is None
-            or not (self._host.optimizer_sharded or groups.dp_rank == 0)
-            or (sink.replicated and groups.tp_rank)
-        ):
-            return
+    def add_sink(
+        self,
+        partial: PartialTable,
+        sink: LocalSink,
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
+        state: Update,
+        scale: StepScale,
+    ) -> None:
+        """Add the divergence of a parameter beside the linears to ``partial``."""
         seed = derive_seed(self._seed, _SIGNS, self._linears + sink.row)
         w2 = sum_squares(weight.reshape(-1)[state.start : state.end])
         drift2 = sink_update_error(gradient, state, scale, seed=seed, first_row=sink.first_row, words=self._words)

@@ -5,7 +5,9 @@ linears. If one rank has no memory for a single sequence, all ranks skip the upd
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,25 +20,54 @@ from snip_megatron.sensitivity.probe_memory import LinearRows, ProbedShapes
 
 _GIB = 2.0**30
 _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graphs
+_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # of the allocator's expandable segments
 
 
-def device_memory(device: torch.device) -> tuple[float, float] | None:
-    """Return (available bytes, peak minus allocated bytes) of ``device`` between two steps.
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory of a device between two steps, in bytes.
 
-    Available is what is free, and what torch's allocator has cached without use. Memory that is reserved for CUDA
-    graphs does not count, because only the graphs can use it. None for a CPU, whose memory ranks share.
+    Attributes:
+        whole: What an allocation of any size can have: free memory, and cached memory that nothing uses a part of.
+        holes: Unused memory in segments of which a part is in use. Only tensors that have been there fit for sure.
+        peak: Peak of the training minus what is allocated now.
+    """
+
+    whole: float
+    holes: float
+    peak: float
+
+
+def device_memory(device: torch.device) -> FreeMemory | None:
+    """Return the free memory of ``device``. None for a CPU, whose memory ranks share.
+
+    Memory that is reserved for CUDA graphs does not count, because only the graphs can use it.
     """
     if device.type != "cuda":
         return None
     allocated = torch.cuda.memory_allocated(device)
-    free, _ = torch.cuda.mem_get_info(device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    unused = sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if segment["device"] == index and tuple(segment["segment_pool_id"]) == _SHARED_POOL
-    )
-    return float(free + unused), float(max(0, torch.cuda.max_memory_allocated(device) - allocated))
+    whole, holes = float(torch.cuda.mem_get_info(device)[0]), 0.0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment["device"] != index or tuple(segment["segment_pool_id"]) != _SHARED_POOL:
+            continue
+        unused = float(segment["total_size"] - segment["allocated_size"])
+        returned = _pages(segment) if segment.get("is_expandable") else unused if not segment["allocated_size"] else 0.0
+        whole, holes = whole + returned, holes + unused - returned
+    return FreeMemory(whole, holes, float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
+
+
+def _pages(segment: Mapping[str, Any]) -> float:
+    """Return the bytes of an expandable segment that the allocator can unmap, which it does page by page."""
+    page = _LARGE_PAGE if segment["segment_type"] == "large" else _SMALL_PAGE
+    return float(sum(block["size"] // page * page for block in segment["blocks"] if block["state"] == "inactive"))
+
+
+class Need(NamedTuple):
+    """Bytes that an update takes in ``total``, and those among them of a pass itself."""
+
+    total: float
+    of_pass: float
 
 
 def needed(
@@ -47,7 +78,7 @@ def needed(
     microbatches: int,
     step_microbatches: int,
     part: float = 1.0,
-) -> float:
+) -> Need:
     """Return the bytes that an update takes on this rank beyond the memory that is allocated between two steps.
 
     Args:
@@ -71,7 +102,7 @@ def needed(
         # A pass saves bf16 inputs, and training quantised ones.
         excess = sum(_excess(host, *pair, shapes.element) for pair in zip(handles, shapes.linears, strict=True))
         of_pass = part * share * peak + at_once * excess
-    return shapes.samples(probe_tokens, microbatches) + of_pass + shapes.recording
+    return Need(shapes.samples(probe_tokens, microbatches) + of_pass + shapes.recording, of_pass)
 
 
 def _excess(host: Host, handle: LinearHandle, linear: LinearRows, size: int) -> float:
@@ -103,23 +134,54 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
     )
 
 
-def fitting(
-    sequences: int, needed: Callable[[float], float], available: float, device: torch.device
-) -> float | Unmeasured:
-    """Return the largest part of a microbatch that fits on all ranks, or why none does. Collective.
+@dataclass(frozen=True)
+class Fit:
+    """What fits into the memory of one rank.
+
+    Attributes:
+        smallest: The smallest part of a microbatch that a pass can run.
+        part: The largest part that fits. 0 if none does.
+        of_whole, of_smallest: Bytes that an update with the whole microbatch, or its smallest part, takes.
+        free: Bytes that are free for it.
+    """
+
+    smallest: float
+    part: float
+    of_whole: float
+    of_smallest: float
+    free: float
+
+
+def fitting(sequences: int, needed: Callable[[float], Need], free: FreeMemory) -> Fit:
+    """Return the largest part of a microbatch that fits on this rank.
+
+    A pass finds the holes again that the tensors of a training step have left, but not more than it takes there.
 
     Args:
         sequences: Number of sequences into which this rank can cut a microbatch.
         needed: Part of a microbatch → bytes that an update takes on this rank.
-        available: Available bytes of this rank.
-        device: Device of the collective.
+        free: Free memory of this rank.
     """
+
+    def available(part: float) -> float:
+        return free.whole + min(free.holes, needed(part).of_pass)
+
     parts = [n / sequences for n in range(sequences, 0, -1) if sequences % n == 0]
-    fits = next((part for part in parts if needed(part) <= available), 0.0)
-    rows = torch.zeros(dist.get_world_size(), 5, dtype=torch.float64, device=device)
-    row = [parts[-1], fits, needed(1.0), needed(parts[-1]), available]
-    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
-    dist.all_reduce(rows)
+    largest = next((part for part in parts if needed(part).total <= available(part)), 0.0)
+    smallest = parts[-1]
+    return Fit(smallest, largest, needed(1.0).total, needed(smallest).total, available(smallest))
+
+
+def fitting_on_all(fit: Fit, device: torch.device) -> float | Unmeasured:
+    """Return the largest part of a microbatch that fits on all ranks, or why none does. Collective.
+
+    ``device`` is the device of the collective.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rows = torch.zeros(ranks, 5, dtype=torch.float64, device=device)
+    rows[rank] = torch.tensor(astuple(fit), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(rows)
     smallest, fitting_part, of_whole, of_smallest, free = rows.cpu().unbind(1)
     can_cut = bool((smallest == smallest[0]).all())  # on all ranks
     part = float(fitting_part.min()) if can_cut or bool((fitting_part == 1.0).all()) else 0.0

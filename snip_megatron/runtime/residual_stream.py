@@ -11,7 +11,7 @@ from snip_megatron.layers.context import StepContext
 from snip_megatron.numerics.quantize import derive_seed, random_normal
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Host, StreamReader, StreamSegment
-from snip_megatron.sensitivity.recorder import Boundary, Pass
+from snip_megatron.sensitivity.recorder import Attempt, Boundary, Pass, directly
 
 _EMBEDDING = (0, 0)  # of the seeds of the noise
 
@@ -26,13 +26,17 @@ class ResidualStream:
         context: The state that the converted linears share.
         sample_tokens: The setting ``probe_tokens``.
         seed: Seed of the noise.
+        attempt: Calls what no other rank waits for.
 
     Attributes:
         reported: The boundaries whose sums this rank adds to the table.
     """
 
-    def __init__(self, host: Host, context: StepContext, sample_tokens: int, seed: int) -> None:
+    def __init__(
+        self, host: Host, context: StepContext, sample_tokens: int, seed: int, attempt: Attempt = directly
+    ) -> None:
         self._host = host
+        self._attempt = attempt
         self._context = context
         self._seed = seed
         self.reported: list[Boundary] = []
@@ -43,7 +47,9 @@ class ResidualStream:
         self._draws = 0
         for segment in (segment for chunk in host.chunks for segment in chunk.segments):
             indices = [reader.boundary for reader in segment.readers]
-            boundaries = [Boundary(index, host.shard, sample_tokens) for index in (*indices, indices[-1] + 1)]
+            boundaries = [
+                Boundary(index, host.shard, sample_tokens, attempt=attempt) for index in (*indices, indices[-1] + 1)
+            ]
             self._pairs += itertools.pairwise(boundaries)
             # The stage that reads the output of another segment reports it.
             self.reported += boundaries if segment.is_last else boundaries[:-1]
@@ -94,7 +100,10 @@ class ResidualStream:
     def _add_noise(self, stream: torch.Tensor) -> torch.Tensor:
         if self._host.is_recomputing():  # the first block runs once more, on the same microbatch
             self._draws -= 1
-        return stream + self._draw(stream) if self._sigma else stream
+        if not self._sigma:
+            return stream
+        noisy: torch.Tensor | None = self._attempt(lambda: stream + self._draw(stream))
+        return stream if noisy is None else noisy
 
     def _on_output(self, boundary: Boundary) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -117,7 +117,8 @@ class ControllerState(JsonFields):
         plan: The maps of the remaining phases. None if the map stays until the next update.
         goal: The goal of the run's maps.
         sequences: Sequences of a microbatch that the probes of the latest update took.
-        postponed: The step before which an update starts that had to wait for kernels.
+        postponed: The step before which an update starts that had to wait for kernels or was dropped.
+        failures: Number of updates in a row that were dropped.
     """
 
     precision_map: PrecisionMap | None = None
@@ -132,6 +133,7 @@ class ControllerState(JsonFields):
     goal: Goal | None = None
     sequences: int | None = None
     postponed: int | None = None
+    failures: int = 0
 
     def to_bytes(self) -> bytes:
         """Return the state as UTF-8 JSON."""

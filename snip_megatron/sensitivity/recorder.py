@@ -8,7 +8,7 @@ without recompute, under every pipeline schedule. Sums are float64 and local to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,6 +29,15 @@ from snip_megatron.sensitivity.sums import output_sums, sample_rows, sum_squares
 
 _REPLICATED = {"column": "x", "row": "g", "whole": "xwgy"}
 """How a linear is split → the tensors that every tensor parallel rank has whole."""
+
+
+Attempt = Callable[..., Any]
+"""Calls its first argument with the others. It may catch an exception of it, so that the pass goes on."""
+
+
+def directly(work: Callable[..., Any], *args: Any) -> Any:
+    """Call ``work``."""
+    return work(*args)
 
 
 class Pass(Enum):
@@ -85,6 +94,7 @@ class LinearRecorder:
         rows: rows of X so far.
         expert_sums: ‖X‖², ‖G‖², Σ_t ‖G_t‖²‖X_t‖² and the number of tokens of one expert, [4], summed over ranks. None
             for other linears.
+        attempt: calls what no other rank waits for.
     """
 
     handle: LinearHandle
@@ -99,6 +109,8 @@ class LinearRecorder:
     dots: list[OutputErrorDots] = field(default_factory=list)
     expert_sums: Tensor | None = None
     rows: int = 0
+    attempt: Attempt = directly
+    _backwards: int = 0
     _samples: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
     """Sampled rows of X and of G of each microbatch, and the number of rows that each of them stands for."""
     _compared: int = 0
@@ -116,18 +128,22 @@ class LinearRecorder:
         self._compared = 0
 
     def on_backward(self, x: Tensor, w: Tensor, g: Tensor, d_local: Tensor, d_reduced: Tensor) -> None:
-        """See :class:`snip_megatron.layers.context.BackwardRecorder`."""
+        """See :class:`snip_megatron.layers.context.BackwardRecorder`.
+
+        Its collectives run on every rank, also on one whose recording has failed.
+        """
         if self.phase is Pass.FORWARD_NOISE:
-            self._compare(x, g)
+            self.attempt(self._compare, x, g)
             return
-        if "w2" not in self.sums:  # the weight is the same in all microbatches
-            w2, *dw2 = weight_sums(w, self.formats, amax=self._amax("w", w))
-            self._add("w2", w2, self._reported("w"))
-            self._add("dw2", torch.stack(dw2), self._reported("w"))
-        if x.shape[0]:
-            self._record(x, w, g, d_local, d_reduced)
-        else:  # an expert without tokens
-            self._samples.append((x, g, 0.0))
+        amax: dict[str, Tensor | None] = {}
+        rotations: dict[str, dict[str, Rotation]] = {}
+        if x.shape[0] or not self._backwards:
+            amax["w"] = self._amax("w", w)
+        if x.shape[0]:  # else an expert without tokens
+            amax |= {name: self._amax(name, tensor) for name, tensor in (("x", x), ("g", g))}
+            rotations = {name: self._rotations(name, tensor) for name, tensor in (("x", x), ("g", g))}
+        self._backwards += 1
+        self.attempt(self._record, x, w, g, d_local, d_reduced, amax, rotations)
 
     def local_expert_sums(self) -> Tensor:
         """Return this rank's share of :attr:`expert_sums`. Call it before a table takes the sums."""
@@ -147,12 +163,27 @@ class LinearRecorder:
         self.sums[column] = self.sums[column] + value if column in self.sums else value
 
     # -- statistics pass ---------------------------------------------------------------------------------------
-    def _record(self, x: Tensor, w: Tensor, g: Tensor, d_local: Tensor, d_reduced: Tensor) -> None:
+    def _record(
+        self,
+        x: Tensor,
+        w: Tensor,
+        g: Tensor,
+        d_local: Tensor,
+        d_reduced: Tensor,
+        amax: dict[str, Tensor | None],
+        rotations: dict[str, dict[str, Rotation]],
+    ) -> None:
+        if "w2" not in self.sums:  # the weight is the same in all microbatches
+            w2, *dw2 = weight_sums(w, self.formats, amax=amax["w"])
+            self._add("w2", w2, self._reported("w"))
+            self._add("dw2", torch.stack(dw2), self._reported("w"))
+        if not x.shape[0]:
+            self._samples.append((x, g, 0.0))
+            return
         of_x, of_g = self._reported("x"), self._reported("g")
-        amax = {name: self._amax(name, tensor) for name, tensor in (("x", x), ("w", w), ("g", g))}
         d = d_local if x.shape[0] > OUTPUT_TOKENS else None
-        x_sums = tensor_sums(x, self.formats, amax=amax["x"], rotations=self._rotations("x", x), d=d)
-        g_sums = tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=self._rotations("g", g))
+        x_sums = tensor_sums(x, self.formats, amax=amax["x"], rotations=rotations["x"], d=d)
+        g_sums = tensor_sums(g, self.formats, stochastic=True, amax=amax["g"], rotations=rotations["g"])
         self.rows += x.shape[0]
         self._add("x2", x_sums.cols.sum(), of_x)
         self._add("g2", g_sums.cols.sum(), of_g)
@@ -297,6 +328,7 @@ class Boundary:
             several times for a microbatch, with backward passes in the opposite order.
         weight: factor from a sum over sampled tokens to all tokens of a microbatch.
         sums: column of the table → this rank's share of the global sum, a float64 scalar.
+        attempt: calls what no other rank waits for.
     """
 
     index: int
@@ -307,6 +339,7 @@ class Boundary:
     r: dict[int, Tensor] = field(default_factory=dict)
     weight: float = 1.0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    attempt: Attempt = directly
     _forwards: int = 0
 
     def start(self, phase: Pass) -> None:
@@ -320,6 +353,9 @@ class Boundary:
 
     def on_forward(self, tensor: Tensor) -> None:
         """Record the stream in the forward, and register a hook that records its gradient."""
+        self.attempt(self._on_forward, tensor)
+
+    def _on_forward(self, tensor: Tensor) -> None:
         h, index = self._sample(tensor), self._forwards
         if self.phase is Pass.STATISTICS:
             self.h.append(h)
@@ -330,7 +366,8 @@ class Boundary:
             self._add("cn2", (self.r[index] * (h - self.h[index])).sum(1))
         self._forwards += 1
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._on_gradient(gradient, index))  # type: ignore[no-untyped-call]
+            record = functools.partial(self.attempt, self._on_gradient)
+            tensor.register_hook(lambda gradient: record(gradient, index))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: Tensor, index: int) -> None:
         """Record the gradient of the stream of one forward: the sum of those of the branch and of the residual."""

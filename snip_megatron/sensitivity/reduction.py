@@ -6,8 +6,10 @@ ranks is therefore the global sum on every parallel layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +81,7 @@ class PartialTable:
 
     Attributes:
         arrays: NumPy arrays by their names in the table, float64. They hold the values that were added before the last
-            :meth:`reduce`.
+            :meth:`pack`.
     """
 
     def __init__(self, shape: TableShape, gradient_scale: float) -> None:
@@ -107,8 +109,8 @@ class PartialTable:
             self.add(f"boundary.{column}", boundary.index, value)
         boundary.sums.clear()
 
-    def reduce(self, device: torch.device) -> None:
-        """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
+    def pack(self, device: torch.device) -> PartialTable:
+        """Add up what was added, and copy the arrays to ``device`` for :meth:`reduce`. Returns the table itself."""
         if self._added:
             # One copy to the host: a copy for each value would wait for the device thousands of times.
             flat = torch.cat([value.to(device, torch.float64).reshape(-1) for _, _, value in self._added])
@@ -119,12 +121,16 @@ class PartialTable:
                     column = array.rpartition(".")[2]
                     self.arrays[array][row] += part * (self._scale2 if column in _GRADIENT_COLUMNS else 1.0)
             self._added.clear()
+        self._packed = torch.from_numpy(np.concatenate([array.ravel() for array in self.arrays.values()])).to(device)
+        return self
+
+    def reduce(self) -> None:
+        """Sum over all ranks in one float64 all-reduce. Afterwards every rank holds the global arrays."""
         if not dist.is_initialized():  # a process of its own
             return
-        total = torch.from_numpy(np.concatenate([array.ravel() for array in self.arrays.values()])).to(device)
-        dist.all_reduce(total)
+        dist.all_reduce(self._packed)
         ends = np.cumsum([array.size for array in self.arrays.values()])
-        parts = np.split(total.cpu().numpy(), ends[:-1])
+        parts = np.split(self._packed.cpu().numpy(), ends[:-1])
         self.arrays = {
             name: part.reshape(array.shape) for (name, array), part in zip(self.arrays.items(), parts, strict=True)
         }
@@ -164,53 +170,95 @@ def _complete_row_parallel(rows: Sequence[LinearRow], arrays: dict[str, np.ndarr
         e2[i] = products / (row.k * row.experts)  # assumes that the experts' weights are of about one size
 
 
-def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
-    """Add ``c2`` of every recorder, from its inner products of output errors, and clear these.
+Together = Callable[[Callable[[], Any]], Any]
+"""Returns what its argument returns, if it returns something on all ranks. Collective, and may raise an exception."""
 
-    Collective: one all-reduce in each tensor parallel group, over which G_t·E_t is a partial sum.
+
+def reduce_loss_effects(recorders: Sequence[LinearRecorder], groups: ProbeGroups, together: Together) -> None:
+    """Sum the recorders' inner products of output errors, whose G_t·E_t is a partial sum, over tensor parallel ranks.
+
+    Collective: one all-reduce in each tensor parallel group.
     """
-    for reduced_over, some in groups.split(recorders):
-        dots = [dots for recorder in some for dots in recorder.dots]
-        if group_size(reduced_over.tp) > 1 and dots:
-            partial = [part for d in dots for part in (d.values, d.norms2, d.dots) if part is not None]
-            sums = iter(_summed(partial, reduced_over.tp))
-            dots = [
-                OutputErrorDots(next(sums), d.rows, next(sums), None if d.dots is None else next(sums)) for d in dots
-            ]
-        rest = iter(dots)
-        for recorder in some:
-            squared = [next(rest).squared() for _ in recorder.dots]
-            recorder.dots.clear()
-            if recorder.handle.tp_rank == 0 and squared:
-                table.add("by_format.c2", recorder.handle.name, torch.stack(squared).sum(0))
+
+    def tensors(recorder: LinearRecorder) -> list[torch.Tensor]:
+        return [part for d in recorder.dots for part in (d.values, d.norms2, d.dots) if part is not None]
+
+    def replace(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
+        recorder.dots = [
+            OutputErrorDots(next(sums), d.rows, next(sums), None if d.dots is None else next(sums))
+            for d in recorder.dots
+        ]
+
+    _reduce(groups.split(recorders), tensors, replace, lambda reduced_over: [reduced_over.tp], together)
 
 
-def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups) -> None:
+def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder]) -> None:
+    """Add ``c2`` of every recorder, from its reduced inner products of output errors, and clear these."""
+    for recorder in recorders:
+        if recorder.handle.tp_rank == 0 and recorder.dots:
+            squared = torch.stack([dots.squared() for dots in recorder.dots])
+            table.add("by_format.c2", recorder.handle.name, squared.sum(0))
+        recorder.dots.clear()
+
+
+def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups, together: Together) -> None:
     """Sum the recorders' column norms over data parallel ranks, with one all-reduce for each kind of group.
 
     For experts, the sums of each expert alone are reduced as well, because the table adds up all experts of a layer.
+    Collective.
     """
-    for reduced_over, some in groups.split(recorders):
-        if reduced_over is not groups:
-            for recorder in some:
-                recorder.expert_sums = recorder.local_expert_sums()
-            _reduce(some, ("expert_sums",), reduced_over.tp)
-            _reduce(some, ("expert_sums",), reduced_over.dp)
-        _reduce(some, ("x_cols", "g_cols", "dx_cols", "dg_cols"), reduced_over.dp)
+    split = groups.split(recorders)
+    experts = [(reduced_over, some) for reduced_over, some in split if reduced_over is not groups]
+
+    def columns(recorder: LinearRecorder) -> list[torch.Tensor]:
+        return [recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols]
+
+    def replace_columns(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
+        recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols = itertools.islice(sums, 4)
+
+    def of_expert(recorder: LinearRecorder) -> list[torch.Tensor]:
+        recorder.expert_sums = recorder.local_expert_sums()
+        return [recorder.expert_sums]
+
+    def replace_expert(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
+        recorder.expert_sums = next(sums)
+
+    _reduce(experts, of_expert, replace_expert, lambda over: [over.tp, over.dp], together)
+    _reduce(split, columns, replace_columns, lambda over: [over.dp], together)
 
 
-def _reduce(recorders: Sequence[LinearRecorder], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
-    if group_size(group) == 1:
-        return
-    sums = iter(_summed([getattr(recorder, name) for recorder in recorders for name in names], group))
-    for recorder in recorders:
-        for name in names:
-            setattr(recorder, name, next(sums))
+def _reduce(
+    split: Sequence[tuple[ProbeGroups, Sequence[LinearRecorder]]],
+    tensors: Callable[[LinearRecorder], list[torch.Tensor]],
+    replace: Callable[[LinearRecorder, Iterator[torch.Tensor]], None],
+    chosen: Callable[[ProbeGroups], Sequence[dist.ProcessGroup | None]],
+    together: Together,
+) -> None:
+    """Sum tensors of recorders over groups, with one all-reduce for each group.
 
+    Args:
+        split: The recorders by their groups.
+        tensors: Returns the tensors of a recorder.
+        replace: Replaces them by the next of the sums.
+        chosen: Returns the groups over which they are summed, in order.
+        together: Packs the tensors, before any rank enters a collective.
+    """
 
-def _summed(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the tensors summed over a group, with one all-reduce."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    def pack() -> list[tuple[torch.Tensor | None, list[torch.Tensor]]]:
+        packed: list[tuple[torch.Tensor | None, list[torch.Tensor]]] = []
+        for groups, recorders in split:
+            parts = [tensor for recorder in recorders for tensor in tensors(recorder)]
+            shared = parts and any(group_size(group) > 1 for group in chosen(groups))
+            packed.append((torch.cat([part.reshape(-1) for part in parts]) if shared else None, parts))
+        return packed
+
+    for (groups, recorders), (flat, parts) in zip(split, together(pack), strict=True):
+        if flat is None:
+            continue
+        for group in chosen(groups):
+            if group_size(group) > 1:
+                dist.all_reduce(flat, group=group)
+        sums = torch.split(flat, [part.numel() for part in parts])
+        shaped = iter([total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
+        for recorder in recorders:
+            replace(recorder, shaped)

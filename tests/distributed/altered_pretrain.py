@@ -4,6 +4,8 @@ Module of warm ranks, which have imported Megatron.
 """
 
 import atexit
+import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -139,7 +141,45 @@ def tight() -> None:
     from snip_megatron.runtime import probe_memory as memory
 
     rank, *free = (int(number) for number in os.environ["TIGHT"].split(","))
-    memory.device_memory = lambda device: (free.pop(0) if dist.get_rank() == rank else 2.0**40, 2.0**24)
+
+    def device_memory(device: torch.device) -> memory.FreeMemory:
+        return memory.FreeMemory(free.pop(0) if dist.get_rank() == rank else 2.0**40, 0.0, 2.0**24)
+
+    memory.device_memory = device_memory
+
+
+def fail() -> None:
+    """Functions that raise an exception once: ``FAIL=[[step, rank, "module:Class.name", "RuntimeError"], …]``."""
+    from snip_megatron.runtime.controller import Controller
+
+    begin, now, errors = Controller.before_step, [-1], {"OutOfMemoryError": torch.OutOfMemoryError}
+
+    def before_step(controller: Controller, step: int, *args: Any) -> None:
+        now[0] = step
+        begin(controller, step, *args)
+
+    def install(target: str, planned: dict[int, str]) -> None:
+        module, _, path = target.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        genuine = getattr(owner, name)
+
+        @functools.wraps(genuine)
+        def failing(*args: Any, **named: Any) -> Any:
+            error = planned.pop(now[0], None)
+            if error is not None:
+                raise errors.get(error, RuntimeError)(f"injected into {name}")
+            return genuine(*args, **named)
+
+        setattr(owner, name, failing)
+
+    Controller.before_step = before_step  # type: ignore[method-assign]
+    targets: dict[str, dict[int, str]] = {}
+    for step, rank, target, error in json.loads(os.environ["FAIL"]):
+        if rank == int(os.environ["RANK"]):
+            targets.setdefault(target, {})[step] = error
+    for target, planned in targets.items():
+        install(target, planned)
 
 
 def replicas() -> None:
@@ -313,3 +353,7 @@ def main() -> int:
     code = pretrain_gpt.main()
     print("process groups left:", dist.is_initialized())
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,6 +22,7 @@ from snip_megatron.megatron.compat.loop import (
     TrainStep,
     attention_logits_restored,
     evaluations_watched,
+    gather_parameters,
     learning_rate,
     loss_tokens_counted,
     quiet_schedule,

@@ -109,6 +109,17 @@ def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
     )
 
 
+def gather_parameters(model: Sequence[Any]) -> None:
+    """Finish the gather of parameters that ``--overlap-param-gather`` would run inside the next forward. Collective.
+
+    A pass that fails on one rank does not leave others waiting in it then.
+    """
+    for chunk in model:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
 @contextlib.contextmanager
 def loss_tokens_counted(model_config: Any) -> Iterator[list[torch.Tensor]]:
     """Yield a list that gets the number of tokens in the loss of each call of the schedule inside this context.

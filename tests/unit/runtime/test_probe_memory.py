@@ -15,7 +15,7 @@ from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
-from snip_megatron.runtime.probe_memory import fitting, needed, probed_shapes
+from snip_megatron.runtime.probe_memory import FreeMemory, Need, fitting, fitting_on_all, needed, probed_shapes
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
@@ -69,21 +69,33 @@ def test_the_same_as_is_planned() -> None:
     sizes = {LinearId.parse(name).path: (s.n, s.k) for name, s in list(chosen.shapes.items())[:4]}
     local, loop = registry(handles(sizes=sizes)), host(0, 4, tokens=256, hidden=512)
     found = needed(local, loop, SnipConfig.probe_tokens, planned["activations"], 1, chosen.microbatches)
-    assert found == pytest.approx(planned["probe"], rel=1e-12)
+    assert found.total == pytest.approx(planned["probe"], rel=1e-12)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------
-@pytest.mark.usefixtures("one_rank")
+def largest(sequences: int, whole: float, holes: float = 0.0) -> float:
+    """The part of a microbatch whose passes take a byte a sequence, and whose recording takes as much, that fits."""
+    return fitting(
+        sequences, lambda part: Need(2.0 * sequences * part, sequences * part), FreeMemory(whole, holes, 0.0)
+    ).part
+
+
 def test_a_probe_takes_the_largest_part_that_fits() -> None:
-    for free, part in ((8.0, 1.0), (7.9, 0.5), (2.0, 0.25), (1.0, 0.125)):
-        assert fitting(8, lambda part: 8.0 * part, free, CPU) == part
-    assert fitting(6, lambda part: 6.0 * part, 5.0, CPU) == 0.5  # six sequences: in equal parts
+    for free, part in ((16.0, 1.0), (15.9, 0.5), (4.0, 0.25), (2.0, 0.125), (1.9, 0.0)):
+        assert largest(8, free) == part
+    assert largest(6, 10.0) == 0.5  # six sequences: in equal parts
+
+
+def test_holes_hold_what_a_training_pass_had_in_them_and_nothing_else() -> None:
+    for holes, part in ((4.0, 0.5), (8.0, 1.0), (1000.0, 1.0)):
+        assert largest(8, 8.0, holes) == part
+    assert largest(8, 0.9, 1000.0) == 0.0
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_too_little_for_one_sequence_is_said_in_words_and_figures() -> None:
-    found = fitting(4, lambda part: 12 * 2.0**30 * part, 2.0**29, CPU)
-    assert found == Unmeasured(
+    fit = fitting(4, lambda part: Need(12 * 2.0**30 * part, 0.0), FreeMemory(2.0**29, 0.0, 0.0))
+    assert fitting_on_all(fit, CPU) == Unmeasured(
         "not enough memory: rank 0 has 0.50 GiB free, a probe may take 3.00 GiB",
         {"rank": 0, "needed_bytes": 3 * 2.0**30, "free_bytes": 2.0**29},
     )

@@ -20,9 +20,17 @@ from snip_megatron.sensitivity.recorder import (
     OutputErrorDots,
     Pass,
     TokenShard,
+    directly,
     local_sample_rows,
 )
-from snip_megatron.sensitivity.reduction import PartialTable, ProbeGroups, TableShape, add_loss_effects, reduce_columns
+from snip_megatron.sensitivity.reduction import (
+    PartialTable,
+    ProbeGroups,
+    TableShape,
+    add_loss_effects,
+    reduce_columns,
+    reduce_loss_effects,
+)
 from snip_megatron.sensitivity.sums import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -129,11 +137,12 @@ def alone() -> ProbeGroups:
 def table_of(row: LinearRow, *recorders: LinearRecorder, groups: ProbeGroups | None = None) -> PartialTable:
     """The table's row of a linear, summed over recorders."""
     table = PartialTable(TableShape(linears=(row,), formats=FORMATS, sinks=()), 1.0)
-    add_loss_effects(table, recorders, groups or alone())
+    reduce_loss_effects(recorders, groups or alone(), directly)
+    add_loss_effects(table, recorders)
     assert not any(recorder.dots for recorder in recorders)
     for recorder in recorders:
         table.add_recorder(recorder, dp_rank=0)
-    table.reduce(torch.device("cpu"))
+    table.pack(torch.device("cpu")).reduce()
     return table
 
 
@@ -234,7 +243,7 @@ def test_experts_share_a_row_and_keep_columns_of_their_own() -> None:
     groups = ProbeGroups(tp=None, dp=None, experts=ProbeGroups(tp=None, dp=None))
     assert groups.of(busy.handle) is groups.experts
     assert groups.of(place(COLUMN)) is groups
-    reduce_columns([busy, idle], groups)
+    reduce_columns([busy, idle], groups, directly)
     assert not idle.expert_sums.any()
     assert busy.expert_sums.tolist() == [float(busy.sums[n]) for n in ("x2", "g2", "s2")] + [T]
     assert (idle.x_cols.shape, idle.dg_cols.shape) == ((K,), (len(FORMATS), N))

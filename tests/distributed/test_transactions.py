@@ -1,0 +1,108 @@
+"""An update that fails on one rank, in any of its parts: all ranks drop it, and training keeps its bits."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import differences, read_checkpoint
+from launch import error_lines, run_ranks, tiny_llama_args
+from test_probes import DROPOUT, LAYOUTS, printed_losses
+from warm_ranks import WarmRanks
+
+from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
+from snip_megatron.runtime.run_data import read_events
+
+FIRST, INTERVAL, LAG = 2, 4, 1
+SNIP = shlex.split(
+    "--snip --snip-estimator noise --snip-budget fp4=0 --snip-pin *=bf16 --snip-wait 120"
+    f" --snip-settings probe_tokens=48 --snip-first-update {FIRST} --snip-update-interval {INTERVAL} --snip-lag {LAG}"
+)
+PROBE, RECORDER = "snip_megatron.runtime.probe", "snip_megatron.sensitivity.recorder"
+PARTS = [
+    ("memory", f"{PROBE}:ProbeRunner.check_memory"),
+    ("preparation", f"{PROBE}:ProbeRunner.prepare"),
+    ("statistics", "snip_megatron.megatron.host:MegatronStep.prepare"),
+    ("statistics", f"{RECORDER}:LinearRecorder._record"),
+    ("statistics", f"{RECORDER}:Boundary._on_forward"),
+    ("statistics", f"{RECORDER}:Boundary._on_gradient"),
+    ("reduction", f"{PROBE}:ProbeRunner.fill_table"),
+    ("weight_divergence", f"{PROBE}:UpdateErrors.add_linear"),
+    ("weight_divergence", "snip_megatron.megatron.compat:update_of"),
+    ("forward_noise", f"{RECORDER}:LinearRecorder._compare"),
+    ("submission", "snip_megatron.runtime.coordinator:RankZeroCoordinator.submit"),
+]
+NOISE = ("forward_noise", "snip_megatron.runtime.residual_stream:ResidualStream._draw")
+FORWARD = ("statistics", "snip_megatron.megatron.entry:loss_function")
+PLACES = {
+    "tensor-pipeline": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --bf16",
+    ),
+    "expert-parallel": LAYOUTS["expert-parallel"],
+    "distributed-optimizer": LAYOUTS["distributed-optimizer"],
+}
+
+
+def failing(warm: WarmRanks, tmp: Path, failures: list[Any], ranks: int, args: list[str], **more: str) -> Any:
+    environment = {"ALTER": "fail", "FAIL": json.dumps(failures), **more}
+    return warm.succeed(ranks, args, module="altered_pretrain", env=environment, tmp=tmp)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_update_that_fails_anywhere_on_one_rank_is_dropped_and_tried_again(
+    warm: WarmRanks, tmp_path: Path, place: str
+) -> None:
+    ranks, layout = PLACES[place]
+    parts = [*PARTS, (FORWARD if place == "distributed-optimizer" else NOISE)]
+    failures = [
+        (FIRST + i * INTERVAL, 0 if part in ("submission", "forward_noise") else i % ranks, target, "RuntimeError")
+        for i, (part, target) in enumerate(parts)
+    ]
+    steps = FIRST + len(parts) * INTERVAL
+    saving = ["--save-interval", str(steps), "--num-layers", "2" if "--num-experts" not in layout else "4"]
+    if place == "distributed-optimizer":
+        saving.append("--dist-ckpt-optim-fully-reshardable")
+
+    def arguments(name: str, *extra: str) -> list[str]:
+        return tiny_llama_args(*DROPOUT, *layout.split(), *saving, "--save", str(tmp_path / name), *extra, iters=steps)
+
+    failed = failing(warm, tmp_path / "failing", failures, ranks, arguments("saved", *SNIP))
+    plain = warm.succeed(ranks, arguments("plain"), tmp=tmp_path / "undisturbed")
+    events = list(read_events(tmp_path / "saved" / "snip"))
+    dropped = [(e["step"], e["part"], e["rank"], e["until"]) for e in events if e["event"] == "dropped"]
+    expected = [(f[0], part[0], f[1], f[0] + LAG) for f, part in zip(failures, parts, strict=True)]
+    assert dropped == expected
+    assert [e["step"] for e in events if e["event"] == "submit"] == [f[0] + LAG for f in failures]
+    assert all(f"the update of step {f[0]} is dropped: rank {f[1]} on " in failed.stdout for f in failures)
+    assert printed_losses(failed) == printed_losses(plain)
+    assert differences(*(read_checkpoint(tmp_path / name, steps) for name in ("plain", "saved"))) == []
+
+
+def test_a_probe_without_memory_takes_half_of_its_sequences_next_time(warm: WarmRanks, tmp_path: Path) -> None:
+    sizes = ["--micro-batch-size", "4", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
+    args = tiny_llama_args(*sizes, *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
+    record = f"{RECORDER}:LinearRecorder._record"
+    failing(warm, tmp_path, [(FIRST, 1, record, "OutOfMemoryError")], 2, args)
+    events = list(read_events(tmp_path / "run"))
+    assert [(e["step"], e["error"]) for e in events if e["event"] == "dropped"] == [(FIRST, "OutOfMemoryError")]
+    probes = [(e["step"], e["tokens"]) for e in events if e["event"] == "probe" and e["kind"] == "statistics"]
+    assert probes == [(FIRST + LAG, 2 * 64), (FIRST + INTERVAL, 2 * 64)]
+
+
+def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    """In the loss of the last pipeline stage: the first stage waits for its gradient."""
+    args = tiny_llama_args("--pipeline-model-parallel-size", "2", *SNIP, "--snip-dir", str(tmp_path / "run"), iters=8)
+    code = tmp_path / "code"
+    environment = {
+        "ALTER": "fail",
+        "FAIL": json.dumps([(FIRST, 1, FORWARD[1], "OutOfMemoryError")]),
+        "SNIP_EXIT_CODE_FILE": str(code),
+    }
+    ended = run_ranks(2, args, module="altered_pretrain", env=environment, tmp=tmp_path, timeout=120)
+    assert ended.returncode != 0
+    (line,) = error_lines(ended)
+    assert "rank 1 on " in line
+    assert ", statistics: OutOfMemoryError: injected into loss_function" in line
+    assert int(code.read_text()) == EXIT_UPDATE_BROKEN
