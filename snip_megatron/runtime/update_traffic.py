@@ -15,6 +15,7 @@ from snip_megatron.sensitivity.table import SinkRow, array_shapes
 
 _FLOAT32, _FLOAT64 = 4, 8
 _DECISION = 24  # bytes of a length and of two bounds of a hash
+_VOTE, _VOTES, _NOISE_VOTES = 16, 8, 8  # bytes of a vote, votes of an update, and of noise and weight divergence
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def update_collectives(
         calls.append(Collectives("gradients", "tensor", len(shards), _FLOAT32 * sum(shards)))
         if shapes.shared_embedding:
             calls.append(Collectives("gradients", "embedding", 1, _FLOAT32 * shapes.shared_embedding))
+    votes = _VOTES + (_NOISE_VOTES if weighs_updates else 0)
+    calls.append(Collectives("votes", "world", votes, votes * _VOTE))
     tables = 3 if weighs_updates else 1
     calls.append(Collectives("statistics", "world", tables, tables * table))
     calls.append(Collectives("decision", "world", 3, decision + _DECISION))

@@ -124,7 +124,7 @@ def main() -> int:
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
     MegatronStep.schedule = passes  # type: ignore[method-assign]
-    probe_memory.device_memory = lambda device: (1e12, 0.0)  # type: ignore[assignment,return-value]
+    probe_memory.device_memory = lambda device: probe_memory.FreeMemory(1e12, 0.0, 0.0)
     code = pretrain_gpt.main()
     body |= {"calls": counter.calls, "opened": sorted(counter.opened)}
     Path(os.environ["COUNTED"], f"rank{number}.json").write_text(json.dumps(body))
