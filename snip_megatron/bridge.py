@@ -135,9 +135,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step_with_snip(*positional: Any, **named: Any) -> Any:
             if self._run is None:
-                raise SnipError(
-                    "Bridge built its model without SNIP's pre-wrap hook: was attach() given its container?"
-                )
+                raise SnipError("Bridge built its model without SNIP's pre-wrap hook: did attach() get its container?")
             forward_step, data_iterator, model, optimizer, scheduler, state, _, schedule, *_ = positional
             self._run.state, self._run.scheduler = state, scheduler
             # In Bridge the chunks of a virtual pipeline share an iterator, whose microbatches it distributes itself.
@@ -152,9 +150,7 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
 def prepare(startup: Startup) -> None:
     """Apply and print the patches that let Bridge start with Megatron's wheel or without a CUDA device.
 
-    Args:
-        startup: The result of :func:`snip_megatron.megatron.startup.prepare`, which must be called before Megatron is
-            imported.
+    ``startup`` is the result of :func:`snip_megatron.megatron.startup.prepare`, which precedes the import of Megatron.
     """
     for line in bridge_compat.apply(startup):
         say(line, "compat")
@@ -225,8 +221,5 @@ def padded_vocabulary(model: Any, transformer: Any) -> int:
         return int(model.vocab_size)
     from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
-    return int(
-        calculate_padded_vocab_size(
-            model.vocab_size, model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
-        )
-    )
+    divisor, ranks = model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
+    return int(calculate_padded_vocab_size(model.vocab_size, divisor, ranks))

@@ -383,12 +383,7 @@ def perturbed(override: Override, gemm: Gemm, left: Tensor, right: Tensor, plain
 
 
 def output_error(
-    override: Override,
-    handle: LinearHandle,
-    backend: GemmBackend,
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
+    override: Override, handle: LinearHandle, backend: GemmBackend, x: Tensor, weight: Tensor, y: Tensor
 ) -> Tensor | None:
     """Return the error E [T, N] that fprop has in the format ``override.compare``, in y's dtype.
 

@@ -22,13 +22,7 @@ from snip_megatron.megatron.linears import (
     SnipRowParallelLinear,
     fuse_swiglu,
 )
-from snip_megatron.megatron.model_linears import (
-    BuiltLinear,
-    ModelLinears,
-    built_linears,
-    gather_stages,
-    model_linears,
-)
+from snip_megatron.megatron.model_linears import BuiltLinear, ModelLinears, built_linears, gather_stages, model_linears
 from snip_megatron.megatron.startup import say
 from snip_megatron.numerics.products.selection import resolve_gemm, select_backend
 from snip_megatron.precision import Format, LinearId, PrecisionMap

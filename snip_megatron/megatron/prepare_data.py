@@ -63,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
         raise SnipError(f"--output {output}: exists; add --overwrite to replace it or --reuse to keep an equal one")
     inputs = args.inputs or [Path(sysconfig.get_path("stdlib"))]
     files, skipped = collect(inputs, args.glob or (["*"] if args.inputs else ["*.py"]))
-    request = {"tokenizer": args.tokenizer, "holdout": args.holdout, "corpus_sha256": _corpus_sha256(files)}
+    corpus = b"".join(os.fsencode(f"{file.key}\0{file.sha256}\n") for file in files)
+    request = {
+        "tokenizer": args.tokenizer,
+        "holdout": args.holdout,
+        "corpus_sha256": hashlib.sha256(corpus).hexdigest(),
+    }
     if args.tokenizer == "bpe":
         request["vocab_size"] = args.vocab_size or VOCABULARY
     if existing is not None and args.reuse and existing.get("request") == request and _is_complete(output, existing):
@@ -71,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if existing is not None and not args.overwrite:
         raise SnipError(f"--output {output}: made from other text or arguments; add --overwrite to replace it")
-    names = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
+    sources = {"names": [_name(source) for source in inputs], "files": len(files), "skipped": skipped}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with exit_on_signals(), tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as place:
             folder = Path(place, "new")
-            manifest = _write_all(split(files, args.holdout), request, names, folder)
+            manifest = _write_all(split(files, args.holdout), request, sources, folder)
             if output.exists():
                 shutil.rmtree(output)  # with the sample indices that Megatron caches beside the data
             folder.rename(output)
@@ -148,10 +153,6 @@ class TextFile(NamedTuple):
         return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _corpus_sha256(files: Sequence[TextFile]) -> str:
-    return hashlib.sha256(b"".join(os.fsencode(f"{file.key}\0{file.sha256}\n") for file in files)).hexdigest()
-
-
 def collect(inputs: Sequence[Path], globs: Sequence[str]) -> tuple[list[TextFile], dict[str, int]]:
     """Return the documents of all inputs ordered by key, and reason → number of files that were skipped.
 
@@ -219,15 +220,13 @@ def _walk(source: Path, globs: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 def _why_skipped(data: bytes) -> str | None:
     """Return why ``data`` cannot be used as a document. Returns None if it can."""
-    if not data.strip():
-        return "empty"
-    if b"\0" in data:
-        return "binary"
     try:
-        data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
-        return "undecodable"
-    return None
+        return "binary" if b"\0" in data else "undecodable"
+    if "\0" in text:
+        return "binary"
+    return None if text.strip() else "empty"
 
 
 def split(files: Sequence[TextFile], share: float) -> tuple[list[TextFile], list[TextFile]]:
@@ -310,10 +309,9 @@ def _write_all(
     parts: tuple[list[TextFile], list[TextFile]], request: dict[str, Any], inputs: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
     """Write all files of the result into the new folder ``folder``. Returns the manifest."""
-    if request["tokenizer"] == "bpe":
-        tokenizer = train_bpe(_texts(parts[0], "training the tokenizer"), request["vocab_size"])
-    else:
-        tokenizer = byte_tokenizer()
+    bpe = request["tokenizer"] == "bpe"
+    texts = _texts(parts[0], "training the tokenizer")
+    tokenizer = train_bpe(texts, request["vocab_size"]) if bpe else byte_tokenizer()
     save_tokenizer(tokenizer, folder / "tokenizer")
     described = {
         "folder": "tokenizer",
@@ -347,13 +345,9 @@ def _write_part(name: str, files: list[TextFile], tokenizer: Tokenizer, folder: 
     builder.finalize(f"{folder / name}.idx")
     tokens = int(counts.sum())
     share = counts[counts > 0] / tokens
-    return {
-        "prefix": name,
-        "files": len(files),
-        "bytes": sum(file.size for file in files),
-        "tokens": tokens,
-        "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
-    }
+    entropy = float(-(share * np.log(share)).sum())
+    sizes = {"files": len(files), "bytes": sum(file.size for file in files), "tokens": tokens}
+    return {"prefix": name, **sizes, "unigram_entropy_nats": entropy}
 
 
 def _texts(files: Sequence[TextFile], task: str) -> Iterator[str]:

@@ -182,9 +182,7 @@ class Layout:
         return self.probed_parameters(stage) + (self.vocabulary * self.model.hidden // self.tp if output else 0)
 
     def probed_parameters(self, stage: int) -> int:
-        """Return the number of parameters of a rank of ``stage`` whose gradients a probe reads: without the output
-        layer's.
-        """
+        """Return the number of parameters of a rank whose gradients a probe reads: all but the output layer's."""
         rows = [row for layer in self.stages[stage] for row in layer]
         shapes = [self.shapes[row.name] for row in rows]
         norms = len({row.sub_block for row in rows}) + (stage == self.pp - 1)

@@ -80,8 +80,9 @@ class Llama:
                 " the arguments of a training (snip plan --megatron ...)"
             )
         queries = self.heads * self.head_size
+        keys = 2 * self.groups * self.head_size
         shapes = (
-            (queries + 2 * self.groups * self.head_size, self.hidden),
+            (queries + keys, self.hidden),
             (self.hidden, queries),
             (2 * self.ffn, self.hidden),
             (self.hidden, self.ffn),

@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -147,14 +148,9 @@ def _restaged(request: PlanRequest, layout: Layout, path: Path) -> StatisticsTab
 
 # -- synthetic losses: seeded, and heavy-tailed as measured losses are -----------------------------------------
 _FORMAT_LOSS: Mapping[Format, float] = {
-    Format.BF16: 0.0,
-    Format.FP8: 0.02,
-    Format.MXFP8: 0.03,
-    Format.FP8_TENSOR: 0.05,
-    Format.NVFP4: 0.5,
-    Format.MXFP4: 0.8,
-    Format.FP4: 1.0,
-}
+    Format.BF16: 0.0, Format.FP8: 0.02, Format.MXFP8: 0.03, Format.FP8_TENSOR: 0.05, Format.NVFP4: 0.5,
+    Format.MXFP4: 0.8, Format.FP4: 1.0,
+}  # fmt: skip
 """The loss of a format relative to fp4. A variant loses what its base does."""
 _MEDIAN_LOSS = 1e-5  # of an fp4 option, roughly in nats
 _WRITES, _MLP = 2.0, 1.8  # factors of linears that end a branch, and of those outside of attention
@@ -167,9 +163,8 @@ def synthetic_losses(rows: Sequence[LinearRow], formats: Sequence[Format]) -> Fl
     rng = np.random.default_rng(1)
     block = np.array([row.sub_block // 2 for row in rows])
     depth = 1 + 0.8 * np.exp(-block / 4) + 0.5 * np.exp((block - max(block)) / 4)
-    kind = [
-        (_WRITES if row.role is Role.WRITES else 1.0) * (1.0 if "attention" in row.id.path else _MLP) for row in rows
-    ]
+    writes = np.array([_WRITES if row.role is Role.WRITES else 1.0 for row in rows])
+    kind = writes * np.array([1.0 if "attention" in row.id.path else _MLP for row in rows])
     draws = np.exp(rng.normal(0, _SPREAD, (len(rows), len(Gemm))))
     loss = _MEDIAN_LOSS * (depth * kind)[:, None] * np.array(_GEMM) * draws
     spread = np.exp(rng.normal(0, _FORMAT_SPREAD, (*loss.shape, len(_FORMAT_LOSS))))
@@ -460,13 +455,9 @@ def _plan_phases(step: StepModel, request: PlanRequest, one_map: Solution) -> Bo
     if config.phases is None or steps is None:
         return None
     rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
-    phases = PhasedRequest.of_schedule(
-        config.phases,
-        (0, steps),
-        0,
-        carried=lambda begins: carried_weights(0, begins, steps, rates),
-        standing=STANDING_WEIGHTS[config.deployed],
-    )
+    standing = STANDING_WEIGHTS[config.deployed]
+    carried = partial(carried_weights, 0, end=steps, rates=rates)
+    phases = PhasedRequest.of_schedule(config.phases, (0, steps), 0, carried=carried, standing=standing)
     problem = build_problem(request, step, phases)
     solution = solve(problem, time_limit_s=_PHASES_SOLVE_SECONDS).met(
         f"--budget {cut(str(config.budget))} over --schedule {cut(config.schedule)}",

@@ -34,16 +34,11 @@ def _head(plan: Body) -> str:
 
 def _linears(plan: Body) -> str:
     formats = list(plan["linears"][0]["speedup"])
-    rows = [
-        [
-            row["kind"],
-            f"{row['gemms']} of {row['tokens']}×{row['n']}×{row['k']}".removeprefix("1 of "),
-            f"{1e3 * row['seconds']['bf16']:.3f}",
-            *(f"{row['speedup'][fmt]:.2f}" for fmt in formats),
-            "extrapolated" if row["extrapolated"] else "",
-        ]
-        for row in plan["linears"]
-    ]
+    rows = []
+    for row in plan["linears"]:
+        size = f"{row['gemms']} of {row['tokens']}×{row['n']}×{row['k']}".removeprefix("1 of ")
+        times = f"{1e3 * row['seconds']['bf16']:.3f}", *(f"{row['speedup'][fmt]:.2f}" for fmt in formats)
+        rows.append([row["kind"], size, *times, "extrapolated" if row["extrapolated"] else ""])
     return _table(["linear, a GPU", "tokens×n×k", "bf16 ms", *(f"{fmt} ×" for fmt in formats), ""], rows)
 
 
@@ -52,22 +47,18 @@ def _stages(plan: Body) -> str:
     rows = []
     for stage in plan["stages"]:
         chunks = " ".join(f"{first}–{last}" for first, last in stage["chunks"]) or "–"
-        memory = stage["bytes"]
-        under_map = memory["map"]
+        memory, under_map = stage["bytes"], stage["bytes"]["map"]
         fixed = under_map["parameters"] + under_map["gradients"] + under_map["optimizer"]
         gib = [fixed, under_map["activations"], *(memory[name]["training"] for name in variants)]
         rows.append(
             [
-                str(stage["stage"]),
-                chunks if len(chunks) < 40 else f"{stage['blocks']} blocks",
-                f"{stage['parameters'] / 1e9:.3f}",
-                f"{stage['flops'] / 1e15:.2f}",
+                str(stage["stage"]), chunks if len(chunks) < 40 else f"{stage['blocks']} blocks",
+                f"{stage['parameters'] / 1e9:.3f}", f"{stage['flops'] / 1e15:.2f}",
                 *(f"{part / _GIB:.1f}" for part in gib),
                 f"{under_map['probing_least'] / _GIB:.1f}–{under_map['probing'] / _GIB:.1f}",
-                *(f"{stage['seconds'][name]['total']:.3f}" for name in variants),
-                f"{stage['busy']['map']:.0%}",
+                *(f"{stage['seconds'][name]['total']:.3f}" for name in variants), f"{stage['busy']['map']:.0%}",
             ]
-        )
+        )  # fmt: skip
     head = ["stage", "blocks", "B params", "PFLOP", "fixed", "acts map", *(f"peak {name}" for name in variants)]
     head += ["probe", *(f"s {name}" for name in variants), "busy (map)"]
     return (
@@ -87,8 +78,7 @@ def _fit(memory: Body) -> str:
             f"\n  does not fit: the map needs {peak:.1f} GiB, and a GPU has {gpu:.1f}: use more GPUs (--tp, --pp,"
             " or --dp with the distributed optimizer), --recompute or smaller microbatches"
         )
-    tight = peak > _TIGHT * gpu
-    rest = ", little for what is not counted: CUDA graphs, fragmentation, NCCL" if tight else ""
+    rest = ", little for what is not counted: CUDA graphs, fragmentation, NCCL" if peak > _TIGHT * gpu else ""
     return f"\n  fits: the map needs {peak:.1f} GiB of the {gpu:.1f} that a GPU has{rest}"
 
 

@@ -41,16 +41,12 @@ _NORM, _ADD, _ROPE = (2, 3), (3, 3), (2, 2)
 _LOSS_BYTES = 52
 """Per logit, in Megatron's loss without ``--cross-entropy-loss-fusion``.
 
-The forward makes an FP32 copy (6), finds the maximum (4), subtracts it in place (8), takes the exponential in place
-(8), adds up (4) and divides in place (8). The backward scales in place (8) and rounds the gradient to bf16 (6).
+The forward copies to FP32 (6), finds the maximum (4), subtracts (8), exponentiates (8), adds up (4) and divides (8).
+The backward scales (8) and rounds to bf16 (6).
 """
 _EMBEDDING_BYTES = 10  # per feature of a token: read and written in bf16; gradient read in bf16 and added in FP32
 _OPTIMIZER_BYTES = 46
-"""Per parameter of a shard.
-
-The norm reads the gradient (4), clipping scales it in place (8), Adam reads gradient, master weight and two moments
-(16) and writes the latter three (12), and the master weight is copied to bf16 (6).
-"""
+"""Per parameter of a shard: the norm (4), clipping (8), Adam's reads (16) and writes (12), the copy to bf16 (6)."""
 _ZERO_BYTES = 4  # per parameter: the gradient buffer is cleared
 _SCALE_BYTES = 8  # per parameter: gradients are divided by the number of data parallel ranks in place
 STATED_ATTENTION = 0.45
@@ -89,10 +85,10 @@ class Rates:
 
     def __init__(self, model: CostModel) -> None:
         table = model.table
-        attention = {} if table is None else table.attention
         self.gpu_memory = None if table is None else table.memory
         self._measured_copy = None if table is None else table.copy_rate
-        self._copy = STATED_COPY if self._measured_copy is None else self._measured_copy
+        self._copy = self._measured_copy or STATED_COPY
+        attention = {} if table is None else table.attention
         self._grid = LogGrid(attention, lambda size: _attention_flops(*size)) if attention else None
 
     def attention(self, sequence: int, heads: int, head_size: int, batch: int) -> tuple[float, float]:
@@ -241,7 +237,7 @@ class StepModel:
     def _layer_bytes(self, rows: Iterable[LinearRow]) -> float:
         """Return the bytes that element-wise kernels read and write in one microbatch.
 
-        A norm begins each sub-block and an addition ends it. Attention rotates queries and keys. Elsewhere an
+        A norm begins each sub-block and an addition ends it; attention rotates queries and keys. Elsewhere an
         activation makes the X of the linear that ends a branch from the Y of the one that begins it.
         """
         layout, model = self.layout, self.layout.model
@@ -291,9 +287,8 @@ class StepModel:
     def _exchanged(self, row: LinearRow) -> float:
         """Return the exposed seconds of one microbatch in which tensor parallel ranks exchange a linear's X, Y and G.
 
-        They exchange the matrix whose features are not split: X and ∂L/∂X where they share the output, Y and G where
-        they share the input. Gathers for weight gradients and sums of ∂L/∂X overlap with GEMMs. Linears of experts
-        exchange nothing here: the dispatcher does.
+        They exchange the matrix whose features are not split. Gathers for weight gradients and sums of ∂L/∂X overlap
+        with GEMMs. The dispatcher exchanges what linears of experts need.
         """
         layout, shape = self.layout, self.layout.shapes[row.name]
         if layout.tp == 1 or row.experts > 1 or row.sharded is Side.NEITHER:

@@ -11,15 +11,7 @@ from snip_megatron.precision.formats import (
     candidates_fault,
     misplaced,
 )
-from snip_megatron.precision.linears import (
-    DENSE_LAYER,
-    LinearId,
-    LinearRow,
-    Role,
-    Side,
-    option_id,
-    split_option_id,
-)
+from snip_megatron.precision.linears import DENSE_LAYER, LinearId, LinearRow, Role, Side, option_id, split_option_id
 from snip_megatron.precision.map import GRANULARITIES, STATUSES, PrecisionMap, format_shares, fp4_fraction
 
 __all__ = [

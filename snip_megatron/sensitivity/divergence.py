@@ -1,15 +1,11 @@
 """The divergences of every option: the effect on the loss of its step, and on the optimizer's next update.
 
-**Loss divergence** ΔL: only fprop has one. dgrad and wgrad do not change the loss of their step.
+docs/how-it-works.md derives them. Only fprop has a loss divergence ΔL, because dgrad and wgrad do not change the loss
+of their step. The weight divergence ΔW is summed over all linears, since an option changes the gradients of others too.
 
-**Weight divergence** ΔW: how far one option changes the optimizer's next update, summed over all linears. An option
-changes the gradients of its own linear *and of others*: fprop through the activations and the loss, dgrad through the
-residual gradient (how-it-works.md, Weight divergence, steps 3–6). Without these cross-layer gains the weight divergence
-of wgrad alone ranks options worse than chance.
-
-Scale: ρ and ξ are errors *relative* to a linear's gradient noise, ‖δ∇W‖²/‖s‖², where ‖s‖² is the sum of squares of the
-per-token gradients. Numerator and denominator are both sums over independent tokens, so ρ of a probe equals ρ of a
-step. √(microbatches of a step) enters only once, in the s that ``drift2`` was tabulated with.
+ρ and ξ are errors *relative* to a linear's gradient noise, ‖δ∇W‖²/‖s‖², where ‖s‖² is the sum of squares of the
+per-token gradients. Both sums are over independent tokens, so ρ of a probe equals ρ of a step. √(microbatches of a
+step) enters only once, in the s that ``drift2`` was tabulated with.
 """
 
 from collections.abc import Sequence
@@ -102,14 +98,9 @@ def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
 def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     """Return where the error of an fprop in ``fmt`` goes (recipe, steps 2 and 3).
 
-    The forward-noise pass gives the relative change of every X_j and G_j for noise at the embedding. An option of
-    sub-block b has the effect of k times that noise. k = sqrt(c2 / cn2[b+1]) is calibrated by the effect on the loss.
     Gradients change everywhere, through the loss; activations change in later sub-blocks only. Inside its own sub-block
-    the error is local: ‖E‖/‖Y‖ reaches the X of the linears after it and, through the nonlinearity, its own G. (Gate
-    and up are one fc1, and q, k and v are one qkv: the error of each part is in the gradient of the other.) A linear
-    that writes the residual stream has no linear after it.
-
-    Raises SnipError if the table lacks the forward-noise pass.
+    ‖E‖/‖Y‖ reaches the X of the linears after it and, through the nonlinearity, its own G: gate and up are one fc1, and
+    the error of each part is in the gradient of the other. Raises SnipError if the table lacks the forward-noise pass.
     """
     sub, role = _places(table)
     c2 = format_column(table, "c2", (fmt,))[:, 0]
@@ -123,8 +114,7 @@ def fprop_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     local = local * ((sub[None, :] == sub[:, None]) & (role[None, :] >= role[:, None]) & (role[:, None] < 2))
     residual = _ratio(table.boundary["fr2"], table.boundary["r2"])
     return Propagation(
-        linears=np.sqrt(gradient**2 + activation**2 + local**2),
-        sinks=k * residual[_sink_boundaries(table)][None, :],
+        linears=np.sqrt(gradient**2 + activation**2 + local**2), sinks=k * residual[_sink_boundaries(table)][None, :]
     )
 
 
@@ -144,9 +134,8 @@ def dgrad_error2(table: StatisticsTable, fmt: str) -> FloatArray:
 def _exits(table: StatisticsTable) -> NDArray[np.bool_]:
     """Return through which linears the gradient of each linear's input leaves its sub-block, bool [linears, linears].
 
-    These linears read the residual stream in the same sub-block. There may be several: the two latent projections of
-    attention, or experts and shared experts. A linear then reaches those of its module, and among them those whose
-    names are equal up to ``_up`` or ``_down``. If its module reads no stream, it reaches all.
+    These linears read the residual stream there. A linear reaches those of its module, and among them those whose names
+    are equal up to ``_up`` or ``_down``. If its module reads no stream, it reaches all.
     """
     sub, role = _places(table)
     reads: NDArray[np.bool_] = (sub[None, :] == sub[:, None]) & (role[None, :] == 0)
@@ -162,12 +151,9 @@ def _exits(table: StatisticsTable) -> NDArray[np.bool_]:
 def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     """Return where the error of a dgrad in ``fmt`` goes (recipe, step 4).
 
-    Relative to the residual gradient that it enters, the error is q = ‖E_D‖/‖D‖ · w · ‖r_b − r_{b+1}‖/‖r_b‖, where w²
-    is the share of what its exits contribute to the Σ‖D‖² of all exits of the sub-block: 1 in a dense block. It travels
-    down unchanged, to every earlier sub-block and to the sinks below, so the dgrad of the first block has an effect
-    too. Inside its own sub-block the error is undiluted, ‖E_D‖/‖D‖, for the G of the linears before it, and w times
-    that for the norm's weight. (The paper measures the gain from sub-block b to linear j by a pass with noise in the
-    gradient. Taking it for 1 ranks options as well or better: ``benchmarks/results/quality/proxy_*``.)
+    It travels down unchanged, to every earlier sub-block and to the sinks below. Inside its own sub-block the error is
+    undiluted for the G of the linears before it. The paper measures the gain from a sub-block to a linear by a pass
+    with noise in the gradient. Taking it for 1 ranks options as well or better: ``benchmarks/results/quality/proxy_*``.
     """
     sub, role = _places(table)
     sink, at_option = _sink_boundaries(table), sub[:, None]
@@ -184,10 +170,7 @@ def dgrad_propagation(table: StatisticsTable, fmt: str) -> Propagation:
     before = shared & (role[None, :] < role[:, None])
     to_linear = sub[None, :] < at_option
     to_sink = (sink[None, :] <= at_option) & ~norm_at_option
-    return Propagation(
-        linears=q * to_linear + local * before,
-        sinks=q * to_sink + local * beside * norm_at_option,
-    )
+    return Propagation(linears=q * to_linear + local * before, sinks=q * to_sink + local * beside * norm_at_option)
 
 
 def update_error(drift2: FloatArray, w2: FloatArray, rho: FloatArray) -> FloatArray:

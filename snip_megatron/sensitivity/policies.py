@@ -42,12 +42,9 @@ and the backward in four bits, as a recipe that Transformer Engine ships.
 """
 
 LATE = ("late-forward", "late-all")
-"""Policies with a fixed plan of two maps.
+"""Policies with a fixed plan of two maps: four bits, then better formats, for as many steps as the share allows.
 
-Everything runs in four bits, and in better formats for the last steps, as many as the average share allows.
-
-``late-all`` follows NVIDIA's training of a 12 B model, which ends in a higher precision. The appendix of its report
-prefers to switch only the forward GEMMs.
+``late-all`` follows NVIDIA's training of a 12 B model. The appendix of its report prefers to switch the forward alone.
 """
 
 TAIL_SHARE = 0.15

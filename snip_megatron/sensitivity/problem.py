@@ -288,10 +288,7 @@ def _keeps(options: Sequence[Option], phases: PhasedRequest) -> list[tuple[int, 
 
 
 def _spent(request: SolveRequest, phases: PhasedRequest) -> Spent | None:
-    """Return the past steps and their average. None if no step is past, or if the budget bounds the loss.
-
-    A bound on the loss has no average. Shares are limited to 1, which rounding may exceed.
-    """
+    """Return the past steps and their average, which rounding may lift above 1. None without past steps or average."""
     if not phases.spent_steps or request.budget.kind == "loss":
         return None
     achieved = min(phases.spent, 1.0) if request.budget.kind == "fp4" else phases.spent

@@ -2,9 +2,8 @@
 
 With phases, an error raises the loss at the end of training in two ways. The *standing* part is the rounding error of
 the current forward. It disappears soon after the fprop runs in a precise format. It counts in full if the model is
-deployed in the formats of the last phase. If the model is deployed in bf16, a small part of it counts, because the
-weights have adapted to the rounded forward. The *carried* part is what imprecise steps leave in the weights. A step
-leaves more the higher its learning rate is.
+deployed in the formats of the last phase, and in small part if it is deployed in bf16, because the weights have adapted
+to the rounded forward. The *carried* part is what imprecise steps leave in the weights, more at a high learning rate.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ BACKWARD_SHARE = 0.08
 STANDING_SHARE = 0.8
 """Share of an fprop's loss that disappears once the fprop is precise.
 
-It was fitted to runs of a 26 M model whose fprops become precise late, where .82 fits best. Another estimate is .81:
-what all-fp4 loses by the formats alone, (.01077 − .00293), divided by the loss of its fprops, .0097.
+It was fitted to runs of a 26 M model whose fprops become precise late (.82). What all-fp4 loses by the formats alone,
+(.01077 − .00293), divided by the loss of its fprops, .0097, is .81.
 """
 
 STANDING_WEIGHTS: Mapping[str, float] = {"map": 1.0, "bf16": 0.15}
 """Weight of the standing part in the last phase, by the formats in which the model is deployed.
 
-Weights that were trained with a rounded forward lose in bf16 too, and recover within some tens of precise steps. In
-runs of a 26 M model, .09 to .16 of an fprop's loss is of this kind, .12 to .2 of its standing part
+Weights that were trained with a rounded forward lose in bf16 too, and recover within some tens of precise steps: .12 to
+.2 of the standing part in runs of a 26 M model
 (``benchmarks/results/quality/compare_26m-time_2xh200_2026-11-22.md`` and the runs of ``STANDING_SHARE``).
 """
 

@@ -1,9 +1,8 @@
 """The update error of one parameter on one rank: how far gradient errors of given sizes change its next update.
 
-Source: how-it-works.md, Weight divergence, steps 5 and 6. The size of an element's error is a product of a factor of
-its row and one of its column, or a sum of two such products. A single σ for the whole matrix would overstate the update
-error, because elements with v ≈ 0 would get too large an error. Signs are random and belong to the global element, so
-that every sharding draws the same.
+The size of an element's error is a product of a factor of its row and one of its column, or a sum of two such products
+(docs/how-it-works.md, recipe, steps 5 and 6). A single σ for the whole matrix would give elements with v ≈ 0 too large
+an error. Signs are random and belong to the global element, so that every sharding draws the same.
 
 On a GPU a Triton kernel evaluates AdamW: one read of g, m and v serves all errors. Torch evaluates other optimizers,
 and is the kernel's reference.
@@ -100,8 +99,9 @@ class ErrorSizes:
         return 0 if self.var_rows is None else len(self.var_rows) - 1
 
     def factors(self, device: torch.device) -> list[Tensor]:
-        """Return the four factors in FP32, those of columns at most 1, so that no product leaves the range of FP32
-        early. Those of candidates are empty if there are none.
+        """Return the four factors in FP32, of columns at most 1, which keeps products in the range of FP32.
+
+        Those of candidates are empty if there are none.
         """
         factors = []
         for rows, cols in ((self.unit_rows, self.unit_cols), (self.var_rows, self.var_cols)):

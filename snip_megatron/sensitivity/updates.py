@@ -20,8 +20,7 @@ from snip_megatron.sensitivity.sums import sum_squares
 MUON_SAMPLES = (0.0, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Positions in a sorted list of error sizes at which Muon's update error is evaluated. The others are interpolated.
 
-Each evaluation takes one orthogonalisation. The update error is proportional to small errors, and bends where it
-saturates.
+Each evaluation takes one orthogonalisation. The update error is proportional to small errors, and saturates.
 """
 
 

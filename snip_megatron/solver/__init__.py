@@ -4,14 +4,4 @@ from snip_megatron.solver.api import solve
 from snip_megatron.solver.problem import Choice, Item, Phase, Problem, Spent
 from snip_megatron.solver.solution import Infeasibility, Solution, infeasibility
 
-__all__ = [
-    "Choice",
-    "Infeasibility",
-    "Item",
-    "Phase",
-    "Problem",
-    "Solution",
-    "Spent",
-    "infeasibility",
-    "solve",
-]
+__all__ = ["Choice", "Infeasibility", "Item", "Phase", "Problem", "Solution", "Spent", "infeasibility", "solve"]

@@ -126,10 +126,8 @@ def checkpoint_has(args: argparse.Namespace, key: str) -> bool:
     Returns False if there is no distributed checkpoint: at the start of a run, or with an older format.
     """
     directory = _checkpoint_directory(args)
-    if directory is None:
-        return False
     try:
-        names = FileSystemReader(directory).read_metadata().state_dict_metadata
+        names = [] if directory is None else FileSystemReader(directory).read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError):
         return False
     return any(name.partition("/")[0] == key for name in names)  # torch_dist adds the number of the part

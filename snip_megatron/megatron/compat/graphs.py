@@ -40,8 +40,7 @@ check_names(
     *("create_cudagraphs", "delete_cuda_graphs", "graphs_created", "cuda_graph_set_manual_hooks"),
 )
 check_names(
-    DistributedDataParallel,
-    *("reset_param_sync_dispatch_state", "disable_forward_pre_hook", "enable_forward_pre_hook"),
+    DistributedDataParallel, *("reset_param_sync_dispatch_state", "disable_forward_pre_hook", "enable_forward_pre_hook")
 )
 check_names(full, "_shared_graph_pool")
 check_names(FullCudaGraphWrapper, "cuda_graph", "curr_iteration", "reset_cuda_graph")

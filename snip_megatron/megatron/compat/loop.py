@@ -51,9 +51,8 @@ def _replace(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., An
 def wrap_train_step(wrapper: Callable[[TrainStep], TrainStep]) -> Callable[[], None]:
     """Replace Megatron's ``train_step`` by ``wrapper(train_step)``. Returns a function that restores it.
 
-    Megatron passes ``forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
-    forward_backward_func`` by position, and ``iteration`` (0-based) and arguments that differ between versions by name.
-    The wrapped function must pass both on. It returns a tuple with the dict of losses at index 0 (filled on the last
+    Megatron passes the parameters checked above by position, and ``iteration`` (0-based) and others by name. The
+    wrapped function must pass both on. It returns a tuple with the dict of losses at index 0 (filled on the last
     pipeline stage), whether the step was skipped at index 1, and the gradient norm at index 5.
     """
     return _replace("train_step", wrapper)

@@ -63,13 +63,9 @@ class ShardedParameters:
             for chunk in self._chunks
             for _, shard in chunk.param_and_grad_buffer.optimizer_named_parameters
         }
-        self._torch_modules = [
-            module
-            for chunk in chunks
-            if isinstance(chunk, TorchFullyShardedDataParallel)
-            for module in chunk.modules()
-            if isinstance(module, FSDPModule)
-        ]
+        wrapped = (chunk for chunk in chunks if isinstance(chunk, TorchFullyShardedDataParallel))
+        modules = (module for chunk in wrapped for module in chunk.modules())
+        self._torch_modules = [module for module in modules if isinstance(module, FSDPModule)]
         self.finish_pass()  # a validation may leave parameters whole
 
     def __bool__(self) -> bool:
