@@ -26,7 +26,7 @@ GPU = Path(__file__).resolve().parent
 REPOSITORY = GPU.parents[1]
 RESULTS = REPOSITORY / "benchmarks/results/reliability"
 REPORT, PART = "GPU_SUITE_REPORT", "GPU_SUITE_PART"
-ALONE_S = 200.0
+ALONE_S = 110.0
 """Seconds at the end that are kept for the tests that need the card alone."""
 PARTS = {
     "test_families.py": 1, "test_graphs.py": 1, "test_grouped_gpu.py": 2, "test_swiglu.py": 2, "test_linear.py": 1,
@@ -229,7 +229,7 @@ def main() -> int:
         work = Path(folder)
         os.environ |= {"GPU_SUITE_WORK": folder, "PYTHONUNBUFFERED": "1"}
         for variable, value in (
-            ("OMP_NUM_THREADS", 1), ("TORCHINDUCTOR_COMPILE_THREADS", 1), ("AT_ONCE", max(2, cores // 2)),
+            ("OMP_NUM_THREADS", 1), ("TORCHINDUCTOR_COMPILE_THREADS", 1), ("AT_ONCE", max(2, cores * 3 // 4)),
         ):  # fmt: skip
             os.environ.setdefault(variable, str(value))
         end = began + args.limit

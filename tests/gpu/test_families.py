@@ -13,8 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,14 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import REPOSITORY, can_fork, run_ranks
 
 from snip_megatron.tools.cli import main as command
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
 )
-REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS, SAVED = 30, 10
+STEPS, SAVED = 30, 15
 AT_ONCE = int(os.environ.get("AT_ONCE", max(2, len(os.sched_getaffinity(0)) // 4)))
 COMMON = """
 --num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --seq-length 256
@@ -147,7 +145,8 @@ class Family:
         run = self._folder / name
         run.mkdir()
         arguments = [*shlex.split(COMMON + self._arguments), *shlex.split(snip), "--train-iters", str(STEPS)]
-        arguments += ["--save", str(run / "saved"), "--save-interval", str(SAVED)]
+        if name not in ("there", "back", "resumed"):
+            arguments += ["--save", str(run / "saved"), "--save-interval", str(SAVED)]
         if source is not None:
             source.result()  # it began before, so that it never waits for this
         if name in EXPORTED:
@@ -158,33 +157,24 @@ class Family:
             arguments += ["--load", str(self._folder / str(load) / "saved"), "--ckpt-step", str(SAVED)]
         if "--snip " in snip:
             arguments += ["--snip-dir", str(run / "snip")]
-        folders = [str(REPOSITORY), str(Path(__file__).parent), str(run / "exported"), os.environ.get("PYTHONPATH", "")]
-        if name == "delayed_graphs" or "--defer-embedding-wgrad-compute" in arguments:  # Apex's GEMM adds to main_grad
-            folders.insert(0, str(REPOSITORY / "benchmarks/jobs/stand_ins"))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TRACE": str(run)}
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the entry sets it as the arguments need it
-        environment |= {
-            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "NCCL_ALGO": "Ring",
-            # Megatron demands Transformer Engine's older code of its fine-grained offloading alone.
-            "NVTE_CPU_OFFLOAD_V1": str(int("--fine-grained-activation-offloading" in self._arguments)),
-            "MAMBA_DETERMINISTIC": "1",  # read when Mamba's kernels are imported, before Megatron's own mode is set
-            "UB_SKIPMC": "1",  # Transformer Engine's user buffers without multicast, which not every machine allows
-        }
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._ranks)]
+        paths, offload = [run / "exported"], "--fine-grained-activation-offloading" in self._arguments
+        apex = name == "delayed_graphs" or "--defer-embedding-wgrad-compute" in arguments  # it adds to main_grad
+        if apex:
+            paths.insert(0, REPOSITORY / "benchmarks/jobs/stand_ins")
+        # Megatron demands Transformer Engine's older code of its fine-grained offloading alone. It is read at import.
+        environment = {"TRACE": str(run), "NVTE_CPU_OFFLOAD_V1": str(int(offload))}
         began = time.monotonic()
-        with (run / "stdout").open("w") as output, (run / "stderr").open("w") as errors:
-            done = subprocess.run(
-                [*launcher, "-m", "graphed_pretrain", *arguments],
-                stdout=output, stderr=errors, check=False, timeout=420, cwd=run, env=environment,
-            )  # fmt: skip
-        said = f"{self._folder.name}/{name}: code {done.returncode} after {time.monotonic() - began:.0f} s"
-        if done.returncode != 0:
+        codes = run_ranks(
+            self._ranks, "graphed_pretrain", arguments, folder=run, environment=environment, timeout=420, paths=paths,
+            outputs=[(run / "stdout", run / "stderr")] * self._ranks, fresh=apex or offload,
+        )  # fmt: skip
+        code = next(filter(None, codes), 0)
+        said = f"{self._folder.name}/{name}: code {code} after {time.monotonic() - began:.0f} s"
+        if code != 0:
             failed = (run / "stderr").read_text()
             said += f"\n{self.stdout(name)[-2000:]}\n{failed[max(failed.find('Traceback'), 0) :][:9000]}"  # the cause
         print(said, flush=True)  # at once, with pytest -s
-        assert done.returncode == 0, said
+        assert code == 0, said
         ranks = [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(self._ranks)]
         # Only the last pipeline stage has losses.
         self.found[name] = ranks[-1] | {"weights": [rank["weights"] for rank in ranks]}
@@ -214,6 +204,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     wanted = {(each["family"], name) for each in chosen for name in (each["whole"], each["name"])}
     wanted |= {(family, load) for family, name in wanted if (load := TRAININGS[name][1]) is not None}
     families, runs = {}, {}
+    can_fork()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for family in [*FAMILIES, *ON_TWO]:
             if lacking(family) or not any(each == family for each, _ in wanted):

@@ -3,12 +3,10 @@
 The trainings are real runs of the entry, several at once on the GPU; each is started once, by the first test.
 """
 
+import importlib.util
 import json
 import os
 import shlex
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from dense_names import dense_names
+from forked_ranks import can_fork, run_ranks
 
 from snip_megatron.precision import Format, PrecisionMap
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, SAVED, LAYERS = 14, 8, 4
 AT_ONCE = {1: int(os.environ.get("AT_ONCE", 12)), 2: 2}
 """Trainings at the same time, by ranks. Collectives of many that take turns hardly ever run on both GPUs at once."""
@@ -126,14 +124,15 @@ class Trainings:
         grouped = () if "--multi-latent-attention" in extra else QUERY_GROUPS
         arguments = [*LLAMA, *grouped, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
         arguments += [each.format(run=run) for each in extra]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        processes = [_start(run, port, rank, ranks, arguments) for rank in range(ranks)]
-        codes = [process.wait(timeout=420) for process in processes]
+        logs = [run / f"log{rank}" for rank in range(ranks)]
+        environment = {"TRACE": str(run / "trace"), "OMP_NUM_THREADS": "1", "NCCL_MAX_CTAS": "8"}
+        codes = run_ranks(
+            ranks, "graphed_pretrain", arguments, folder=run, environment=environment, timeout=420,
+            outputs=[(log, log) for log in logs],
+        )  # fmt: skip
         if any(codes):
-            logs = "\n".join((run / f"log{rank}").read_text()[-3000:] for rank in range(ranks) if codes[rank])
-            raise RuntimeError(f"{run.name}: exit codes {codes}\n{logs}")
+            texts = "\n".join(log.read_text()[-3000:] for log, code in zip(logs, codes, strict=True) if code)
+            raise RuntimeError(f"{run.name}: exit codes {codes}\n{texts}")
         bodies = [json.loads((run / "trace" / f"rank{rank}.json").read_text()) for rank in range(ranks)]
         body: dict[str, Any] = bodies[-1]  # the last pipeline stage has the losses
         for name in ("losses", "grad_norms", "replays", "milliseconds"):
@@ -144,25 +143,14 @@ class Trainings:
         return body | {"folder": str(run)}
 
 
-def _start(run: Path, port: int, rank: int, ranks: int, arguments: list[str]) -> subprocess.Popen[bytes]:
-    path = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRACE": str(run / "trace"), "RANK": str(rank),
-        "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "8", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }  # fmt: skip
-    with (run / f"log{rank}").open("w") as log:
-        command = [sys.executable, "-m", "graphed_pretrain", *arguments]
-        return subprocess.Popen(command, cwd=run, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    pytest.importorskip("transformer_engine")
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
     kept = os.environ.get("GRAPH_RUNS")  # where to look at them afterwards
     folder = Path(kept) if kept else tmp_path_factory.mktemp("graphs")
     folder.mkdir(parents=True, exist_ok=True)
+    can_fork()
     trainings = Trainings(folder)
     yield trainings
     trainings.end()

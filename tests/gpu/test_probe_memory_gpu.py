@@ -81,6 +81,8 @@ def test_a_model_of_1_1_b_with_graphs_and_6_gb_free_updates_every_time(graphs: s
     adopted = {event["version"] for event in events if event["event"] == "adopt"}  # phases share one
     assert free[FILLED] <= FREE < free[FILLED - 1], said
     assert trace["replays"][str(FILLED)] > 0, said
-    assert not [event for event in events if event["event"] == "dropped"], said
+    # A probe whose memory was short after all takes half of its sequences at the next try.
+    dropped = [event.get("error") for event in events if event["event"] == "dropped"]
+    assert dropped in ([], ["OutOfMemoryError"]), said
     assert len(submitted) >= 2, said  # the first waits for its kernels, past the due step of another if they take long
     assert adopted == set(submitted), said
