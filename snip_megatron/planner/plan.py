@@ -370,7 +370,7 @@ def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap
     """
     if not config.updates:
         return {"collectives": [], "ranks": []}
-    table = table_bytes(layout.model.rows, config.measured_formats, _sinks(layout.model))
+    table = table_bytes(layout.model.rows, config.measured_formats, sinks_of(layout.model))
     decision = len(pickle.dumps(precision_map))
     sizes = {"table_bytes": table, "decision_bytes": decision, "files": _FILES + (config.phases is not None)}
 
@@ -387,7 +387,7 @@ def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap
         }
         of_stages = (
             update_collectives(
-                _rank_shapes(layout, stage),
+                rank_shapes(layout, stage),
                 ranks,
                 formats=len(config.measured_formats),
                 table=table,
@@ -411,13 +411,13 @@ def update_scale(layout: Layout, config: SnipConfig, precision_map: PrecisionMap
     return sizes | {"collectives": list(map(dataclasses.asdict, collectives(layout.dp))), "ranks": rows}
 
 
-def _sinks(model: Model) -> list[SinkRow]:
+def sinks_of(model: Model) -> list[SinkRow]:
     """Return the word embedding and the norms of a model, as a training names them."""
     norms = {row.sub_block for row in model.rows if row.role is Role.READS}
     return [SinkRow("", 0, model.hidden)] * (len(norms) + 2)
 
 
-def _rank_shapes(layout: Layout, stage: int) -> RankShapes:
+def rank_shapes(layout: Layout, stage: int) -> RankShapes:
     rows = [row for layer in layout.stages[stage] for row in layer]
     linears: dict[bool, list[LinearRows]] = {False: [], True: []}
     for row in rows:

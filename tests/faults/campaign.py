@@ -20,7 +20,7 @@ from typing import Any
 from launch import tiny_llama_args
 from warm_ranks import WarmRanks
 
-from faults.table import FAULTS
+from faults.table import DROPPED, FAULTS
 from snip_megatron.runtime.run_data import read_events, read_metrics
 
 DELAYS = (0.0, 0.1, 0.5)
@@ -43,10 +43,22 @@ class LostError(AssertionError):
 
 
 class Job:
-    """The trainings of one layout in a folder. Raises LostError from any method if something is lost."""
+    """The trainings of one layout in a folder. Raises LostError from any method if something is lost.
 
-    def __init__(self, warm: WarmRanks, folder: Path, layout: tuple[int, tuple[str, ...]], delay: float) -> None:
+    ``warm`` starts the ranks, ``extra`` are arguments of all trainings, and ``timeout`` the seconds that one may take.
+    """
+
+    def __init__(
+        self,
+        warm: WarmRanks,
+        folder: Path,
+        layout: tuple[int, tuple[str, ...]],
+        delay: float,
+        extra: Sequence[str] = (),
+        timeout: float = _TIMEOUT_S,
+    ) -> None:
         self.warm, self.folder, self.delay = warm, folder, delay
+        self.extra, self.timeout = extra, timeout
         self.world, self.layout = layout
         self.run = folder / "run"
 
@@ -57,27 +69,30 @@ class Job:
         faults: Mapping[int, str],
         *extra: str,
         run: Path | None = None,
-        stop_at_map: bool = False,
+        **plan: Any,
     ) -> tuple[Path, int]:
-        """Train with faults by step. Returns the folder of the ranks' records and the exit code."""
+        """Train with faults by step. Returns the folder of the ranks' records and the exit code.
+
+        ``plan`` are further fields of the plan that :mod:`faults.trainer` reads.
+        """
         folder = self.folder / name
         folder.mkdir(parents=True)
         settle = [step + INTERVAL - 1 for step in faults]
-        plan = {"faults": faults, "delay": self.delay, "settle": settle, "stop_at_map": stop_at_map}
+        plan = {"faults": faults, "delay": self.delay, "settle": settle, "stop_at_map": False, **plan}
         (folder / "plan.json").write_text(json.dumps(plan))
         where = ("--snip-dir", str(run or self.run))
-        args = tiny_llama_args(*_TINY, *_SNIP, *self.layout, *where, *extra, iters=steps)
+        args = tiny_llama_args(*_TINY, *_SNIP, *self.layout, *where, *extra, *self.extra, iters=steps)
         env = {"FAULTS": str(folder), MARK: str(folder)}
         done = self.warm.run(
-            self.world, args, module="faults.trainer", env=env, tmp=folder / "ranks", timeout=_TIMEOUT_S
+            self.world, args, module="faults.trainer", env=env, tmp=folder / "ranks", timeout=self.timeout
         )
         self.error = done.stderr[-300:]
         if processes := _orphans(f"{MARK}={folder}"):
             raise LostError(f"process left behind: {processes[0]}")
         if done.returncode == 124:
-            raise LostError(f"{name}: still running after {_TIMEOUT_S:g} s")
+            raise LostError(f"{name}: still running after {self.timeout:g} s")
         for step, fault in faults.items():
-            if not any(line["step"] == step for line in _lines(folder, "injected")):
+            if not any(line["step"] == step for line in lines_of(folder, "injected")):
                 raise LostError(f"{fault} was not injected at step {step}: {self.error}")
         return folder, done.returncode
 
@@ -108,8 +123,8 @@ def run_updates(job: Job, names: Sequence[str]) -> dict[str, str]:
         raise LostError(f"training ended with exit code {code}: {job.error}")
     job.check(curve_of(folder), steps)
     events = read_events(job.folder / "merged")
-    outcomes = {name: _outcome(events, step) for step, name in faults.items()}
-    if (last := _outcome(events, FIRST + len(names) * INTERVAL)) != "adopted":
+    outcomes = {name: outcome_of(events, step) for step, name in faults.items()}
+    if (last := outcome_of(events, FIRST + len(names) * INTERVAL)) != "adopted":
         raise LostError(f"the undisturbed update after the faults: {last}")
     return outcomes
 
@@ -156,7 +171,7 @@ def run_faults(warm: WarmRanks, folder: Path, layout: Any, delay: float, names: 
 
 
 # -- the judge -----------------------------------------------------------------------------------------------------
-def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """Return the lines of ``<name><rank>.jsonl`` of all ranks, without the torn last line of a killed one."""
     lines = []
     for path in sorted(folder.glob(f"{name}*.jsonl")):
@@ -169,7 +184,7 @@ def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
 def curve_of(folder: Path) -> dict[int, tuple[str, str, str]]:
     """Return step → (loss, gradient norm, map), to the bit. Raises LostError if ranks differ or a loss is missing."""
     seen: dict[int, tuple[set[str], set[tuple[str, str]]]] = {}
-    for line in _lines(folder, "trace"):
+    for line in lines_of(folder, "trace"):
         losses, others = seen.setdefault(line["step"], (set(), set()))
         losses |= set() if line["loss"] is None else {line["loss"]}
         others.add((line["norm"], line["map"]))
@@ -179,12 +194,14 @@ def curve_of(folder: Path) -> dict[int, tuple[str, str, str]]:
     return {step: (*losses, *next(iter(others))) for step, (losses, others) in seen.items()}
 
 
-def _outcome(events: Sequence[Mapping[str, Any]], step: int) -> str:
+def outcome_of(events: Sequence[Mapping[str, Any]], step: int, interval: int = INTERVAL) -> str:
     """Return what came of the update before ``step``."""
-    kinds = {event["event"]: event for event in events if step <= event["step"] < step + INTERVAL}
+    kinds = {event["event"]: event for event in events if step <= event["step"] < step + interval}
     if "solve_failed" in kinds:
         return str(kinds["solve_failed"]["reason"]) if "adopt" not in kinds else "failed and adopted"
-    return "adopted" if "adopt" in kinds else "dropped" if "dropped" in kinds else f"events {sorted(kinds)}"
+    if "adopt" in kinds:
+        return DROPPED if "dropped" in kinds else "adopted"
+    return "dropped" if "dropped" in kinds else f"events {sorted(kinds)}"
 
 
 def _merged(removed: Sequence[Path], run: Path, whole: Path) -> Path:

@@ -20,6 +20,8 @@ from typing import Any
 from snip_megatron.runtime.solving import SolveJob
 
 DEADLINE_S = 1.5
+DROPPED = "dropped, then adopted"
+"""The outcome of an update that all ranks drop and try again after a lag."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Fault:
     """A row of the table.
 
     Attributes:
-        outcomes: Outcomes that are right: ``adopted``, ``dropped``, or the reason of ``solve_failed``. For a fault that
-            ends the job: ``stopped`` (a checkpoint of the step was written) or ``killed``.
+        outcomes: Outcomes that are right: ``adopted``, :data:`DROPPED`, or the reason of ``solve_failed``. For a fault
+            that ends the job: ``stopped`` (a checkpoint of the step was written) or ``killed``.
         in_rank: Called before the update's step on ``rank``, as ``in_rank(context, delay)``.
         rank: The rank that it hits. -1 is the last one.
         in_solver: Called by the solver process with the job, which it may replace.
@@ -97,14 +99,29 @@ def _refuse_processes(rank: Any, delay: float) -> None:
 def _break_statistics(rank: Any, delay: float) -> None:
     from snip_megatron.sensitivity.reduction import PartialTable
 
-    genuine = PartialTable.reduce
+    genuine = PartialTable.pack
 
-    def reduce(table: Any, *args: Any) -> None:
+    def pack(table: Any, *args: Any) -> Any:
         table.arrays["boundary.h2"].flat[0] = float("inf")
-        PartialTable.reduce = genuine  # type: ignore[method-assign]
-        genuine(table, *args)
+        PartialTable.pack = genuine  # type: ignore[method-assign]
+        return genuine(table, *args)
 
-    PartialTable.reduce = reduce  # type: ignore[method-assign]
+    PartialTable.pack = pack  # type: ignore[method-assign]
+
+
+def _break_recording(error: str, rank: Any, delay: float) -> None:
+    """The next linear that an update records raises an exception of torch or Python, by name."""
+    import torch
+
+    from snip_megatron.sensitivity.recorder import LinearRecorder
+
+    genuine = LinearRecorder._record
+
+    def record(*args: Any) -> None:
+        LinearRecorder._record = genuine  # type: ignore[method-assign]
+        raise getattr(torch, error, RuntimeError)("injected")
+
+    LinearRecorder._record = record  # type: ignore[method-assign]
 
 
 def _break_disk(error: int, rank: Any, delay: float) -> None:
@@ -188,7 +205,9 @@ FAULTS: dict[str, Fault] = {
     "no feasible map": Fault(("infeasible",), in_solver=_make_infeasible),
     "garbage from the solver": Fault(("died",), in_solver=_answer_garbage),
     "no process for the solver": Fault(("died", "adopted"), _refuse_processes),
-    "Inf in a statistic": Fault(("dropped",), _break_statistics, rank=-1),
+    "Inf in a statistic": Fault((DROPPED,), _break_statistics, rank=-1),
+    "exception in a probe": Fault((DROPPED,), _of(_break_recording, "RuntimeError"), rank=-1),
+    "probe out of memory": Fault((DROPPED,), _of(_break_recording, "OutOfMemoryError")),
     "slow rank": Fault(("adopted",), _wait, rank=-1),
     "disk full": Fault(("adopted",), _of(_break_disk, errno.ENOSPC)),
     "disk read-only": Fault(("adopted",), _of(_break_disk, errno.EROFS)),

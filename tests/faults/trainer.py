@@ -1,8 +1,9 @@
 """The training entry with faults: ``python -m faults.trainer`` with ``FAULTS=<folder>`` that holds ``plan.json``.
 
-The plan has ``faults`` (step → name in the table), ``delay``, ``settle`` (steps before which effects of faults end) and
-``stop_at_map``: whether training ends with the first map. Each rank leaves ``trace<rank>.jsonl`` there: loss and
-gradient norm of each step as float.hex(), and the map's codes; and ``injected<rank>.jsonl``.
+The plan has ``faults`` (step → name in the table), ``delay``, ``settle`` (steps before which effects of faults end),
+``stop_at_map``: whether training ends with the first map, and ``sample_every``: steps between two samples of resources,
+0 for none. Each rank leaves ``trace<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the
+map's codes; ``injected<rank>.jsonl``; and ``resources<rank>.jsonl``, what the process holds at the sampled steps.
 """
 
 import functools
@@ -67,6 +68,22 @@ class Rank:
             self.undo.pop()()
 
 
+def resources(run: Path | None) -> dict[str, int]:
+    """Return what this process holds, and the size of its run directory if it writes one."""
+    import torch
+
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    sizes = [] if run is None else [file.stat().st_size for file in run.rglob("*") if file.is_file()]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "resident": pages * os.sysconf("SC_PAGESIZE"),
+        "device": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
+        "written": sum(sizes),
+        "files": len(sizes),
+    }
+
+
 def main() -> int:
     from snip_megatron.megatron.startup import prepare
     from snip_megatron.pretrain_gpt import main as train
@@ -84,6 +101,7 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
 
     plan = json.loads((folder / "plan.json").read_text())
     trace, injected = Lines(folder / f"trace{number}.jsonl"), Lines(folder / f"injected{number}.jsonl")
+    held, every = Lines(folder / f"resources{number}.jsonl"), plan.get("sample_every", 0)
     before_step, after_step = Controller.before_step, Controller.after_step
 
     def before(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +121,9 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
         values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
         codes = registry.current.to_codes(registry.names).tobytes().hex()
         trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        if every and step % every == 0:
+            coordinator = controller._coordinator
+            held.add(step=step, **resources(None if coordinator is None else coordinator._run.path))
         if plan["stop_at_map"] and controller.state.precision_map is not None:
             os.kill(os.getpid(), signal.SIGTERM)
         after_step(controller, step, loss, grad_norm, *args, **kwargs)

@@ -1,0 +1,174 @@
+"""A long training with an update every 20 steps and a fault every 50, and its undisturbed replay.
+
+python -m benchmarks.reliability.soak --steps N --out F.json                  # TP2 × PP2 × DP2 on eight CPU ranks
+python -m benchmarks.reliability.soak --steps N --device cuda --layout tp2 --out F.json
+
+On GPUs this command starts torchrun. Faults come from the table of the tests (tests/faults/table.py), at random steps
+of a seed. Every loss, gradient norm and map must be that of the replay, bit for bit, and what each
+process holds must be flat after the first tenth: see :func:`flatness`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from faults.campaign import WAIT, Job, LostError, curve_of, lines_of, outcome_of  # noqa: E402  adds tests/distributed
+from faults.table import FAULTS  # noqa: E402
+from launch import run_ranks  # noqa: E402
+from warm_ranks import WarmRanks  # noqa: E402
+
+from benchmarks.common import header, write  # noqa: E402
+from snip_megatron.runtime.run_data import read_events  # noqa: E402
+
+UPDATES, FAULT_EVERY, SETTLED = 20, 50, 5
+"""Steps between updates, and between faults; steps after which the effects of a fault have ended."""
+SNIP = f"--snip-budget fp4=0.75 --snip-formats fp8,fp4 --snip-first-update {UPDATES} --snip-update-interval {UPDATES}"
+LAYOUTS = {
+    "tp2-pp2-dp2": (8, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2": (2, "--use-distributed-optimizer"),
+}
+ON_GPUS = (
+    "--bf16 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 --seq-length 256"
+    " --max-position-embeddings 256 --disable-jit-fuser"
+)
+_DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
+AT_ANY_STEP = ("slow rank", "disk full", "disk read-only", "run directory removed")
+"""Faults that need no update. The others hit the step before an update."""
+RESIDENT_SHARE = 0.02
+Body = dict[str, Any]
+
+
+class GpuRanks:
+    """Starts ranks by torchrun, each with a GPU of its own, as :class:`WarmRanks` does on the CPU."""
+
+    def run(self, ranks: int, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
+        return run_ranks(ranks, args, env=devices | _DETERMINISTIC | dict(env), **options)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def draw_faults(steps: int, seed: int) -> dict[int, str]:
+    """Return step → fault, one in every 50 steps, none in the first and the last of them."""
+    drawn = random.Random(seed)
+    names = [name for name, fault in FAULTS.items() if not fault.ends]
+    faults = {}
+    for begin in range(FAULT_EVERY, steps - FAULT_EVERY, FAULT_EVERY):
+        name = drawn.choice(names)
+        span = range(begin, begin + FAULT_EVERY - SETTLED)
+        at = drawn.choice(span if name in AT_ANY_STEP else [step for step in span if step % UPDATES == 0])
+        faults[at] = name
+    return faults
+
+
+def soak(ranks: Any, folder: Path, layout: str, steps: int, seed: int, extra: Sequence[str], timeout: float) -> Body:
+    """Train with faults, and replay without. Returns what came of it; ``lost`` says what a fault has cost."""
+    count, arguments = LAYOUTS[layout]
+    faults, started = draw_faults(steps, seed), time.perf_counter()
+    job = Job(ranks, folder, (count, tuple(arguments.split())), 0.0, (*SNIP.split(), *extra), timeout)
+    body: Body = {"layout": layout, "ranks": count, "steps": steps, "seed": seed}
+    try:
+        trained, code = job.train("training", steps, faults, *WAIT, sample_every=max(1, steps // 200))
+        if code:
+            raise LostError(f"training ended with exit code {code}: {job.error}")
+        body["training_seconds"] = round(time.perf_counter() - started, 1)
+        job.check(curve_of(trained), steps)
+        body["lost"] = None
+    except LostError as error:
+        return body | {"lost": str(error)}
+    events = read_events(job.folder / "merged")
+    outcomes = [
+        {"step": step, "fault": name}
+        | ({} if name in AT_ANY_STEP else {"outcome": (came := outcome_of(events, step, UPDATES))})
+        | ({} if name in AT_ANY_STEP or came in FAULTS[name].outcomes else {"wrong": True})
+        for step, name in faults.items()
+    ]
+    kinds = [event["event"] for event in events]
+    counts = {kind: kinds.count(kind) for kind in ("submit", "adopt", "solve_failed", "dropped", "sidecar_restart")}
+    held = [lines_of(trained, f"resources{rank}") for rank in range(count)]
+    return body | {
+        "seconds": round(time.perf_counter() - started, 1),
+        "events": counts,
+        "faults": outcomes,
+        "resources": [flatness(samples) for samples in held],
+    }
+
+
+def flatness(samples: Sequence[Mapping[str, int]]) -> Body:
+    """Judge what one process held at the samples of a training. The first tenth is left out.
+
+    Each figure is [median of the second tenth, median of the last tenth]. Descriptors, threads and bytes of device
+    memory are flat if they grow by one at most, resident memory by :data:`RESIDENT_SHARE`. The run directory grows by
+    the records of steps and updates, so that its bytes a step must stay the same: those of the last third are at most
+    1.25 times those of the second one. Bytes that a fault has removed stay counted.
+    """
+    tenth = max(1, len(samples) // 10)
+    first, last = samples[tenth : 2 * tenth], samples[-tenth:]
+    body: Body = {}
+    growing = []
+    for name, most in (("descriptors", 1.0), ("threads", 1.0), ("device", 1.0), ("resident", None)):
+        ends = [statistics.median(sample[name] for sample in part) for part in (first, last)]
+        body[name] = [int(end) for end in ends]
+        if ends[1] - ends[0] > (RESIDENT_SHARE * ends[0] if most is None else most):
+            growing.append(name)
+    if samples[-1]["files"]:
+        rates = []
+        third = len(samples) // 3
+        for part in (samples[third : 2 * third + 1], samples[2 * third :]):
+            grown = sum(max(0, b["written"] - a["written"]) for a, b in itertools.pairwise(part))
+            rates.append(grown / (part[-1]["step"] - part[0]["step"]))
+        body["written_a_step"], body["files"] = [round(rate, 1) for rate in rates], samples[-1]["files"]
+        if rates[1] > 1.25 * rates[0]:
+            growing.append("written")
+    return body | {"growing": growing}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.soak", description=__doc__)
+    parser.add_argument("--steps", type=int, required=True, metavar="N", help="training steps; at least 150")
+    parser.add_argument("--layout", choices=LAYOUTS, help="default: tp2-pp2-dp2 on the CPU, tp2 on GPUs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--arguments", default="", help="further arguments of the training")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="of the training, and of its replay")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    on_gpus = args.device == "cuda"
+    layout = args.layout or ("tp2" if on_gpus else "tp2-pp2-dp2")
+    extra = [*(ON_GPUS if on_gpus else "").split(), *args.arguments.split()]
+    ranks = GpuRanks() if on_gpus else WarmRanks()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        try:
+            result = soak(ranks, Path(folder), layout, args.steps, args.seed, extra, args.timeout)
+        finally:
+            ranks.close()
+    write(args.out, header(args.commit) | result)
+    growing = sorted({name for rank in result.get("resources", []) for name in rank["growing"]})
+    wrong = [fault for fault in result.get("faults", []) if "wrong" in fault]
+    print(f"lost: {result['lost']}; growing: {', '.join(growing) or 'nothing'}; outcomes that are wrong: {wrong}")
+    return int(result["lost"] is not None or bool(growing) or bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""A short soak, and its judge. The long one is ``python -m benchmarks.reliability.soak``."""
+
+from pathlib import Path
+
+from warm_ranks import WarmRanks
+
+from benchmarks.reliability.soak import AT_ANY_STEP, UPDATES, draw_faults, flatness, soak
+from faults.table import FAULTS
+
+
+def test_a_training_goes_on_through_faults_and_holds_what_it_held(warm: WarmRanks, tmp_path: Path) -> None:
+    result = soak(warm, tmp_path, "pp2", 200, seed=3, extra=("--hidden-size", "32"), timeout=600)
+    assert result["lost"] is None
+    assert len(result["faults"]) == 2
+    assert not [fault for fault in result["faults"] if "wrong" in fault]
+    assert result["events"]["adopt"] >= 6
+    assert len(result["resources"]) == 2
+    for held in result["resources"]:
+        assert not {"descriptors", "threads", "device", "written"} & set(held["growing"])  # memory settles later
+    assert result["resources"][0]["files"] > 4 * 6
+    assert "files" not in result["resources"][1]  # rank 0 alone writes
+
+
+def test_faults_hit_what_they_need() -> None:
+    faults = draw_faults(5000, seed=1)
+    assert faults == draw_faults(5000, seed=1) != draw_faults(5000, seed=2)
+    assert len(faults) == 98
+    assert set(faults.values()) == {name for name, fault in FAULTS.items() if not fault.ends}
+    assert all(step % UPDATES == 0 for step, name in faults.items() if name not in AT_ANY_STEP)
+
+
+def test_the_judge_sees_what_grows() -> None:
+    def samples(**slopes: float) -> list[dict[str, int]]:
+        base = {"descriptors": 40, "threads": 9, "device": 0, "resident": 10**9, "written": 0, "files": 9}
+        rates = {"written": 100.0} | slopes
+        return [
+            {"step": step} | {name: int(value + rates.get(name, 0) * step) for name, value in base.items()}
+            for step in range(200)
+        ]
+
+    assert flatness(samples())["growing"] == []
+    for name, slope in (("descriptors", 0.05), ("threads", 0.05), ("device", 1.0), ("resident", 3e5)):
+        assert flatness(samples(**{name: slope}))["growing"] == [name]
+    growing = [sample | {"written": sample["step"] ** 2} for sample in samples()]
+    assert flatness(growing)["growing"] == ["written"]
+    removed = [sample | {"written": sample["written"] % 5000} for sample in samples()]
+    assert flatness(removed)["growing"] == []
