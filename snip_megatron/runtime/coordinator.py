@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from snip_megatron.precision import LinearRow, PrecisionMap, fp4_fraction
-from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.errors import SnipError, first_line
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.runtime.account import Account, is_quantised
 from snip_megatron.runtime.config import SnipConfig
@@ -131,7 +131,10 @@ class RankZeroCoordinator:
         if self._sidecar is None:
             return
         while (result := self._sidecar.poll()) is not None:
-            self._receive(step, result)
+            try:
+                self._receive(step, result)
+            except Exception as error:  # other ranks wait for this one's decision
+                self._drop(step, result.version, "exception", first_line(error), result.latency_s)
         if self._sidecar.restarts > self._restarts:
             self._restarts = self._sidecar.restarts
             reason = self._sidecar.last_error

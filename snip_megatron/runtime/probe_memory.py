@@ -5,7 +5,7 @@ linears. If one rank has no memory for a single sequence, all ranks skip the upd
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -47,14 +47,22 @@ def device_memory(device: torch.device) -> FreeMemory | None:
         return None
     allocated = torch.cuda.memory_allocated(device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    whole, holes = float(torch.cuda.mem_get_info(device)[0]), 0.0
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        if segment["device"] != index or tuple(segment["segment_pool_id"]) != _SHARED_POOL:
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    whole, holes = unused_memory(segment for segment in segments if segment["device"] == index)
+    peak = max(0, torch.cuda.max_memory_allocated(device) - allocated)
+    return FreeMemory(torch.cuda.mem_get_info(device)[0] + whole, holes, peak)
+
+
+def unused_memory(segments: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the unused bytes in the allocator's segments: those that it can return to the device, and the others."""
+    whole = holes = 0.0
+    for segment in segments:
+        if tuple(segment["segment_pool_id"]) != _SHARED_POOL:
             continue
         unused = float(segment["total_size"] - segment["allocated_size"])
         returned = _pages(segment) if segment.get("is_expandable") else unused if not segment["allocated_size"] else 0.0
         whole, holes = whole + returned, holes + unused - returned
-    return FreeMemory(whole, holes, float(max(0, torch.cuda.max_memory_allocated(device) - allocated)))
+    return whole, holes
 
 
 def _pages(segment: Mapping[str, Any]) -> float:

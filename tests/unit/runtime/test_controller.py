@@ -1,9 +1,13 @@
 """The controller's decisions, on one real rank; the solver's answers and their delays are scripted."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from scripted_controller import LATE, NAMES, Run, Script, SlowKernels, a_map, measured, ready, table
 
 from snip_megatron.precision import Format
+from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.state import ControllerState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -73,6 +77,36 @@ def test_the_probe_is_told_what_clipping_did_to_the_last_step(norm: float | None
     run = Run(Script({1: [LATE]}))
     run.steps(0, 3, grad_norm=norm)
     assert run.clips == [pytest.approx(clip, rel=1e-5)]
+
+
+def test_a_dropped_update_is_tried_again_after_a_lag_and_after_three_ever_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also across a resume, and where another update would be due. A success ends it."""
+    tries: list[int] = []
+    restored = None
+    broken = table(0)
+    broken.linear["g2"][0] = float("inf")
+    for start, end in ((0, 12), (12, 42)):
+        run = Run(Script({1: [ready(1)], 2: [ready(2)]}), restored)
+        for step in range(start, end):
+
+            def probe(clip: float, step: int = step) -> ProbeResult | Unmeasured:
+                tries.append(step)
+                if step == 2:
+                    return Unmeasured("rank 1 on there, statistics: OutOfMemoryError: none left", sequences=2)
+                return measured(replace(broken if step < 34 else table(step), step=step))
+
+            run.controller.before_step(step, probe)
+            run.controller.after_step(step, torch.tensor(1.0), 0.5)
+            assert run.controller.state.sequences == (None if step < 2 else 2 if step < 34 else 1)
+        restored = ControllerState.from_bytes(run.controller.state_to_save())
+    assert tries == [2, 4, 6, 10, 18, 34, 38]  # 8, 14, 20, … are every sixth step after the first update
+    assert run.script.submitted == [(34, 1), (38, 2)]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("snip: the update of step 2 is dropped: rank 1 on there, statistics: OutOfMemoryError: ")
+    assert lines[0].endswith("; the next try is before step 4")
+    assert sum("3 updates in a row were dropped" in line for line in lines) == 1
 
 
 # -- maps to begin with ----------------------------------------------------------------------------------------

@@ -15,7 +15,15 @@ from snip_megatron.planner.models import Llama
 from snip_megatron.precision import DENSE_LAYER, Format, LinearId, LinearRow
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host, Unmeasured
-from snip_megatron.runtime.probe_memory import FreeMemory, Need, fitting, fitting_on_all, needed, probed_shapes
+from snip_megatron.runtime.probe_memory import (
+    FreeMemory,
+    Need,
+    fitting,
+    fitting_on_all,
+    needed,
+    probed_shapes,
+    unused_memory,
+)
 from snip_megatron.sensitivity.recorder import TokenShard
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
@@ -90,6 +98,20 @@ def test_holes_hold_what_a_training_pass_had_in_them_and_nothing_else() -> None:
     for holes, part in ((4.0, 0.5), (8.0, 1.0), (1000.0, 1.0)):
         assert largest(8, 8.0, holes) == part
     assert largest(8, 0.9, 1000.0) == 0.0
+
+
+def test_only_segments_and_pages_that_nothing_uses_are_whole() -> None:
+    """As torch's allocator describes them: a cached segment, one in use, one of a graph, one that expands."""
+    gib, mib = 2**30, 2**20
+    blocks = [{"size": size * mib, "state": state} for size, state in ((50, "inactive"), (30, "active_allocated"))]
+    plain = {"segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "blocks": []}
+    segments: list[dict[str, Any]] = [
+        plain | {"total_size": 3 * gib, "allocated_size": 0},
+        plain | {"total_size": 5 * gib, "allocated_size": gib},
+        plain | {"total_size": 7 * gib, "allocated_size": 0, "segment_pool_id": (1, 0)},
+        plain | {"total_size": 80 * mib, "allocated_size": 30 * mib, "is_expandable": True, "blocks": blocks},
+    ]
+    assert unused_memory(segments) == (3 * gib + 40 * mib, 4 * gib + 10 * mib)
 
 
 @pytest.mark.usefixtures("one_rank")
