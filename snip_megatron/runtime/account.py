@@ -106,7 +106,6 @@ class Account:
         self._bf16: deque[float] = deque(maxlen=WINDOW)
         self._mapped: deque[float] = deque(maxlen=LATEST)  # under the map in force
         self._settling, self._changed = SETTLING, False
-        self._judged: Stretch | None = None  # the latest one that slower() has judged
 
     def _open(self, step: int, version: int | None = None, quantised: bool = False) -> Stretch:
         self._now = Stretch(step, self._bf16, version, quantised)
@@ -201,14 +200,6 @@ class Account:
     @property
     def cost_s(self) -> float:
         return sum(self.costs.values())
-
-    def slower(self) -> Stretch | None:
-        """Return the stretch in progress, once, when it is known that its steps take longer than in bf16."""
-        now = self._now
-        if now is None or now is self._judged or not now.quantised or now.speedup is None:
-            return None
-        self._judged = now
-        return now if 1.0 / now.speedup > TOLERANCE else None
 
     def stretches(self) -> list[Stretch]:
         """Return all stretches with at least one step, in the order of time."""

@@ -240,28 +240,12 @@ class RankZeroCoordinator:
             self._run.event(step, kind, **fields)
 
     def record_step_time(self, step: int, seconds: float) -> None:
-        """Record the duration of a training step in seconds. The next events have it.
-
-        If a map makes steps longer, a warning is printed and recorded once.
-        """
+        """Record the duration of a training step in seconds. The next events have it."""
         seconds = round(seconds, 6)
         self._account.step(step, seconds)
         self._figures_of(step)["step_s"] = seconds
-        slower = self._account.slower() if self._unjudged is None else None
         if self._run is not None:
             self._run.step_s = seconds
-        if slower is not None:
-            assert slower.bf16_s is not None
-            assert slower.step_s is not None
-            ratio, version = slower.step_s / slower.bf16_s, slower.version
-            self.event(step, "slower", version=version, bf16_s=slower.bf16_s, map_s=slower.step_s, ratio=ratio)
-            print(
-                f"snip: steps take {ratio:.2f} of what they took in bf16 (medians: {slower.step_s * 1e3:.1f} ms,"
-                f" {slower.bf16_s * 1e3:.1f} ms) under map {version}. If the GPU waits for its host, larger"
-                " microbatches or fewer tensor parallel ranks help; else ask for what pays: --snip without a budget,"
-                " snip plan",
-                flush=True,
-            )
 
     def print_line(self, step: int) -> None:
         """Print the line of the host's log interval, and make its figures ready for :meth:`news`."""

@@ -10,7 +10,7 @@ import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -236,25 +236,16 @@ class StepReport:
 
 
 # -- updates as transactions ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Failure:
-    """The exception that ended an update on one rank.
-
-    Attributes:
-        part: The part of the update (:class:`Transaction`).
-        error: Type of the exception.
-        message: Its message in one line.
-        out_of_memory: Whether memory of the device or of the host was short.
-        unsupported: Whether it is a SnipError: the model or the loop is not one that SNIP measures.
-    """
+class Failure(NamedTuple):
+    """The exception that ended an update on one rank, in a part of :class:`Transaction`."""
 
     part: str
     error: str
     message: str
     rank: int
     host: str
-    out_of_memory: bool = False
-    unsupported: bool = False
+    out_of_memory: bool
+    unsupported: bool  # a SnipError: the model or the loop is not one that SNIP measures
 
     @classmethod
     def of(cls, part: str, error: Exception) -> "Failure":
@@ -264,8 +255,8 @@ class Failure:
             " ".join(str(error).split())[:_MESSAGE],
             isinstance(error, torch.OutOfMemoryError | MemoryError),
         )
-        unsupported = isinstance(error, SnipError)
-        return cls(part, type(error).__name__, message, rank, socket.gethostname(), memory, unsupported)
+        host, unsupported = socket.gethostname(), isinstance(error, SnipError)
+        return cls(part, type(error).__name__, message, rank, host, memory, unsupported)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -277,10 +268,7 @@ class Failure:
 
 
 class UpdateDroppedError(Exception):
-    """A part of an update failed on a rank, so that all ranks drop the update.
-
-    ``everywhere`` says whether it failed on all ranks by a SnipError.
-    """
+    """All ranks drop an update, because of a failure on one of them. ``everywhere``: by a SnipError on each of them."""
 
     def __init__(self, failure: Failure, *, everywhere: bool) -> None:
         super().__init__(str(failure))
@@ -290,8 +278,7 @@ class UpdateDroppedError(Exception):
 class UpdateBrokenError(SnipError):
     """An update failed on this rank where other ranks wait for it in a collective, so that training must end.
 
-    Attributes:
-        is_cause: Whether the exception is this rank's. False if it lost the connection to another rank.
+    ``is_cause`` says whether the exception is this rank's. Otherwise it has lost the connection to another one.
     """
 
     exit_code = EXIT_UPDATE_BROKEN

@@ -312,7 +312,7 @@ class UpdateErrors:
             return PartialTable(table.shape, scale.gradient), sums
 
         partial, sums = update.together("weight_divergence", begin)
-        rest = iter(sums)
+        rest, unit = iter(sums), scale.gradient**2
         for recorder in recorders:
             handle = recorder.handle
             groups = self._host.groups.of(handle)
@@ -321,7 +321,9 @@ class UpdateErrors:
             if handle.repeats:
                 continue
             if groups.dp_rank == 0:
-                update.attempt(self._add_norm, partial, handle.name, gradient, scale)
+                update.attempt(
+                    lambda name, g: partial.add("linear.gw2", name, sum_squares(g) * unit), handle.name, gradient
+                )
             state = self._update_of(step, handle.weight, update)
             if state is not None and (self._host.optimizer_sharded or groups.dp_rank == 0):
                 update.attempt(self.add_linear, partial, table, recorder, expert_sums, gradient, state, scale)
@@ -341,9 +343,6 @@ class UpdateErrors:
 
     def _update_of(self, step: HostStep, weight: torch.nn.Parameter, update: Transaction) -> Update | None:
         return step.update_of(weight) if self._host.gathers_updates else update.attempt(step.update_of, weight)
-
-    def _add_norm(self, partial: PartialTable, name: str, gradient: torch.Tensor, scale: StepScale) -> None:
-        partial.add("linear.gw2", name, sum_squares(gradient) * scale.gradient**2)
 
     def add_linear(
         self,

@@ -6,7 +6,6 @@ linears. If one rank has no memory for a single sequence, all ranks skip the upd
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +22,11 @@ _SHARED_POOL = (0, 0)  # of torch's allocator; every other pool belongs to graph
 _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20  # of the allocator's expandable segments
 
 
-@dataclass(frozen=True)
-class FreeMemory:
+class FreeMemory(NamedTuple):
     """Memory of a device between two steps, in bytes.
 
-    Attributes:
-        whole: What an allocation of any size can have: free memory, and cached memory that nothing uses a part of.
-        holes: Unused memory in segments of which a part is in use. Only tensors that have been there fit for sure.
-        peak: Peak of the training minus what is allocated now.
+    ``whole`` is what an allocation of any size can have. ``holes`` is unused memory in segments of which a part is in
+    use: only tensors that have been there fit for sure. ``peak`` is the peak of the training minus what is allocated.
     """
 
     whole: float
@@ -142,15 +138,9 @@ def probed_shapes(registry: LinearRegistry, host: Host, tokens: int) -> ProbedSh
     )
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What fits into the memory of one rank.
-
-    Attributes:
-        smallest: The smallest part of a microbatch that a pass can run.
-        part: The largest part that fits. 0 if none does.
-        of_whole, of_smallest: Bytes that an update with the whole microbatch, or its smallest part, takes.
-        free: Bytes that are free for it.
+class Fit(NamedTuple):
+    """What fits on one rank: the smallest part of a microbatch that can run, the largest that fits (0 if none does),
+    bytes that an update with the whole microbatch or its smallest part takes, and bytes that are free for it.
     """
 
     smallest: float
@@ -187,7 +177,7 @@ def fitting_on_all(fit: Fit, device: torch.device) -> float | Unmeasured:
     """
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     rows = torch.zeros(ranks, 5, dtype=torch.float64, device=device)
-    rows[rank] = torch.tensor(astuple(fit), dtype=torch.float64)
+    rows[rank] = torch.tensor(fit, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(rows)
     smallest, fitting_part, of_whole, of_smallest, free = rows.cpu().unbind(1)

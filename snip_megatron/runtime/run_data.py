@@ -171,7 +171,7 @@ def _parsed[T](
 
 # -- joined for reports ----------------------------------------------------------------------------------------------
 FAULT_EVENTS = (
-    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "slower", "resume", "out_of_reach", "plan_moved",
+    "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "resume", "out_of_reach", "plan_moved",
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (

@@ -45,5 +45,5 @@ def test_every_event_is_listed() -> None:
     rooms = ("runtime", "records", "megatron")
     texts = [text for path, text in SOURCES.items() if path.relative_to(ROOT / "snip_megatron").parts[0] in rooms]
     events = {name for text in texts for name in re.findall(r'event\(\s*\w+,\s*"(\w+)"', text)}
-    assert {"adopt", "submit", "solved", "slower", "resume", "guard"} <= events
+    assert {"adopt", "submit", "solved", "resume", "guard"} <= events
     assert not {name for name in events if f"`{name}`" not in PAGE}

@@ -151,31 +151,3 @@ def test_the_peak_before_the_first_update_and_at_the_line(tmp_path: Path) -> Non
     peaks = {row["step"]: row["peak_bytes"] for row in read_metrics(tmp_path) if "peak_bytes" in row}
     assert list(peaks) == [3, 7]
     assert 2**24 < peaks[3] <= peaks[7] < 2**40
-
-
-@pytest.mark.parametrize(("seconds", "ratio"), [(0.080, None), (0.102, None), (0.125, 1.25)])
-def test_a_map_with_longer_steps_is_reported_once(seconds: float, ratio: float | None) -> None:
-    """By medians of usual steps: those after a start or an adoption compile, and a stall is no step's time."""
-    account = Account()
-    at = steps(account, 0, 9.0, 9.0, 9.0, *[0.100] * 15, 0.5)
-    for version in (7, 8):
-        account.adopted(at, version, quantised=True)
-        reports = []
-        for each in (8.0, 2.0, 2.0, *[seconds] * 15, 3.0, *[0.2] * 20):
-            at = steps(account, at, each)
-            if (report := account.slower()) is not None:
-                reports.append((report.version, report.step_s / report.bf16_s))
-        assert reports == ([] if ratio is None else [(version, pytest.approx(ratio))])
-
-
-def test_rank_zero_prints_and_records_longer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = a_job(tmp_path, None)
-    train(job, 0, 20, 0.1)
-    job.record_adoption(20, a_map(Format.FP4, 7))
-    train(job, 20, 60, 0.125)
-    said = "snip: steps take 1.25 of what they took in bf16 (medians: 125.0 ms, 100.0 ms) under map 7"
-    assert capsys.readouterr().out.count(said) == 1
-    job.close()
-    (event,) = [event for event in read_events(tmp_path) if event["event"] == "slower"]
-    assert (event["step"], event["version"], event["ratio"]) == (38, 7, 1.25)
-    assert (event["bf16_s"], event["map_s"]) == (0.1, 0.125)
