@@ -27,7 +27,7 @@ EXIT_UPDATE_BROKEN = 20
 """Exit code if an update failed on one rank where other ranks wait for it."""
 
 _ATTEMPTS = 3
-_MESSAGE = 300  # characters of an exception's message
+_MESSAGE = 500  # characters of an exception's message
 
 
 @dataclass(frozen=True)
@@ -251,11 +251,8 @@ class Failure(NamedTuple):
     def of(cls, part: str, error: Exception) -> "Failure":
         """Describe an exception of this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        message, memory = (
-            " ".join(str(error).split())[:_MESSAGE],
-            isinstance(error, torch.OutOfMemoryError | MemoryError),
-        )
-        host, unsupported = socket.gethostname(), isinstance(error, SnipError)
+        memory, unsupported = isinstance(error, torch.OutOfMemoryError | MemoryError), isinstance(error, SnipError)
+        message, host = " ".join(str(error).split())[:_MESSAGE], socket.gethostname()
         return cls(part, type(error).__name__, message, rank, host, memory, unsupported)
 
     @property

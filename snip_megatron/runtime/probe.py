@@ -97,10 +97,9 @@ class ProbeRunner:
             SnipError: On all ranks, if the model or the loop is not one that SNIP measures.
             UpdateBrokenError: On one rank, if it failed where others wait for it.
         """
-        update = Transaction(self._host.device)
-        sequences = step.sequences if most is None else min(most, step.sequences)
+        update, sequences = Transaction(self._host.device), 0
         try:
-            fitting = self.fit(step, sequences, update)
+            fitting = self.fit(step, most, update)
             if isinstance(fitting, Unmeasured):
                 return fitting
             sequences = fitting
@@ -113,31 +112,33 @@ class ProbeRunner:
             failure = Failure.of(update.part, error)
             if group_size(None) > 1:
                 raise UpdateBrokenError(step.step, failure, error) from error
-        return Unmeasured(str(failure), failure.fields, max(1, sequences // 2) if failure.out_of_memory else None)
+        fewer = max(1, sequences // 2) if failure.out_of_memory and sequences else None
+        return Unmeasured(str(failure), failure.fields, fewer)
 
-    def fit(self, step: HostStep, most: int, update: Transaction) -> int | Unmeasured:
+    def fit(self, step: HostStep, most: int | None, update: Transaction) -> int | Unmeasured:
         """Return how many sequences of a microbatch the passes of this update run, equal on all ranks. Collective.
 
         They are the most that fit into the memory of all ranks, and at most ``most``, so that a resumed run takes as
-        many. The memory of a CPU is not checked. If one rank has no memory for one sequence, the result says so.
+        many. If one rank has no memory for one sequence, the result says so.
         """
-        row = update.together("memory", self.check_memory, step)
-        if row is None:
-            return most
-        part = memory.fitting_on_all(row, self._host.device)
-        return part if isinstance(part, Unmeasured) else min(most, round(part * step.sequences))
+        sequences, fit = update.together("memory", self.check_memory, step)
+        part = 1.0 if fit is None else memory.fitting_on_all(fit, self._host.device)
+        if isinstance(part, Unmeasured):
+            return part
+        fitting = round(part * sequences)
+        return fitting if most is None else min(most, fitting)
 
-    def check_memory(self, step: HostStep) -> memory.Fit | None:
-        """Return what fits into the memory of this rank. None if its memory is not checked."""
-        host = self._host
+    def check_memory(self, step: HostStep) -> tuple[int, memory.Fit | None]:
+        """Return the sequences of a microbatch, and what fits on this rank. None on a CPU, which is not checked."""
+        host, sequences = self._host, step.sequences
         free = memory.device_memory(host.device)
         if free is None or host.tokens is None:
-            return None
+            return sequences, None
         needed = functools.partial(
             memory.needed, self._registry, host, self._config.probe_tokens, free.peak if self.has_trained else None,
             self._microbatches(step), step.microbatches,
         )  # fmt: skip
-        return memory.fitting(step.sequences, needed, free)
+        return sequences, memory.fitting(sequences, needed, free)
 
     def _microbatches(self, step: HostStep) -> int:
         """Return the microbatches of the probe on this rank, rounded up to the groups of an interleaved schedule."""
@@ -311,8 +312,11 @@ class UpdateErrors:
             sums = torch.stack(of_experts).tolist() if of_experts else []  # one copy to the host for all experts
             return PartialTable(table.shape, scale.gradient), sums
 
+        def add_norm(name: str, gradient: torch.Tensor) -> None:
+            partial.add("linear.gw2", name, sum_squares(gradient) * scale.gradient**2)
+
         partial, sums = update.together("weight_divergence", begin)
-        rest, unit = iter(sums), scale.gradient**2
+        rest = iter(sums)
         for recorder in recorders:
             handle = recorder.handle
             groups = self._host.groups.of(handle)
@@ -321,9 +325,7 @@ class UpdateErrors:
             if handle.repeats:
                 continue
             if groups.dp_rank == 0:
-                update.attempt(
-                    lambda name, g: partial.add("linear.gw2", name, sum_squares(g) * unit), handle.name, gradient
-                )
+                update.attempt(add_norm, handle.name, gradient)
             state = self._update_of(step, handle.weight, update)
             if state is not None and (self._host.optimizer_sharded or groups.dp_rank == 0):
                 update.attempt(self.add_linear, partial, table, recorder, expert_sums, gradient, state, scale)
