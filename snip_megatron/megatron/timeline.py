@@ -10,7 +10,7 @@ from snip_megatron.megatron.startup import say
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.config import SnipConfig
-from snip_megatron.runtime.schedule_state import Timeline
+from snip_megatron.runtime.state import Timeline
 from snip_megatron.sensitivity.policies import late_plan
 from snip_megatron.sensitivity.request import STANDING_WEIGHTS, SolveRequest, carried_weights
 

@@ -19,8 +19,7 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport, UpdateDroppedError
 from snip_megatron.runtime.guard import Guard, GuardState
 from snip_megatron.runtime.host import Kernels, ProbeResult, Sink, Unmeasured
-from snip_megatron.runtime.schedule_state import ScheduleState, Timeline
-from snip_megatron.runtime.state import ControllerState, Goal, Pending
+from snip_megatron.runtime.state import ControllerState, Goal, Pending, ScheduleState, Timeline
 from snip_megatron.sensitivity.table import StatisticsTable
 
 _PATIENCE = 3

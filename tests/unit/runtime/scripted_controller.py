@@ -19,8 +19,7 @@ from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.exchange import Decision, MapChannel, StepFigures, StepReport
 from snip_megatron.runtime.host import ProbeResult
-from snip_megatron.runtime.schedule_state import Timeline
-from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.state import ControllerState, Timeline
 from snip_megatron.sensitivity.request import PhasedRequest
 from snip_megatron.sensitivity.table import LINEAR_COLUMNS, StatisticsTable
 from snip_megatron.sensitivity.update_error import StepScale

@@ -11,8 +11,7 @@ from scripted_controller import FLOPS, LATE, Run, Script, planned, ready
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.phases import PrecisionPlan, Schedule, SchedulePhase
-from snip_megatron.runtime.schedule_state import Timeline
-from snip_megatron.runtime.state import BudgetSpent, ControllerState
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Timeline
 from snip_megatron.sensitivity import SolveRequest
 from snip_megatron.sensitivity.policies import late_plan
 

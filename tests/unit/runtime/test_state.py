@@ -9,8 +9,7 @@ from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.phases import AUTO, Schedule, SchedulePhase
 from snip_megatron.runtime.exchange import StepFigures
 from snip_megatron.runtime.guard import Alarm, GuardState
-from snip_megatron.runtime.schedule_state import Timeline
-from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal
+from snip_megatron.runtime.state import BudgetSpent, ControllerState, Goal, Timeline
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
