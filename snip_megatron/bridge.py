@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config
 
 from snip_megatron.layers import LinearRegistry
 from snip_megatron.megatron import validate
+from snip_megatron.megatron.attachment import terms_of
 from snip_megatron.megatron.conversion import with_resolved_gemm
 from snip_megatron.megatron.evaluation import main_loss, mean_over_ranks
 from snip_megatron.megatron.host import StepCall
@@ -43,6 +44,7 @@ from snip_megatron.numerics.products.selection import native_backend
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.runtime.agreement import Terms, of_group, together
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.defaults import dominated
 
@@ -105,11 +107,17 @@ class SnipCallback(Callback):  # type: ignore[misc]  # Bridge has no types here
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Bridge calls this hook after it builds the model and before it wraps it.
 
-        Raises SnipError if the configuration cannot be combined with SNIP or with SNIP under Bridge.
+        All ranks raise SnipError if the configuration of one differs, or cannot be combined with SNIP under Bridge.
         """
+
+        def prepare() -> tuple[_BridgeRun, Terms]:
+            args = bridge_arguments(self._container)
+            run = _BridgeRun(self._snip, args)
+            return run, terms_of(run.config, args, run.use_library)
+
+        self._run = together(prepare, of_group())
         if self._said is not None:
             say(self._said)
-        self._run = _BridgeRun(self._snip, bridge_arguments(self._container))
         return self._run.pre_wrap_hook(model_chunks)
 
     # -- Bridge's events -------------------------------------------------------------------------------------------
@@ -169,6 +177,7 @@ class _BridgeRun(SnipRun):
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
         super().__init__(config, args)
+        self.config = config
         self.without_graphs = ExitStack()  # during a validation
 
     def evaluated(self, losses: dict[str, Any] | None, model: list[Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from snip_megatron.megatron.startup import note_exit_code, prepare, report
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.agreement import Table, of_launcher, together
+from snip_megatron.runtime.agreement import Terms, of_launcher, together
 from snip_megatron.runtime.config import parse_snip_arguments
 
 
@@ -28,7 +28,7 @@ def _train() -> int:
     return 0
 
 
-def _prepare() -> tuple[Callable[[], None], Table]:
+def _prepare() -> tuple[Callable[[], None], Terms]:
     startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
     from snip_megatron.megatron import entry
 

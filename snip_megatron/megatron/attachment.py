@@ -17,7 +17,7 @@ from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
-from snip_megatron.runtime.agreement import Table, configuration_table, of_launcher, own_device, together
+from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, own_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.timing.cost_model import load_cost_model
@@ -95,40 +95,50 @@ def _named_backend(timings: str | None) -> str | None:
         return backend_of(load_cost_model(timings))
 
 
-def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractContextManager[None]], Table]:
+def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractContextManager[None]], Terms]:
     """Check SNIP's configuration on this machine. No collective is called.
 
     Returns:
         A function that takes the configuration of the model, and returns a context in which a training runs under SNIP
-        if ``--snip`` was given; and the table that must be equal on all ranks.
+        if ``--snip`` was given; and what all ranks must agree about.
 
     Raises SnipError if the configuration cannot work.
     """
     with own_device():
         config, lines = configuration(args)
         if not config.enabled:
-            return _without_snip, {"--snip": "no"}
+            return _without_snip, Terms({"--snip": "no"})
         from snip_megatron.megatron.conversion import with_resolved_gemm
         from snip_megatron.megatron.setup import SnipRun
 
         config = with_resolved_gemm(config, args)
         validate.check(config, args)
         run = SnipRun(config, args)
-        return functools.partial(_under_snip, run, lines), agreement_table(config, args)
+        return functools.partial(_under_snip, run, lines), terms_of(config, args, run.use_library)
 
 
-def agreement_table(config: SnipConfig, args: argparse.Namespace) -> Table:
-    """Return what must be equal on all ranks of a training under SNIP. See :func:`configuration_table`."""
+def terms_of(config: SnipConfig, args: argparse.Namespace, use_library: Callable[[str], None]) -> Terms:
+    """Return what all ranks of a training under SNIP must agree about. ``use_library`` is called if they cannot."""
     from snip_megatron.megatron.conversion import formats_in_use
 
-    versions = {"megatron-core": megatron.core.__version__}
+    version = megatron.core.__version__
+    release = version.partition("+")[0]  # the rest is the commit of a checkout, or of what a virtual environment is in
+    versions = {"megatron-core": release if release == installed_version("megatron-core") else version}
     if "transformer_engine" in (config.gemm, args.transformer_impl):
         versions["transformer-engine"] = str(installed_version("transformer-engine"))
     with own_device():
         backend = select_backend(config.gemm, formats_in_use(config), library=config.gemm_library, checks=False).backend
         table = configuration_table(config, backend.name, backend.products, versions)
     values = {name: getattr(args, name) for name in SHARED_ARGUMENTS if hasattr(args, name)}
-    return {"--snip": "yes"} | table | {f"--{name.replace('_', '-')}": str(value) for name, value in values.items()}
+    arguments = {f"--{name.replace('_', '-')}": _text(value) for name, value in values.items()}
+    return Terms({"--snip": "yes"} | table | arguments, use_library if config.gemm_library == "auto" else None)
+
+
+def _text(value: Any) -> str:
+    """Return a text that is the same for equal values on all ranks: without addresses, and sets in order."""
+    if isinstance(value, set | frozenset):
+        value = sorted(map(str, value))
+    return type(value).__qualname__ if " at 0x" in str(value) else str(value)
 
 
 @contextmanager
@@ -159,7 +169,7 @@ def run_attached(
     arguments. ``pretrain`` may be a wrapper that takes the same arguments.
     """
 
-    def prepare() -> tuple[Any, Table]:
+    def prepare() -> tuple[Any, Terms]:
         call, args = pretraining.bound_call(positional, named), pretraining.parsed_arguments()
         if not hasattr(args, "snip"):
             check_sources([] if getattr(args, "yaml_cfg", None) is None else ["--yaml-cfg"])
@@ -168,8 +178,8 @@ def run_attached(
                 " any>)"
             )
         prepare_megatron(args, startup)
-        under_snip, table = prepare_run(args)
-        return (call, under_snip), table
+        under_snip, terms = prepare_run(args)
+        return (call, under_snip), terms
 
     call, under_snip = together(prepare, of_launcher(), Path(sys.argv[0]).stem)
     with pretraining.hooked_model(call, on_cpu=startup.on_cpu) as model, under_snip(model):

@@ -17,7 +17,7 @@ from snip_megatron.megatron.datasets import check_data, get_batch, packed_docume
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.runtime.agreement import Table, of_launcher, together
+from snip_megatron.runtime.agreement import Terms, of_launcher, together
 from snip_megatron.runtime.config import add_arguments as add_snip_arguments
 
 #: A loss this many times the largest seen before is suspicious (Megatron's --check-for-spiky-loss).
@@ -32,7 +32,7 @@ def run(startup: Startup) -> None:
     together(functools.partial(prepare, startup), of_launcher())()
 
 
-def prepare(startup: Startup) -> tuple[Callable[[], None], Table]:
+def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     """Check the configuration, before any collective is called.
 
     Returns a function that trains as ``sys.argv`` says, and what must be equal on all ranks. Raises SnipError if the
@@ -44,8 +44,8 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Table]:
     check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)
     model_config = pretraining.model_config(args, on_cpu=startup.on_cpu)
-    under_snip, table = prepare_run(args)
-    return functools.partial(_train, args, model_config, under_snip), table
+    under_snip, terms = prepare_run(args)
+    return functools.partial(_train, args, model_config, under_snip), terms
 
 
 def _train(args: argparse.Namespace, model_config: Any, under_snip: Callable[[Any], Any]) -> None:

@@ -53,6 +53,7 @@ class SnipRun:
 
     def __init__(self, config: SnipConfig, args: argparse.Namespace) -> None:
         self._config = config
+        self._library = config.gemm_library
         self._args = args
         self._registry: LinearRegistry | None = None
         self._linears = ModelLinears(())
@@ -67,6 +68,10 @@ class SnipRun:
         self._undo_model = self.undo.enter_context(ExitStack())  # closed when an in-process restart builds a new model
         self.graphs = GraphedRun(args)
         self.undo.callback(self.graphs.close)
+
+    def use_library(self, library: str) -> None:
+        """Use this ``gemm_library``, before the model is converted, because some rank cannot load a faster one."""
+        self._library = library
 
     def begin(self, model_config: Any) -> None:
         """Wrap Megatron's ``train_step``, and register the hook that converts the model.
@@ -83,7 +88,7 @@ class SnipRun:
     def pre_wrap_hook(self, model_chunks: list[Any]) -> list[Any]:
         """Convert the linears in place. Megatron calls this hook after it builds the model and before it wraps it."""
         self._leave_earlier_start()
-        self._registry = convert_model(model_chunks, self._config)
+        self._registry = convert_model(model_chunks, dataclasses.replace(self._config, gemm_library=self._library))
         self._linears = ModelLinears(self._registry.rows, self._registry.uncovered)
         validate.check_model(self._config, self._args, self._linears)
         check_measurable(self._config, self._registry.context.gemm_backend)

@@ -29,6 +29,7 @@ from snip_megatron.numerics.products.selection import launch_from_cpp
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.precision import ALL_BF16, Format, Formats, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.linears import pinned_formats
+from snip_megatron.runtime.agreement import agree_about_deepgemm
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.host import Host
 from snip_megatron.runtime.run_data import replayed_maps
@@ -102,6 +103,7 @@ class WarmUp:
         if compilation is None:
             return {}
         self._check()
+        agree_about_deepgemm(self.registry.context.backend)
         if compilation.remaining:
             lost = f"{compilation.remaining} of {compilation.kernels} kernels of rank {dist.get_rank()}"
             print(

@@ -20,6 +20,7 @@ from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
@@ -152,6 +153,7 @@ class PlainSnip:
     def _start(self, loss: Loss) -> Controller:
         """Make the controller at the first step, when the process group exists and a batch is there to follow."""
         config, registry = self._config, self.registry
+        together(self._terms, of_group())
         device = next(iter(registry)).weight.device
         if dist.is_initialized():
             registry.context.dp_rank, registry.context.dp_size = dist.get_rank(), dist.get_world_size()
@@ -159,14 +161,20 @@ class PlainSnip:
             with self._step(self._steps, loss).undisturbed():
                 host, registry.rows = make_host(self._structure, loss, device)
             self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weight_divergence)
-        coordinator = None
-        if registry.context.dp_rank == 0:
-            run = None if config.dir is None else self._run_directory(config.dir, device)
-            coordinator = RankZeroCoordinator(
-                config, self._request, registry.rows, self._fixed, run, solver=SolverInProcess()
-            )
+        coordinator = on_rank_zero(lambda: self._make_coordinator(device))
         channel, report = MapChannel(registry.names, device), StepReport(device)
         return Controller(config, registry, channel, report, coordinator, Sinks(), 0.0, self._restored)
+
+    def _terms(self) -> tuple[bool, Terms]:
+        """Return what all ranks must agree about, and that this rank can start."""
+        backend = self.registry.context.backend
+        return True, Terms(configuration_table(self._config, backend.name, backend.products, {}))
+
+    def _make_coordinator(self, device: torch.device) -> RankZeroCoordinator:
+        run = None if self._config.dir is None else self._run_directory(self._config.dir, device)
+        return RankZeroCoordinator(
+            self._config, self._request, self.registry.rows, self._fixed, run, solver=SolverInProcess()
+        )
 
     def _run_directory(self, path: str, device: torch.device) -> RunDirectory:
         facts = {

@@ -4,6 +4,8 @@ Each rank makes a table of its configuration, field → value. Rank 0's table is
 own, and rank 0 collects what differs. If anything does, rank 0 prints one line, and all ranks end with the same error.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import hashlib
@@ -14,18 +16,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import snip_megatron
 from snip_megatron.precision.errors import AgreedError, SnipError, cut, first_line, installed_version
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import flag
+
+if TYPE_CHECKING:
+    from snip_megatron.numerics.products.backend import GemmBackend
 
 EXIT_DISAGREEMENT = 19
 """Exit code of all ranks if their configurations differ. 18 stands for different maps, 16 and 17 are Megatron's."""
@@ -33,10 +37,28 @@ EXIT_DISAGREEMENT = 19
 Table = Mapping[str, str]
 """Field of the configuration → value, in the order in which differences are looked for."""
 
+_LIBRARY = "GEMM library"
+_LIBRARIES = {"DeepGEMM": "auto", "cuBLASLt": "cublas", "torch": "torch"}
+"""Library, the fastest first → the ``gemm_library`` with which all ranks use it."""
+
 _LOCAL = {"enabled", "dir", "timings", "replay"}
 """Fields of SnipConfig that may differ between ranks. Only rank 0 uses these files."""
 _PATIENCE = timedelta(minutes=30)  # for the slowest rank, as torch's. The launcher notices ranks that have died.
 _NAMED_HOSTS = 4
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a rank must agree about with the others.
+
+    Attributes:
+        table: The fields that must be equal.
+        use_library: Takes the ``gemm_library`` of all ranks where they have loaded different ones. None if the user has
+            named a library: then such ranks do not start.
+    """
+
+    table: Table
+    use_library: Callable[[str], None] | None = None
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -54,9 +76,10 @@ def configuration_table(config: SnipConfig, backend: str, library: str, versions
     table["torch"] = torch.__version__
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        table |= {"triton": str(installed_version("triton"))}
         table |= {"card": f"{torch.cuda.get_device_name()}, sm_{major}{minor}"}
-    table |= {"GEMM backend": backend, "GEMM library": library}
+    if backend != "reference":
+        table["triton"] = str(installed_version("triton"))
+    table |= {"GEMM backend": backend, _LIBRARY: library or "torch"}
     fields = {field.name: field for field in dataclasses.fields(config)}
     for name, value in config.as_dict().items():
         if name not in _LOCAL:
@@ -212,64 +235,76 @@ class _Report:
     host: str
     error: str = ""
     exit_code: int = 0
-    differences: Mapping[str, str] | None = None
+    differences: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Verdict(NamedTuple):
+    """What rank 0 decides: an error of ``rank``, or with exit code 0 that all ranks use ``library``."""
+
     line: str
     exit_code: int
     rank: int
+    library: str = ""
 
 
-def together[T](prepare: Callable[[], tuple[T, Table]], channel: Channel | None, program: str = "snip") -> T:
-    """Return the first result of ``prepare`` if it succeeds on all ranks and its table is the same. Collective.
+def together[T](prepare: Callable[[], tuple[T, Terms]], channel: Channel | None, program: str = "snip") -> T:
+    """Return the first result of ``prepare`` if it succeeds on all ranks and their terms are the same. Collective.
 
     Otherwise all ranks raise the same AgreedError, which rank 0 has printed as a line of ``program``. It names the
     first rank that failed, or the first that differs. The traceback of an error that is not a SnipError is printed on
     that rank.
 
     Args:
-        prepare: Returns what the caller needs, and the table of this rank.
+        prepare: Returns what the caller needs, and the terms of this rank.
         channel: The ranks. If it is None, nothing is compared, and errors of ``prepare`` are raised as they are.
     """
     if channel is None:
         return prepare()[0]
-    result: T | None = None
-    table: Table | None = None
+    prepared: tuple[T, Terms] | None = None
     failure: Exception | None = None
     try:
-        result, table = prepare()
+        prepared = prepare()
     except Exception as error:
         failure = error
-    verdict = _compare(table, failure, channel, program)
-    if verdict is None:
-        assert result is not None
+    verdict = _compare(None if prepared is None else prepared[1], failure, channel, program)
+    if prepared is not None and (verdict is None or not verdict.exit_code):
+        result, terms = prepared
+        if verdict is not None and terms.use_library is not None:
+            terms.use_library(verdict.library)
         return result
+    assert verdict is not None
     if failure is not None and not isinstance(failure, SnipError) and verdict.rank == channel.rank:
         traceback.print_exception(failure)
     channel.leave()
     raise AgreedError(verdict.line, exit_code=verdict.exit_code, printed=True) from failure
 
 
-def _compare(table: Table | None, failure: Exception | None, channel: Channel, program: str) -> _Verdict | None:
-    """Exchange tables and failures. Returns None if all ranks agree, otherwise what all ranks raise."""
-    host = socket.gethostname()
+def _compare(terms: Terms | None, failure: Exception | None, channel: Channel, program: str) -> _Verdict | None:
+    """Exchange tables and failures. Returns None if all ranks agree, otherwise what rank 0 decides and has printed."""
+    host, table = socket.gethostname(), None if terms is None else terms.table
     first: dict[str, str] | None = channel.share(table)
     report = _Report(host)
     if failure is not None:
         report = _Report(host, describe(failure), failure.exit_code if isinstance(failure, SnipError) else 1)
     elif table is not None and first is not None:
-        names = dict.fromkeys((*first, *table))
-        differences = {name: table.get(name, "none") for name in names if table.get(name) != first.get(name)}
-        report = _Report(host, differences=differences)
+        report = _Report(host, differences=differences(table, first))
     reports = channel.collect(vars(report))
     verdict = None
     if reports is not None:
-        verdict = _verdict([_Report(**each) for each in reports], first or {})
-        if verdict is not None:
+        settles = terms is not None and terms.use_library is not None
+        verdict = _verdict([_Report(**each) for each in reports], first or {}, settles=settles)
+        if verdict is not None and verdict.exit_code:
             print(f"{program}: {verdict.line}", file=sys.stderr, flush=True)
+        elif verdict is not None:
+            print(f"snip: {verdict.line}", flush=True)
     shared = channel.share(verdict)
     return None if shared is None else _Verdict(*shared)
+
+
+def differences(table: Table, first: Table) -> dict[str, str]:
+    """Return the fields of ``table`` that differ from ``first``, the table of rank 0. A missing field is "none"."""
+    names = dict.fromkeys((*first, *table))
+    return {name: table.get(name, "none") for name in names if table.get(name) != first.get(name)}
 
 
 def describe(error: Exception) -> str:
@@ -277,38 +312,49 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, SnipError) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _verdict(reports: Sequence[_Report], first: Table) -> _Verdict | None:
-    """Return why the ranks of ``reports`` do not start. None if they do. ``first`` is rank 0's table."""
+def _verdict(reports: Sequence[_Report], first: Table, *, settles: bool) -> _Verdict | None:
+    """Return why the ranks of ``reports`` do not start, or which library they use. None if they agree.
+
+    ``first`` is rank 0's table. ``settles`` says whether ranks with different libraries all use the slowest of them.
+    """
     failed = [rank for rank, report in enumerate(reports) if report.error]
     if failed:
-        report, alike = reports[failed[0]], len({reports[rank].error for rank in failed}) == 1
-        line = report.error
-        if not alike or len(failed) < len(reports):  # otherwise the command line is wrong, and not a host
-            others = _others([reports[rank].host for rank in failed[1:]])
-            line = f"rank {failed[0]} ({report.host}): {line}" + (f"; errors {others}" if others else "")
+        report, line = reports[failed[0]], reports[failed[0]].error
+        alike = len(failed) == len(reports) and len({each.error for each in reports}) == 1
+        if not alike:  # otherwise the command line is wrong, and not a host
+            line = f"rank {failed[0]} ({report.host}): {line}{_others('errors', reports, failed[1:])}"
         return _Verdict(line, report.exit_code, failed[0])
     differing = [rank for rank, report in enumerate(reports) if report.differences]
     if not differing:
         return None
+    if settles and all(report.differences.keys() <= {_LIBRARY} for report in reports):
+        return _slowest_library([report.differences.get(_LIBRARY, first[_LIBRARY]) for report in reports], reports)
     rank = differing[0]
-    differences = reports[rank].differences or {}
-    name, value = next(iter(differences.items()))
+    (name, value), *rest = reports[rank].differences.items()
     line = f"ranks differ: on rank {rank} ({reports[rank].host}) {name} is {value}, on rank 0 ({reports[0].host})"
     line += f" {first.get(name, 'none')}"
-    if rest := list(differences)[1:]:
-        line += f"; {cut(', '.join(rest))} differ{'s' * (len(rest) == 1)} too"
-    if others := _others([reports[rank].host for rank in differing[1:]]):
-        line += f"; differences {others}"
-    return _Verdict(line, EXIT_DISAGREEMENT, rank)
+    if rest:
+        line += f"; {cut(', '.join(name for name, _ in rest))} differ{'s' * (len(rest) == 1)} too"
+    return _Verdict(line + _others("differences", reports, differing[1:]), EXIT_DISAGREEMENT, rank)
 
 
-def _others(hosts: Sequence[str]) -> str:
-    """Say how many other ranks there are, and on which hosts. Empty if there are none."""
-    if not hosts:
+def _slowest_library(libraries: Sequence[str], reports: Sequence[_Report]) -> _Verdict:
+    order = list(_LIBRARIES)
+    fastest, slowest = (choose(libraries, key=order.index) for choose in (min, max))
+    rank = libraries.index(slowest)
+    line = (
+        f"{fastest} is switched off on all ranks, because rank {rank} ({reports[rank].host}) cannot load it: {slowest}"
+    )
+    return _Verdict(f"{line} multiplies", 0, rank, _LIBRARIES[slowest])
+
+
+def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:
+    """Return a clause that counts the other ranks and names their hosts. Empty if there are none."""
+    if not ranks:
         return ""
-    counts = Counter(hosts)
-    names = ", ".join(list(counts)[:_NAMED_HOSTS]) + (", ..." if len(counts) > _NAMED_HOSTS else "")
-    return f"on {len(hosts)} other rank{'s' * (len(hosts) > 1)} too ({names})"
+    hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
+    names = ", ".join(hosts[:_NAMED_HOSTS]) + (", ..." if len(hosts) > _NAMED_HOSTS else "")
+    return f"; {what} on {len(ranks)} other rank{'s' * (len(ranks) > 1)} too ({names})"
 
 
 def on_rank_zero[T](make: Callable[[], T]) -> T | None:
@@ -336,3 +382,19 @@ def on_rank_zero[T](make: Callable[[], T]) -> T | None:
     if shared[0] is not None:
         raise AgreedError(shared[0][0], exit_code=shared[0][1], printed=False)
     return result
+
+
+def agree_about_deepgemm(backend: GemmBackend) -> None:
+    """Disable DeepGEMM on all ranks if its check has disabled it on one. Collective of the default process group."""
+    import torch.distributed as dist
+
+    libraries: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(libraries, (backend.products, socket.gethostname()))
+    disabled = [rank for rank, (library, _) in enumerate(libraries) if library != "DeepGEMM"]
+    if not disabled or len(disabled) == len(libraries):
+        return
+    backend.disable_deepgemm()
+    if dist.get_rank() == 0:
+        rank = disabled[0]
+        line = f"DeepGEMM is switched off on all ranks, because its check failed on rank {rank} ({libraries[rank][1]})"
+        print(f"snip: {line}", flush=True)

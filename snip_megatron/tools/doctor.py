@@ -10,10 +10,11 @@ import json
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,11 +112,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``snip doctor``."""
     add = parser.add_argument
     add("--json", action="store_true", help="print the checks as JSON (snip.doctor/1)")
+    add("--ranks", action="store_true", help="started by torchrun: compare the ranks of a job, by host")
     add("--dir", metavar="DIR", type=Path, default=Path(), help="where runs will write; default: the current folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 1 if training under SNIP cannot run here, otherwise 0."""
+    """Print the report. Returns 1 if training under SNIP cannot run here, otherwise 0.
+
+    With ``--ranks``, returns 19 on all ranks if they could not start a training together.
+    """
+    if args.ranks:
+        return compare_ranks()
     sections = {
         "packages": list(check_packages()),
         "hardware": list(check_hardware()),
@@ -148,6 +155,63 @@ def _text(sections: dict[str, list[Check]]) -> str:
     failures = sum(check.status is Status.FAIL for check in everything)
     ready = "ready: training under SNIP can run here"
     return "\n\n".join([*blocks, f"not ready: {failures} to mend (FAIL above)" if failures else ready])
+
+
+def compare_ranks() -> int:
+    """Print on rank 0 what the ranks of a job must agree about, each value with its hosts. Returns the exit code.
+
+    The table is that of a training with ``--snip`` alone.
+    """
+    from snip_megatron.runtime.agreement import EXIT_DISAGREEMENT, describe, of_launcher
+
+    channel = of_launcher()
+    if channel is None:
+        raise SnipError("--ranks compares the ranks of a job: start it with torchrun -m snip_megatron.tools.cli")
+    try:
+        table = _own_table()
+    except Exception as error:  # a broken or unsupported package can raise anything
+        table = {"error": describe(error)}
+    ranks: list[tuple[str, dict[str, str]]] | None = channel.collect((socket.gethostname(), table))
+    differ = channel.share(ranks and any(table != ranks[0][1] or "error" in table for _, table in ranks))
+    if ranks is not None:
+        print(rank_table(ranks))
+        print("ranks differ: a training would not start" if differ else f"{len(ranks)} ranks agree", flush=True)
+    channel.leave()
+    return EXIT_DISAGREEMENT if differ else 0
+
+
+def _own_table() -> Mapping[str, str]:
+    """Return what this rank must agree about with the others."""
+    from snip_megatron.megatron.startup import prepare
+
+    on_cpu = prepare([], []).on_cpu
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    from snip_megatron.megatron.attachment import configuration, terms_of
+    from snip_megatron.megatron.conversion import with_resolved_gemm
+    from snip_megatron.runtime.config import parse_snip_arguments
+
+    args = parse_snip_arguments(["--snip"])
+    args.transformer_impl = "transformer_engine" if HAVE_TE and not on_cpu else "local"
+    config, _ = configuration(args)
+    return terms_of(with_resolved_gemm(config, args), args, lambda library: None).table
+
+
+def rank_table(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """Return a line for each field, or for each of its values with the ranks and hosts that have it.
+
+    ``ranks`` has the host and the table of each rank.
+    """
+    lines = []
+    names = dict.fromkeys(name for _, table in ranks for name in table)
+    for name in names:
+        values: dict[str, dict[str, list[int]]] = {}
+        for rank, (host, table) in enumerate(ranks):
+            values.setdefault(table.get(name, "none"), {}).setdefault(host, []).append(rank)
+        for value, hosts in values.items():
+            where = ", ".join(f"{host} (rank {', '.join(map(str, members))})" for host, members in hosts.items())
+            lines.append(f"  {name:<32}  {value}" + (f"  on {where}" if len(values) > 1 else ""))
+    return "\n".join(lines)
 
 
 # -- packages ------------------------------------------------------------------------------------------------------

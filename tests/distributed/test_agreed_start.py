@@ -1,5 +1,6 @@
 """Ranks with different configurations do not start: one line on all, and one exit code."""
 
+import importlib.metadata
 import re
 import socket
 import subprocess
@@ -7,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import error_lines, losses, tiny_llama_args
-from megatron.core import __version__ as CORE
+from launch import REPOSITORY, error_lines, losses, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron import __version__ as VERSION
+from snip_megatron.runtime.run_data import read_config
 
 SNIP = ("--snip", "--snip-first-update", "1", "--snip-lag", "1", "--snip-update-interval", "3", "--snip-wait", "60")
+CORE = importlib.metadata.version("megatron-core")
 HOST = socket.gethostname()
 _ENDS = re.compile(r"rank (\d+) ends with (\d+)")
 
@@ -99,3 +101,73 @@ def test_an_error_on_one_rank_ends_all(unlike: str, line: str, code: int, warm: 
     assert len([each for each in process.stderr.splitlines() if each.endswith(line.replace("HOST", HOST))]) == 1
     assert process.stderr.count("Traceback") == (code == 1)
     assert (codes, process.returncode) == ([str(code)] * len(codes), code)
+
+
+def test_a_rank_without_triton_ends_the_start(warm: WarmRanks, tmp_path: Path) -> None:
+    """The other rank would multiply natively, by another budget, among other formats."""
+    unlike = "all:hopper=DeepGEMM", "1:missing=triton", "1:hopper=DeepGEMM"
+    line, codes = start(warm, tmp_path, *unlike, snip=(*SNIP, "--snip-budget", "fp4=0.75"))
+    version = importlib.metadata.version("triton")
+    assert line.startswith(
+        f"ranks differ: on rank 1 ({HOST}) triton is none, on rank 0 ({HOST}) {version}; GEMM backend, GEMM library d"
+    )
+    assert codes == "19 19"
+    line, codes = start(warm, tmp_path, *unlike, snip=(*SNIP, "--snip-budget", "fp4=0.75", "--snip-gemm", "hopper"))
+    assert line.startswith(f"rank 1 ({HOST}): --snip-gemm hopper: needs triton, which cannot be imported here")
+    assert codes == "2 2"
+
+
+def test_a_library_that_one_rank_lacks_is_switched_off_on_all(warm: WarmRanks, tmp_path: Path) -> None:
+    snip = (*SNIP, "--snip-budget", "fp4=0.75", "--snip-dir", "run")
+    unlike = "all:hopper=DeepGEMM\n1:hopper=cuBLASLt"
+    process = warm.succeed(
+        2, tiny_llama_args(*snip, iters=3), tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": unlike}
+    )
+    said = [line for line in process.stdout.splitlines() if "DeepGEMM" in line or "GEMMs by" in line]
+    assert said == [
+        f"snip: DeepGEMM is switched off on all ranks, because rank 1 ({HOST}) cannot load it: cuBLASLt multiplies",
+        "snip: GEMMs by hopper (NVIDIA H100; cuBLASLt)",
+    ]
+    assert read_config(tmp_path / "run")["config"]["gemm_library"] == "auto"  # what a resume must repeat
+
+
+def test_a_script_s_ranks_agree_too(warm: WarmRanks, tmp_path: Path) -> None:
+    script = REPOSITORY / "examples" / "own_pretrain_gpt.py"
+    environment = {"ENTRY": "snip_megatron.attach", "UNLIKE": "1:argument=--snip-formats fp8,mxfp4"}
+    args = [str(script), *tiny_llama_args(*SNIP, iters=4)]
+    process = warm.run(2, args, tmp=tmp_path, module="unlike_pretrain", env=environment, timeout=120)
+    line = f"ranks differ: on rank 1 ({HOST}) --snip-formats is fp8,mxfp4, on rank 0 ({HOST}) fp8,fp4"
+    assert [each for each in process.stderr.splitlines() if "ranks differ" in each] == [f"{script.stem}: {line}"]
+    assert sorted(_ENDS.findall(process.stdout)) == [("0", "19"), ("1", "19")]
+
+
+def test_torchrun_shows_the_line_once_and_leaves_nobody_waiting(tmp_path: Path) -> None:
+    args = tiny_llama_args(*SNIP, iters=4)
+    process = run_ranks(2, args, module="unlike_pretrain", env={"UNLIKE": "1:argument=--snip-seed 7"}, tmp=tmp_path)
+    assert process.returncode == 1  # of torchrun, for any code
+    line = f"pretrain_gpt: ranks differ: on rank 1 ({HOST}) --snip-seed is 7, on rank 0 ({HOST}) 1234"
+    assert process.stderr.count("ranks differ") == 1
+    assert line in process.stderr.splitlines()
+
+
+@pytest.mark.parametrize("unlike", ["", "1:commit=0123456789ab"])
+def test_the_doctor_compares_ranks(unlike: str, tmp_path: Path) -> None:
+    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": f"all:commit=abcdef\n{unlike}"}
+    process = run_ranks(2, ["doctor", "--ranks"], module="unlike_pretrain", env=environment, tmp=tmp_path)
+    table = {line.strip() for line in process.stdout.splitlines() if line.startswith("  ")}
+    assert {" ".join(line.split()) for line in table} >= {
+        f"torch {torch.__version__}",
+        f"megatron-core {CORE}",
+        "--snip-formats fp8,fp4",
+    }
+    rows = sorted(" ".join(line.split()) for line in table if line.startswith("snip_megatron"))
+    if not unlike:
+        assert (process.returncode, rows) == (0, [f"snip_megatron {VERSION} abcdef"])
+        assert "2 ranks agree" in process.stdout
+    else:
+        assert rows == [
+            f"snip_megatron {VERSION} 0123456789ab on {HOST} (rank 1)",
+            f"snip_megatron {VERSION} abcdef on {HOST} (rank 0)",
+        ]
+        assert sorted(_ENDS.findall(process.stdout)) == [("0", "19"), ("1", "19")]
+        assert process.returncode == 1

@@ -1,14 +1,13 @@
-"""The training entry on ranks that differ: ``UNLIKE=RANK:CHANGE=VALUE``, a change below on that rank alone.
+"""The training entry, or the module ``ENTRY``, on ranks that differ.
 
-Its last line is the exit code of the rank.
+Each line of ``UNLIKE`` is ``RANK:CHANGE=VALUE``, a change below on that rank, or on all. The last line that a rank
+prints is its exit code.
 """
 
 import importlib.metadata
 import os
 import sys
 from typing import Any
-
-from snip_megatron import pretrain_gpt
 
 
 def argument(value: str) -> None:
@@ -53,17 +52,23 @@ def broken(value: str) -> None:
 
 
 def hopper(value: str) -> None:
-    """A Hopper card by name, whose backend is plain torch: it needs Triton."""
+    """A Hopper card whose products are plain torch. ``value``: the fastest library that can be loaded."""
     import torch
 
     from snip_megatron.numerics.products import selection
 
-    del value
-    selection.why_not_hopper = lambda: None if selection.has_triton() else "needs triton, which cannot be imported here"
+    class Backend(selection.GemmBackend):
+        name = "hopper"
+
+    def make(library: str, **_: Any) -> tuple[Any, str]:
+        backend = Backend()
+        backend.products = {"auto": value, "cublas": "cuBLASLt", "torch": "torch"}[library]
+        return backend, backend.products
+
     selection.has_triton.cache_clear()
-    selection._card = lambda: "NVIDIA H100"
-    selection._hopper = lambda *_, **__: (selection.REFERENCE, "plain torch")
-    torch.cuda.get_device_name = lambda *_: "NVIDIA H100"
+    selection.why_not_hopper = lambda: None if selection.has_triton() else "needs triton, which cannot be imported here"
+    selection._card = torch.cuda.get_device_name = lambda *_: "NVIDIA H100"
+    selection._hopper = make
 
 
 def main() -> int:
@@ -72,7 +77,10 @@ def main() -> int:
         if rank in ("all", os.environ["RANK"]):
             name, _, value = change.partition("=")
             globals()[name](value)
-    code = pretrain_gpt.main()
+    try:
+        code = importlib.import_module(os.environ.get("ENTRY", "snip_megatron.pretrain_gpt")).main()
+    except SystemExit as leaving:  # of a script
+        code = leaving.code
     print(f"rank {os.environ['RANK']} ends with {code}")
     return code
 

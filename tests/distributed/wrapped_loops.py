@@ -16,17 +16,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from examples import plain_loop as example
+from snip_megatron.numerics.products.hopper import HopperBackend
+from snip_megatron.numerics.quantize import operands
 from snip_megatron.plain import convert
+from snip_megatron.precision.errors import SnipError
+from snip_megatron.runtime.agreement import agree_about_deepgemm
 
 Wrap = Callable[[Any], Any]
 
 
-def train(rank: int, ranks: int, before: Wrap, after: Wrap) -> dict[str, Any]:
+def train(rank: int, ranks: int, before: Wrap, after: Wrap, **options: Any) -> dict[str, Any]:
     """Train four steps with an update before the third. ``before`` and ``after`` convert() the model is wrapped."""
     torch.manual_seed(3)
     model = before(example.Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    snip = convert(model, optimizer, first_update=2, update_interval=100)
+    snip = convert(model, optimizer, first_update=2, update_interval=100, **options)
     model, losses = after(model), []
     for batch in example.batches(4):
         share = batch.chunk(ranks)[rank]
@@ -70,11 +74,20 @@ def main() -> None:
         dist.init_process_group("gloo")
         return ddp(model)
 
-    found = {"alone": train(0, 1, stays, stays)}
+    found: dict[str, Any] = {"alone": train(0, 1, stays, stays)}
     rank = int(os.environ["RANK"])
     found["ddp after"] = train(rank, 2, stays, joins)
     found["ddp before"] = train(rank, 2, ddp, stays)
     found["fully_shard"] = train(rank, 2, sharded, stays)
+    try:
+        train(rank, 2, stays, ddp, seed=rank)
+    except SnipError as error:
+        found["unlike"] = {"error": str(error), "exit_code": error.exit_code}
+    backend = HopperBackend(operands, library=object(), faster=object(), groups=object())  # type: ignore[arg-type]
+    if rank == 1:
+        backend.disable_deepgemm()
+    agree_about_deepgemm(backend)
+    found["library"] = backend.products
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

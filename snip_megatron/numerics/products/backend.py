@@ -135,7 +135,7 @@ class GemmBackend:
 
     name = "reference"
     products = ""
-    """The library that multiplies in fp8, if it depends on what this machine can load."""
+    """The library that multiplies, if it depends on what this machine can load: DeepGEMM, cuBLASLt or torch."""
     replayed: Mapping[str, Any] = MappingProxyType({})
     """The methods whose calls C++ repeats."""
     fuses_swiglu = False
@@ -151,6 +151,9 @@ class GemmBackend:
         Returns what is wrong and what multiplies instead, or None. This base class has no optional library.
         """
         return None
+
+    def disable_deepgemm(self) -> None:
+        """Stop using DeepGEMM, if this backend does, because another rank cannot."""
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.

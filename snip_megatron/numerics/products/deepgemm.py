@@ -146,7 +146,7 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
             reason = f"cannot be imported ({' '.join(str(error).split())})"
     if reason is None:
         return library_gemm, f"DeepGEMM {VERSION} for fprop and dgrad"
-    return None, f"cuBLASLt; DeepGEMM {reason}"
+    return None, f"DeepGEMM {reason}"
 
 
 def grouped_library() -> Any:

@@ -80,7 +80,8 @@ class HopperBackend(GemmBackend):
         self._faster = faster
         self._others = others
         self._activations = activations
-        self._groups, self.products = groups, "cuBLASLt" if groups is None else "DeepGEMM"
+        self._groups = groups
+        self.products = "DeepGEMM" if groups is not None else "torch" if library is None else "cuBLASLt"
         self._add_wgrad = add_wgrad
         self.fuses_swiglu = activations is not None
 
@@ -93,7 +94,7 @@ class HopperBackend(GemmBackend):
         """
         fault = None if self._faster is None else difference(self._faster, self._library, device)
         if fault is not None:
-            self._faster = self._groups = None
+            self.disable_deepgemm()
         if self._faster is not None and not _TILED.isdisjoint(formats):
             with suppress(torch.OutOfMemoryError):  # what is not timed now is timed by its first product
                 for rows, n, k in sizes:
@@ -102,6 +103,11 @@ class HopperBackend(GemmBackend):
                         self._faster.multiply(*operands, torch.bfloat16, self._library)
         faults = fault and f"{fault}: cuBLASLt multiplies", self._others.check(device, _OTHERS.intersection(formats))
         return "; ".join(filter(None, faults)) or None
+
+    def disable_deepgemm(self) -> None:
+        if self._faster is not None:
+            self._faster = self._groups = None
+            self.products = "cuBLASLt"
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
         """See the base class. Formats with tiles are made in the pass that computes SwiGLU."""

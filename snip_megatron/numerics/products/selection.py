@@ -107,7 +107,10 @@ def _select(
         refusal = _why_not_emulated() or _fault(checked)
         if refusal is not None:
             raise SnipError(f"--snip-gemm emulated: {refusal}; use --snip-gemm auto or reference")
-        return Selection(_emulated(), f"as asked; exact numerics on the bf16 tensor cores of {_card()}")
+        return Selection(
+            _emulated(with_cublaslt=library != "torch"),
+            f"as asked; exact numerics on the bf16 tensor cores of {_card()}",
+        )
     refusal = why_not_hopper()
     if refusal is None:
         fault = None if checked is None or NATIVE.issuperset(checked) else _fault(set(checked) - NATIVE)
@@ -119,17 +122,19 @@ def _select(
         raise SnipError(f"--snip-gemm hopper: {refusal}; use --snip-gemm auto or reference")
     if on_blackwell():
         refusal = why_not_transformer_engine(formats) or "these are no linears of Transformer Engine"
-    return _select_emulation(refusal, checked)
+    return _select_emulation(refusal, checked, library)
 
 
-def _select_emulation(refusal: str, formats: Collection[Format] | None) -> Selection:
+def _select_emulation(refusal: str, formats: Collection[Format] | None, library: str) -> Selection:
     """Return what ``auto`` takes where nothing is native: exact numerics on bf16 tensor cores, or plain torch."""
     if _why_not_emulated() is not None:
         return Selection(REFERENCE, f"{refusal}: emulation, slower than bf16")
     fault = _fault(formats)
     if fault is not None:
         return Selection(REFERENCE, f"{refusal}; {fault}: emulation, slower than bf16")
-    return Selection(_emulated(), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}")
+    return Selection(
+        _emulated(with_cublaslt=library != "torch"), f"{refusal}: exact numerics on the bf16 tensor cores of {_card()}"
+    )
 
 
 def _fault(formats: Collection[Format] | None) -> str | None:
@@ -171,13 +176,13 @@ def _why_not_emulated() -> str | None:
 
 
 @functools.cache
-def _emulated() -> GemmBackend:
+def _emulated(*, with_cublaslt: bool = True) -> GemmBackend:
     from snip_megatron.numerics.products.cublaslt import cublaslt
     from snip_megatron.numerics.products.emulated import EmulatedBackend
     from snip_megatron.numerics.products.tiled_kernel import multiply
     from snip_megatron.numerics.quantize.kernels.exact import quantize_exact
 
-    return EmulatedBackend(quantize_exact, cublaslt(), multiply)
+    return EmulatedBackend(quantize_exact, cublaslt() if with_cublaslt else None, multiply)
 
 
 def why_not_hopper() -> str | None:
@@ -197,7 +202,10 @@ def why_not_hopper() -> str | None:
 
 @functools.cache
 def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, str]:
-    """Return the backend, and the name of the library that multiplies."""
+    """Return the backend, and the names of the libraries that multiply.
+
+    Raises SnipError if ``library_name`` names a library that cannot be loaded.
+    """
     # Triton is installed only on machines with a GPU.
     from snip_megatron.numerics.products.cublaslt import cublaslt, measured_choices
     from snip_megatron.numerics.products.deepgemm import deepgemm, grouped_library
@@ -206,17 +214,22 @@ def _hopper(library_name: str, *, emulates: bool = True) -> tuple[GemmBackend, s
     from snip_megatron.numerics.quantize.kernels import quantize as triton_quantize
     from snip_megatron.numerics.quantize.kernels import swiglu as triton_swiglu
 
-    library = cublaslt()
+    library = None if library_name == "torch" else cublaslt()
     choices = {} if library is None else measured_choices(library.version, torch.cuda.get_device_name())
-    faster, products = None, "cuBLASLt"
-    if library_name != "cublas":
-        faster, products = deepgemm(library)
+    faster, products = None, "cuBLASLt" if library is not None else "torch's scaled GEMM"
+    if library is None and library_name != "torch":
+        products += ", because cuBLASLt 12.9 or later cannot be loaded"
+    if library_name in ("auto", "deepgemm"):
+        faster, reason = deepgemm(library)
+        products = reason if faster is not None else f"{products}; {reason}"
+    if (library_name == "deepgemm" and faster is None) or (library_name == "cublas" and library is None):
+        raise SnipError(f"--snip-settings gemm_library={library_name}: it cannot be used here: {products}; use auto")
     backend = HopperBackend(
         triton_quantize,
         library=library,
         choices=choices,
         faster=faster,
-        others=_emulated() if emulates else REFERENCE,
+        others=_emulated(with_cublaslt=library_name != "torch") if emulates else REFERENCE,
         activations=triton_swiglu,
         groups=None if faster is None else grouped_library(),
         add_wgrad=add_wgrad,

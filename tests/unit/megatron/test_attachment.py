@@ -1,6 +1,7 @@
 """What a script's call of pretrain is taken for, what is said where it lacks something or Megatron is another."""
 
 import argparse
+import ast
 import inspect
 import subprocess
 import sys
@@ -57,6 +58,33 @@ def test_a_run_says_in_one_line_if_a_uniform_format_beats_its_maps(
     parser.set_defaults(tensor_model_parallel_size=1, transformer_impl="local")
     _, said = attachment.configuration(add_arguments(parser).parse_args(["--snip", "--snip-budget", budget]))
     assert ["fp8 everywhere beats these maps" in line for line in said] == ([True] if beaten else [])
+
+
+MAY_DIFFER = {
+    *("load", "save", "yaml_cfg", "data_cache_path", "per_dataset_sequences_path", "validation_set_names"),  # files
+    *("non_persistent_global_ckpt_dir", "consumed_valid_samples", "split", "tokenizer_type", "fim_data"),
+    *("create_attention_mask_in_dataloader", "dataloader_defer_npy_index_mmap", "dataloader_fast_cache_load"),  # data
+    *("reset_attention_mask", "reset_position_ids", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss"),
+    *("snip", "snip_budget", "snip_gemm", "snip_timings", "optimizer_cuda_graph"),  # compared otherwise, or refused
+}
+
+
+def test_ranks_compare_the_arguments_that_snip_reads() -> None:
+    """``args.NAME`` and ``getattr(args, "NAME")`` in the package, where ``args`` are Megatron's."""
+    read = set()
+    commands = {"prepare_data.py"}
+    for path in Path(attachment.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.name not in commands else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner, name = node.value, node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+                owner, name = node.args[0], getattr(node.args[1], "value", "")
+            else:
+                continue
+            if ast.unparse(owner) in ("args", "self._args", "self.args", "get_args()") and isinstance(name, str):
+                read.add(name)
+    assert len(read) > 50
+    assert read - MAY_DIFFER - {""} <= set(attachment.SHARED_ARGUMENTS)
 
 
 ANOTHER_RELEASE = """
