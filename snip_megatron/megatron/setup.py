@@ -39,7 +39,9 @@ from snip_megatron.runtime.coordinator import RankZeroCoordinator
 from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
+from snip_megatron.runtime.run_timings import cache_folder
 from snip_megatron.runtime.state import ControllerState
+from snip_megatron.runtime.storage import Writer
 from snip_megatron.sensitivity.policies import needs_forward_noise
 from snip_megatron.sensitivity.problem import check_reachable
 from snip_megatron.sensitivity.request import SolveRequest
@@ -325,9 +327,9 @@ class SnipRun:
         measure: Callable[[], OptionTimes] | None = None
         if config.budget.timed and config.updates and request.times is None:
             assert self._host is not None
-            kept = None if run is None else run.path
+            folder, writer = (None, Writer(cache_folder())) if run is None else (run.path, run.writer)
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
-            own = MeasuredTimes(config, args, linears.covered, timed, kept, self._host.device)
+            own = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device, writer=writer)
             request = dataclasses.replace(request, times=own.known())
             if request.times is not None:
                 check_reachable(linears.covered, request)

@@ -30,6 +30,7 @@ from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.account import LATEST
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.run_timings import RunTimings
+from snip_megatron.runtime.storage import Writer
 from snip_megatron.sensitivity.times import OptionTimes
 from snip_megatron.timing.calibration import calibrate, device_name, run_once, shapes_workload
 from snip_megatron.timing.cost_model import CostModel, load_cost_model
@@ -137,6 +138,7 @@ class MeasuredTimes:
 
     Attributes:
         run: The run directory. None if the run has no record.
+        writer: Writes the times that are measured during training. If it is None, they are written at once.
         clock: Times calls. None stands for the clock of ``device``, which takes memory once it is used.
     """
 
@@ -147,8 +149,10 @@ class MeasuredTimes:
     run: Path | None
     device: torch.device
     clock: Clock | None = None
+    writer: Writer | None = None
     spans: dict[str, Spans] = field(default_factory=dict, init=False)
     _watched: list[LinearState] = field(default_factory=list, init=False)
+    _stored: TimingTable | None = field(default=None, init=False)  # read at the start
 
     def __post_init__(self) -> None:
         config, args = self.config, self.args
@@ -159,7 +163,7 @@ class MeasuredTimes:
         attention = min(args.seq_length, _LONGEST_ATTENTION), heads, args.kv_channels
         self._table = RunTimings(
             device_name(self.device), self.backend.name, tuple(sorted(used, key=lambda fmt: fmt.code)),
-            shapes_workload(self._shapes.values(), [attention]), self.run, self.backend.products,
+            shapes_workload(self._shapes.values(), [attention]), self.run, self.backend.products, self.writer,
         )  # fmt: skip
 
     def known(self) -> OptionTimes | None:
@@ -168,7 +172,8 @@ class MeasuredTimes:
         if stored is None:
             return None
         say(f"times of this model's GEMMs: {stored[1]}")
-        return self._predicted(stored[0])
+        self._stored = stored[0]
+        return self._predicted(self._stored)
 
     def watch(self, registry: LinearRegistry) -> None:
         """Time Megatron's own code of the grouped linears of experts until the first update."""
@@ -204,8 +209,7 @@ class MeasuredTimes:
 
     def renew(self) -> OptionTimes:
         """Return the stored times, with the times of Megatron's own experts in the latest steps of this start."""
-        stored = self._table.load()
-        return self.measure() if stored is None else self._final(self._with_stock(stored[0]))
+        return self.measure() if self._stored is None else self._final(self._with_stock(self._stored))
 
     def _final(self, table: TimingTable) -> OptionTimes:
         for state in self._watched:

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,7 @@ class RunSummary:
         tokens_s: tokens a second of the usual steps under the latest map that has a median.
         over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
             fastest 8-bit format.
+        lost: number of records that were never written, by kind.
     """
 
     verdict: str
@@ -121,6 +122,7 @@ class RunSummary:
     tokens_s: float | None = None
     over_fp8: float | None = None
     fp8: str = ""
+    lost: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def cost_s(self) -> float:
@@ -188,6 +190,7 @@ def summarise(run: RunData) -> RunSummary:
         loss=_loss_cost(run),
         memory=_memory(run),
         tokens_s=_tokens_per_second(run, maps),
+        lost=run.lost,
     )
     last = run.adoptions[-1].precision_map if run.adoptions else None
     over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
@@ -417,7 +420,11 @@ def headline(summary: RunSummary) -> str:
 
 def sentences(summary: RunSummary) -> list[str]:
     """Return what is known of times, costs, loss and memory, one sentence each."""
-    texts = (_steps_text(summary), _costs_text(summary), _loss_text(summary, summary.loss), _memory_text(summary))
+    lost = ", ".join(f"{count} of {kind}" for kind, count in summary.lost.items())
+    texts = (
+        _steps_text(summary), _costs_text(summary), _loss_text(summary, summary.loss), _memory_text(summary),
+        f"Records are missing, because the file system did not take them: {lost}." if lost else "",
+    )  # fmt: skip
     return [text for text in texts if text]
 
 

@@ -287,9 +287,7 @@ class RankZeroCoordinator:
         if self._run is None:
             return
         run, self._run = self._run, None
-        run.close()
-        if self._finished is not None:
-            self._finished(run.path)
+        run.close(self._finished)
 
 
 def _account_of(run: RunDirectory | None) -> Account:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +172,7 @@ def _parsed[T](
 # -- joined for reports ----------------------------------------------------------------------------------------------
 FAULT_EVENTS = (
     "guard", "sidecar_restart", "solve_failed", "dropped", "skipped", "resume", "out_of_reach", "plan_moved",
+    "records_lost",
 )  # fmt: skip
 """Kinds of events that report trouble. The report shows them first."""
 COSTS = (
@@ -297,6 +298,16 @@ class RunData:
     def faults(self) -> list[Mapping[str, Any]]:
         """The events that report trouble, in the order in which they were written."""
         return [event for event in self.events if event["event"] in FAULT_EVENTS]
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Number of records that were never written, by kind: a file of lines or a folder of step files."""
+        lost: Counter[str] = Counter()
+        for event in self.events:
+            kinds = event.get("kinds") if event["event"] == "records_lost" else None
+            if isinstance(kinds, Mapping):
+                lost.update({kind: number for kind, number in kinds.items() if type(number) is int})
+        return dict(lost)
 
     def validations(self) -> dict[str, dict[int, float]]:
         """Return formats of the validation (``map`` or ``bf16``) → step → loss.

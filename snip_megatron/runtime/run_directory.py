@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -49,7 +49,8 @@ LOCK_SCHEMA = "snip.lock/1"
 class RunDirectory:
     """The writer of a run directory. Only rank 0 constructs one.
 
-    Only the constructor raises on an I/O error. A write that fails later is reported once and tried again.
+    Only the constructor touches files in the calling thread, and raises if that fails. All later records are written by
+    the thread of a :class:`Writer`, so that a file system that fails or stalls costs the training nothing.
 
     Args:
         config: The configuration of the run. On a restart it is compared with the one in the directory.
@@ -98,10 +99,14 @@ class RunDirectory:
             raise SnipError(
                 f"run directory {self.path}: cannot be written ({error}); choose another --snip-dir"
             ) from None
-        self.writer = Writer(self.path, self._restore_config)
+        self._last_step = -1 if resume_step is None else resume_step
+        self._closed = False
+        self.writer = Writer(self.path, self._restore_config, self._loss_record)
+        atexit.register(self.close)
         if resume_step is not None and (resume_step or cut_records):  # else there is neither checkpoint nor earlier run
             fields = {"cut_records": cut_records, "changed_key": changed, "changed_fact": changed_fact}
             self.event(resume_step, "resume", **fields)
+            self.writer.flush()  # the account of earlier steps is read before the first one
 
     def set_fact(self, name: str, value: Any) -> None:
         """Replace one of the ``facts``, which became known later."""
@@ -131,8 +136,16 @@ class RunDirectory:
         self._append(METRICS, step, {"loss": loss, "grad_norm": grad_norm, "fp4_fraction": fp4_fraction, **fields})
 
     def _append(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
-        stamp = {"time": round(time.time(), 3), "step": int(step)}
-        self.writer.append(self.path / name, {**stamp, **fields, **stamp})
+        self._last_step = int(step)
+        self.writer.append(self.path / name, self._stamped(fields))
+
+    def _stamped(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        stamp = {"time": round(time.time(), 3), "step": self._last_step}
+        return {**stamp, **fields, **stamp}
+
+    def _loss_record(self, lost: Mapping[str, int]) -> tuple[Path, dict[str, Any]]:
+        fields = {"event": "records_lost", "step_s": None, "wait_s": None, "kinds": dict(lost)}
+        return self.path / EVENTS, self._stamped({**fields, "records": sum(lost.values())})
 
     def write(self, folder: str, step: int, content: str | bytes) -> None:
         """Write the file of a step in ``folder``, a key of STEP_FILES."""
@@ -148,10 +161,24 @@ class RunDirectory:
             "scores", step, dump_json({"schema": SCORES_SCHEMA, "step": step, "version": version, "scores": scores})
         )
 
-    def close(self) -> None:
-        """Try the pending writes a last time, report how many were lost, and close the files."""
-        self.writer.close()
-        release_lock(self.path)
+    def close(self, finish: Callable[[Path], object] | None = None) -> None:
+        """Write the records that wait, remove the lock, and call ``finish`` with the path of the directory.
+
+        All of this happens in the writer's thread, for which this method waits a bounded time; see
+        :meth:`Writer.close`. If the file system stalls, the lock stays, and is stale when this process has ended.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+
+        def end() -> None:
+            release_lock(self.path)
+            if finish is not None:
+                finish(self.path)
+
+        if not self.writer.close(end) and finish is not None:
+            print(f"snip: no report: its files cannot be reached in time; later: snip report {self.path}", flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -329,7 +356,7 @@ def read_lock(run: Path) -> Lock | None:
 
 
 def take_lock(run: Path) -> None:
-    """Lock the run directory for this process, until it ends or calls :func:`release_lock`.
+    """Lock the run directory for this process, until it calls :func:`release_lock` or has ended.
 
     Of several processes that call this at the same time, one gets the lock. Raises SnipError if another job has it, and
     OSError if it cannot be written.
@@ -342,7 +369,6 @@ def take_lock(run: Path) -> None:
         _take(run / LOCK, part)
     finally:
         part.unlink(missing_ok=True)
-    atexit.register(release_lock, run)
 
 
 def _take(path: Path, part: Path) -> None:

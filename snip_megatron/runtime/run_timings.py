@@ -3,13 +3,14 @@
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from snip_megatron.precision import Format
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.run_data import TIMINGS
-from snip_megatron.runtime.storage import write_atomically
+from snip_megatron.runtime.storage import Writer, write_atomically
 from snip_megatron.timing.calibration import Workload, versions
 from snip_megatron.timing.table import TimingTable
 
@@ -43,6 +44,7 @@ class RunTimings:
         workload: Sizes of the run's GEMMs.
         run: The run directory. None if there is none.
         library: The backend's library for products.
+        writer: Writes the files of a table that was measured during training. If it is None, they are written at once.
     """
 
     device: str
@@ -51,6 +53,7 @@ class RunTimings:
     workload: Workload
     run: Path | None = None
     library: str = ""
+    writer: Writer | None = None
 
     @property
     def cache_file(self) -> Path:
@@ -78,13 +81,23 @@ class RunTimings:
                 continue
             if self.covers(table):
                 if self.run is not None and path == self.cache_file:
-                    _write(self.run / TIMINGS, table)
+                    self._write(self.run / TIMINGS, table)
                 return table, path
         return None
 
     def store(self, table: TimingTable) -> list[Path]:
-        """Write the table to the run directory and the cache. Returns the files that could be written."""
-        return [path for path in self.paths if _write(path, table)]
+        """Write the table to the run directory and the cache. Returns the files that are or will be written."""
+        return [path for path in self.paths if self._write(path, table)]
+
+    def _write(self, path: Path, table: TimingTable) -> bool:
+        """Write a table. Prints a line and returns False if it cannot be written."""
+        write: Callable[[Path, bytes], None] = write_atomically if self.writer is None else self.writer.replace
+        try:
+            write(path, table.to_json().encode())
+        except OSError as error:
+            print(f"snip: {path}: the times of GEMMs cannot be kept there: {error.strerror}", flush=True)
+            return False
+        return True
 
     def covers(self, table: TimingTable) -> bool:
         """Return whether the table is of this card and backend, and holds all formats and sizes of linears."""
@@ -96,13 +109,3 @@ class RunTimings:
             and set(self.workload.weights) <= set(table.weights)
             and set(self.workload.grouped) <= set(table.grouped)
         )
-
-
-def _write(path: Path, table: TimingTable) -> bool:
-    """Write a table. Prints a line and returns False if it cannot be written."""
-    try:
-        write_atomically(path, table.to_json().encode())
-    except OSError as error:
-        print(f"snip: {path}: the times of GEMMs cannot be kept there: {error.strerror}", flush=True)
-        return False
-    return True

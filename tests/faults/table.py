@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -151,20 +152,56 @@ def _break_disk(error: int, rank: Any, delay: float) -> None:
             raise OSError(error, os.strerror(error), str(target))
         genuine["replace"](source, target, **kwargs)
 
-    rank.run.writer.drain(force=True)
+    rank.run.writer.flush()
     os.open, os.write, os.replace = open_file, write, rename  # type: ignore[assignment]
 
     def heal() -> None:
         for name, function in genuine.items():
             setattr(os, name, function)
-        rank.run.writer.drain(force=True)
+        rank.run.writer.flush()
 
+    rank.undo.append(heal)
+
+
+def _stall_disk(rank: Any, delay: float) -> None:
+    """Let every access to the run directory wait until this fault ends. The training thread must make none."""
+    folder = str(rank.run.path.absolute())
+    genuine = {name: getattr(os, name) for name in ("stat", "write", "fsync")}
+    training, reached, released = threading.current_thread(), threading.Event(), threading.Event()
+
+    def wait(path: Any) -> None:
+        if isinstance(path, int):
+            path = os.path.realpath(f"/proc/self/fd/{path}")
+        if released.is_set() or not isinstance(path, str | os.PathLike) or not os.path.abspath(path).startswith(folder):
+            return
+        if threading.current_thread() is training:
+            raise AssertionError(f"training accesses {path}")
+        reached.set()
+        released.wait()
+
+    def waiting(name: str) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            wait(path)
+            return genuine[name](path, *args, **kwargs)
+
+        return call
+
+    def heal() -> None:
+        assert reached.is_set(), "nothing was written"
+        released.set()
+        for name, function in genuine.items():
+            setattr(os, name, function)
+        rank.run.writer.flush()
+
+    sys.addaudithook(lambda event, args: wait(args[0]) if args and event.startswith(("open", "os.")) else None)
+    for name in genuine:
+        setattr(os, name, waiting(name))
     rank.undo.append(heal)
 
 
 def _remove_directory(rank: Any, delay: float) -> None:
     """Remove the run directory. What it held is put aside for the judge."""
-    rank.run.writer.drain(force=True)
+    rank.run.writer.flush()
     shutil.copytree(rank.run.path, rank.folder / f"removed{rank.step:04d}")
     shutil.rmtree(rank.run.path)
 
@@ -211,6 +248,7 @@ FAULTS: dict[str, Fault] = {
     "slow rank": Fault(("adopted",), _wait, rank=-1),
     "disk full": Fault(("adopted",), _of(_break_disk, errno.ENOSPC)),
     "disk read-only": Fault(("adopted",), _of(_break_disk, errno.EROFS)),
+    "disk stalled": Fault(("adopted",), _stall_disk),
     "run directory removed": Fault(("adopted",), _remove_directory),
     "rank killed": Fault(("killed",), _of(_signal_rank, signal.SIGKILL), rank=-1, ends=True),
     "preemption": Fault(("stopped",), _of(_signal_rank, signal.SIGTERM), ends=True),

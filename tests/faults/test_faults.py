@@ -14,8 +14,8 @@ TWO_STAGES = LAYOUTS[2]
 
 
 def test_trainings_go_on_through_faults(warm: WarmRanks, tmp_path: Path) -> None:
-    names = ["solver killed", "garbage from the solver", "Inf in a statistic", "disk full", "run directory removed"]
-    names += ["exception in a probe", "probe out of memory"]
+    names = ["solver killed", "garbage from the solver", "Inf in a statistic", "disk full", "disk stalled"]
+    names += ["run directory removed", "exception in a probe", "probe out of memory"]
     results = run_faults(warm, tmp_path, TWO_STAGES, 0.0, names)
     assert [(result["fault"], result["lost"]) for result in results] == [(name, None) for name in names]
 

@@ -287,7 +287,10 @@ def test_megatron_s_own_experts_take_what_they_took_in_the_training(tmp_path: Pa
         return times
 
     assert start(7.0, 3.0, 5.0, linears=["fc1"]).measure().stock == {}  # a table has them of all sizes or none
-    first, again, resumed = start(7.0, 3.0, 5.0).measure(), start(6.0).renew(), start().renew()
+    first = start(7.0, 3.0, 5.0).measure()
+    (again := start(6.0)).known()
+    (resumed := start()).known()
+    again, resumed = again.renew(), resumed.renew()
     rows = TimingTable.load(tmp_path / TIMINGS).grouped
     assert [row[STOCK][Format.BF16] for row in rows.values() if STOCK in row] == [5.0, 5.0]
     assert again == replace(first, stock=again.stock)  # those of an earlier start are none of these steps

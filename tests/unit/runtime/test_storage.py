@@ -1,17 +1,22 @@
 """Writes that fail in the run directory, and output files that a command refuses before it computes anything."""
 
+import contextlib
 import errno
+import json
 import os
+import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_runs import FC1, new_run
+from small_runs import CONFIG, FC1, new_run
 
 from snip_megatron.precision import Format, PrecisionMap
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.reporting.summary import sentences, summarise
 from snip_megatron.runtime import storage
-from snip_megatron.runtime.run_data import read_maps
+from snip_megatron.runtime.run_data import load_run, read_config, read_events, read_maps, read_metrics
 from snip_megatron.runtime.storage import check_folder, deliver
 
 
@@ -43,13 +48,116 @@ def test_a_file_that_is_not_on_the_disk_replaces_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+def lines_of(fifo: Path, lines: list[bytes]) -> threading.Thread:
+    """Read a FIFO until its writer closes it."""
+    thread = threading.Thread(target=lambda: lines.extend(fifo.read_bytes().splitlines()), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_write_that_stalls_holds_up_nobody(tmp_path, monkeypatch, capsys):
+    """The open of a FIFO waits in the kernel for a reader, as a file of a dead network file system does."""
+    monkeypatch.setattr(storage, "MAX_RECORDS", 50)
+    monkeypatch.setattr(storage, "STALL_S", 0.0)
+    run, fifo, lines = new_run(tmp_path), tmp_path / "metrics.jsonl", list[bytes]()
+    os.mkfifo(fifo)
+    run.event(0, "submit", version=1)
+    assert run.writer.flush()
+    for step in range(100):
+        run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        run.event(step, "collect")
+    run.write("maps", 99, PrecisionMap.uniform([FC1], Format.FP4).to_json())
+    assert [event["event"] for event in read_events(tmp_path)] == ["submit"]
+    reader = lines_of(fifo, lines)
+    assert run.writer.flush()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "records_lost"]
+    assert event["kinds"] == {"metrics": 75, "events": 75, "maps": 1}
+    assert (event["records"], event["step"]) == (151, 99)
+    run.close()
+    reader.join()
+    fifo.unlink()
+    summary = summarise(load_run(tmp_path))
+    assert summary.as_dict()["lost"] == event["kinds"]
+    assert sentences(summary)[-1].endswith("did not take them: 75 of metrics, 75 of events, 1 of maps.")
+    assert [json.loads(line)["step"] for line in lines] == [*range(25)]
+    assert [event["step"] for event in read_events(tmp_path) if event["event"] == "collect"] == [*range(25)]
+    said = capsys.readouterr().err
+    assert said.count("nothing could be written for 0 s") == said.count("further records are lost") == 1
+    assert "writes again; 151 records (75 of metrics, 75 of events, 1 of maps) are missing" in said
+
+
+def test_the_end_of_a_run_waits_a_bounded_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "EXIT_S", 0.1)
+    run, fifo, reports = new_run(tmp_path), tmp_path / "metrics.jsonl", list[Path]()
+    os.mkfifo(fifo)
+    for step in range(3):
+        run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+        run.event(step, "collect")
+    run.close(reports.append)
+    said = capsys.readouterr()
+    assert (
+        "6 records (3 of metrics, 3 of events) are missing: the file system has not taken them within 0 s" in said.err
+    )
+    assert f"snip report {tmp_path}" in said.out
+    lines_of(fifo, []).join()
+    assert reports == []
+
+
+def test_the_end_of_a_run_follows_its_last_record(tmp_path):
+    seen: list[int] = []
+    run = new_run(tmp_path)
+    run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+    run.close(lambda path: seen.extend(record["step"] for record in read_metrics(path)))
+    assert seen == [0]
+
+
+def mounted(folder: Path, *options: str) -> None:
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"a file system can be mounted by root alone: {done.stderr.decode().strip()}")
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
+def test_records_come_back_with_their_file_system(tmp_path, fault):
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    mounted(folder, "size=64k")
+    try:
+        run = new_run(folder / "run")
+        if fault == "full":
+            with contextlib.suppress(OSError):
+                (folder / "filler").write_bytes(bytes(2**16))
+        if fault == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        if fault == "gone":
+            run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+            assert run.writer.flush()
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        for step in range(1, 10):
+            run.metric(step, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+            run.write("maps", step, PrecisionMap.uniform([FC1], Format.FP4).to_json())
+        assert run.writer.flush()
+        assert read_metrics(folder / "run") == [] or fault == "gone"
+        if fault == "full":
+            (folder / "filler").unlink()
+        if fault == "read-only":
+            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+        run.close()
+        assert [record["step"] for record in read_metrics(folder / "run")] == [*range(1, 10)]
+        assert list(read_maps(folder / "run")) == [*range(1, 10)]
+        assert read_config(folder / "run")["config"] == CONFIG
+        assert read_events(folder / "run") == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+
+
 def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):
     run = new_run(tmp_path)
     blocked = tmp_path / "maps" / "step_0.json"
     (blocked / "x").mkdir(parents=True)
     run.write("maps", 0, PrecisionMap.uniform([FC1], Format.FP4).to_json())
     run.write("maps", 4, PrecisionMap.uniform([FC1], Format.FP8).to_json())
-    run.writer.drain(force=True)
+    assert run.writer.flush()
     assert (tmp_path / "maps" / "step_4.json").exists()
     (blocked / "x").rmdir()
     blocked.rmdir()
@@ -58,20 +166,19 @@ def test_a_file_in_the_way_holds_back_only_itself(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_pending_writes_are_bounded_and_the_loss_is_said(tmp_path, monkeypatch, capsys):
+def test_what_waits_is_bounded_in_bytes_and_said_at_the_end(tmp_path, monkeypatch, capsys):
     def refuse(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(storage, "MAX_BYTES", 1000)
     run = new_run(tmp_path)
     monkeypatch.setattr(storage.os, "write", refuse)
     for step in range(100):
         run.event(step, "collect", seconds=0.1)
-    assert 80 <= run.writer.lost < 100
-    assert capsys.readouterr().err.count("the oldest are lost from now on") == 1  # hours before the end
     run.close()
-    assert run.writer.lost == 100
-    assert "100 records were lost" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("further records are lost") == 1  # hours before the end
+    assert "100 records (100 of events) are missing: [Errno 28] No space left" in said
 
 
 def test_a_file_that_cannot_be_written_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
