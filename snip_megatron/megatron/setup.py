@@ -3,9 +3,10 @@
 import argparse
 import dataclasses
 import functools
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.numerics.products.transformer_engine import transformer_engine_gemms
 from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels.launch import share_cache
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.runtime.agreement import on_rank_zero
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.controller import Controller
 from snip_megatron.runtime.coordinator import RankZeroCoordinator
-from snip_megatron.runtime.exchange import MapChannel, StepReport
+from snip_megatron.runtime.exchange import Failure, MapChannel, StepReport, UpdateBrokenError
 from snip_megatron.runtime.host import Host, ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
 from snip_megatron.runtime.run_timings import cache_folder
@@ -135,7 +137,10 @@ class SnipRun:
         self.undo.close()
         if self._controller is not None:
             # Megatron leaves at --exit-interval by SystemExit on all ranks. After another exception ranks may be gone.
-            self._controller.close(together=kind is None or issubclass(kind, SystemExit))
+            try:
+                self._controller.close(together=kind is None or issubclass(kind, SystemExit))
+            except Exception as close_error:  # training has ended, and no record is worth its exit code
+                print(f"snip: the end of the run failed: {Failure.of('end', close_error)}", file=sys.stderr, flush=True)
             self._controller = None
 
     # -- overridden where another training loop than Megatron's runs the step -----------------------------------
@@ -245,15 +250,17 @@ class SnipRun:
             return self._controlled(train_step, call)
 
     def _controlled(self, train_step: Callable[[], Any], call: StepCall) -> Any:
-        controller = self._controller or self._build(call)
+        with _between_steps(call.step, "start"):
+            controller = self._controller or self._build(call)
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
             step = self._host_step(self.graphs.without_graph(call), self.graphs.bypassed(call.model))
             return self._probes.measure(step, clip, controller.state.sequences)
 
-        controller.before_step(call.step, probe)
-        self.graphs.recapture(call.step)
+        with _between_steps(call.step, "adoption"):
+            controller.before_step(call.step, probe)
+            self.graphs.recapture(call.step)
         started = time.perf_counter()
         result = train_step()
         if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again
@@ -269,7 +276,8 @@ class SnipRun:
         if self._coordinator is not None and interval and (call.step + 1) % interval == 0:
             self._coordinator.print_line(call.step)
         losses = result[0]
-        controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
+        with _between_steps(call.step, "figures"):
+            controller.after_step(call.step, main_loss(losses), result[_GRAD_NORM])
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
@@ -349,3 +357,14 @@ class SnipRun:
             unjudged="emulated" if emulated else "batch size grows" if ramps else None,
             times=measure,
         )  # fmt: skip
+
+
+@contextmanager
+def _between_steps(step: int, part: str) -> Iterator[None]:
+    """End the job in one line if an exception leaves SNIP's own work between two steps."""
+    try:
+        yield
+    except SnipError:
+        raise
+    except Exception as error:
+        raise UpdateBrokenError(step, Failure.of(part, error), error, "SNIP's work") from error

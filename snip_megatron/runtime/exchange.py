@@ -273,17 +273,17 @@ class UpdateDroppedError(Exception):
 
 
 class UpdateBrokenError(SnipError):
-    """An update failed on this rank where other ranks wait for it in a collective, so that training must end.
+    """``work``, by default an update, failed on this rank where others wait for it, so that training must end.
 
     ``is_cause`` says whether the exception is this rank's. Otherwise it has lost the connection to another one.
     """
 
     exit_code = EXIT_UPDATE_BROKEN
 
-    def __init__(self, step: int, failure: Failure, error: Exception) -> None:
+    def __init__(self, step: int, failure: Failure, error: Exception, work: str = "the update") -> None:
         advice = "; lower --micro-batch-size" if failure.out_of_memory else ""
         super().__init__(
-            f"{failure}; the update of step {step} failed where other ranks wait for this one, so the job ends: restart"
+            f"{failure}; {work} of step {step} failed where other ranks wait for this one, so the job ends: restart"
             f" it from its checkpoint{advice}"
         )
         self.is_cause = not (isinstance(error, dist.DistError) or "gloo" in str(error))

@@ -75,6 +75,7 @@ class WarmRanks:
         timeout: float = 400,
         env: Mapping[str, str] | None = None,
         tmp: Path,
+        grace: float = _GRACE,
     ) -> subprocess.CompletedProcess[str]:
         """``main()`` of ``module`` on ``nproc`` ranks in the folder ``tmp``; ranks still there at the end of time are
         killed: exit code 124."""
@@ -82,7 +83,7 @@ class WarmRanks:
         job = {"nproc": nproc, "args": list(args), "module": module, "timeout": timeout, "env": dict(env or {})}
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(job | {"tmp": str(tmp)}) + "\n")
+        self._server.stdin.write(json.dumps(job | {"tmp": str(tmp), "grace": grace}) + "\n")
         self._server.stdin.flush()
         answer = self._server.stdout.readline()
         if not answer:
@@ -143,7 +144,7 @@ def _run(job: dict[str, Any]) -> list[int]:
         if pid == 0:
             _become_rank(job, rank, port)
         pids.append(pid)
-    return _wait(pids, time.monotonic() + job["timeout"])
+    return _wait(pids, time.monotonic() + job["timeout"], job["grace"])
 
 
 def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
@@ -235,7 +236,7 @@ def _end_with_the_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
-def _wait(pids: list[int], deadline: float) -> list[int]:
+def _wait(pids: list[int], deadline: float, grace: float) -> list[int]:
     """Exit codes. Where one rank fails, the others get a moment, then they are ended: they may wait for it for ever."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
@@ -246,7 +247,7 @@ def _wait(pids: list[int], deadline: float) -> list[int]:
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 if codes[pid]:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         if time.monotonic() > deadline:
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGKILL)
