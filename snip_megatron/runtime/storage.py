@@ -258,7 +258,7 @@ class Writer:
             return
         try:
             record.write(record.path, record.data)
-        except OSError as error:
+        except (OSError, MemoryError) as error:  # the thread lives on
             self._error = str(error)
             self._say_once("failure", f"cannot write ({error}); training goes on, the records are written later")
             if not self._waiting:
