@@ -1,4 +1,4 @@
-"""`compare` of benchmarks/quality as a user runs it: a real experiment on the CPU."""
+"""`compare` and `validate_proxy` of benchmarks/quality as a user runs them: a real experiment on the CPU."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from snip_command import ROOT, SNIP, snip, snip_alone
 
 NANO = ROOT / "benchmarks/quality/experiments" / "nano.json"
-COMPARE = (sys.executable, "-m", "benchmarks.quality.compare")
+COMPARE, VALIDATE = ((sys.executable, "-m", f"benchmarks.quality.{name}") for name in ("compare", "validate_proxy"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "SNIP_COMMIT": "c0ffee"}
 
 
@@ -57,7 +57,7 @@ def until_one_run_is_done(out: Path, process: subprocess.Popen[str]) -> Iterator
         yield
 
 
-def test_an_interrupted_comparison_goes_on(data: Path, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_goes_on_and_its_warm_checkpoint_is_measured(data: Path, tmp_path: Path) -> None:
     body = json.loads(NANO.read_text())
     body["from_warm"]["policies"] = ["uniform-fp4", "snip"]
     experiment, work, first = tmp_path / "experiment.json", tmp_path / "work", tmp_path / "first"
@@ -93,6 +93,7 @@ def test_an_interrupted_comparison_goes_on(data: Path, tmp_path: Path) -> None:
     nothing_to_do = alone(*arguments, "--out", first, "--resume")
     assert nothing_to_do.returncode == 0
     assert nothing_to_do.stdout.strip() == (first / "nano.md").read_text().strip()
+    check_estimators(arguments, tmp_path)
 
 
 def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
@@ -106,3 +107,17 @@ def check_figures(runs: dict[str, Any], body: dict[str, Any]) -> None:
     assert by_label["uniform-fp4"]["fp4_share"] == 1.0
     assert by_label["snip"]["fp4_share"] >= 0.75
     assert [adopted["step"] for adopted in by_label["snip"]["adopted"]] == [10]
+
+
+def check_estimators(arguments: tuple[object, ...], out: Path) -> None:
+    """Errors of a GEMM reach weights of other linears: what counts a linear's own error alone ranks otherwise."""
+    done = alone(*arguments, "--out", out, "--probe-microbatches", "1", command=VALIDATE)
+    assert done.returncode == 0, done.stderr
+    early, validation = json.loads((out / "proxy.json").read_text())["validations"]
+    assert early["step"] == 5
+    assert (validation["step"], validation["tokens"], validation["format"]) == (9, 256, "fp4")
+    found = {(c["quantity"], c["estimator"]): c for c in validation["comparisons"]}
+    assert {found["loss", name]["options"] for name in ("noise", "fisher", "ceiling")} == {8}
+    rho = {name: found["drift: all", name]["rho"] for name in ("noise", "min-rel-err", "min-abs-err")}
+    assert rho["noise"] > 0.6
+    assert rho["noise"] > 0.2 + max(rho["min-rel-err"], rho["min-abs-err"])
