@@ -6,8 +6,7 @@ ranks is therefore the global sum on every parallel layout.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.precision import LinearRow, Role
-from snip_megatron.sensitivity.recorder import Boundary, LinearRecorder, OutputErrorDots
+from snip_megatron.sensitivity.recorder import Boundary, LinearRecorder
 from snip_megatron.sensitivity.table import SinkRow, StatisticsTable, array_shapes
 
 # Columns that hold the square of a gradient. G is recorded as autograd gives it, and the table holds ∂L/∂Y of the mean
@@ -183,13 +182,7 @@ def reduce_loss_effects(recorders: Sequence[LinearRecorder], groups: ProbeGroups
     def tensors(recorder: LinearRecorder) -> list[torch.Tensor]:
         return [part for d in recorder.dots for part in (d.values, d.norms2, d.dots) if part is not None]
 
-    def replace(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
-        recorder.dots = [
-            OutputErrorDots(next(sums), d.rows, next(sums), None if d.dots is None else next(sums))
-            for d in recorder.dots
-        ]
-
-    _reduce(groups.split(recorders), tensors, replace, lambda reduced_over: [reduced_over.tp], together)
+    _reduce(groups.split(recorders), tensors, lambda over: [over.tp], together)
 
 
 def add_loss_effects(table: PartialTable, recorders: Sequence[LinearRecorder]) -> None:
@@ -210,36 +203,25 @@ def reduce_columns(recorders: Sequence[LinearRecorder], groups: ProbeGroups, tog
     split = groups.split(recorders)
     experts = [(reduced_over, some) for reduced_over, some in split if reduced_over is not groups]
 
-    def columns(recorder: LinearRecorder) -> list[torch.Tensor]:
-        return [recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols]
-
-    def replace_columns(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
-        recorder.x_cols, recorder.g_cols, recorder.dx_cols, recorder.dg_cols = itertools.islice(sums, 4)
-
     def of_expert(recorder: LinearRecorder) -> list[torch.Tensor]:
         recorder.expert_sums = recorder.local_expert_sums()
         return [recorder.expert_sums]
 
-    def replace_expert(recorder: LinearRecorder, sums: Iterator[torch.Tensor]) -> None:
-        recorder.expert_sums = next(sums)
-
-    _reduce(experts, of_expert, replace_expert, lambda over: [over.tp, over.dp], together)
-    _reduce(split, columns, replace_columns, lambda over: [over.dp], together)
+    _reduce(experts, of_expert, lambda over: [over.tp, over.dp], together)
+    _reduce(split, lambda r: [r.x_cols, r.g_cols, r.dx_cols, r.dg_cols], lambda over: [over.dp], together)
 
 
 def _reduce(
     split: Sequence[tuple[ProbeGroups, Sequence[LinearRecorder]]],
     tensors: Callable[[LinearRecorder], list[torch.Tensor]],
-    replace: Callable[[LinearRecorder, Iterator[torch.Tensor]], None],
     chosen: Callable[[ProbeGroups], Sequence[dist.ProcessGroup | None]],
     together: Together,
 ) -> None:
-    """Sum tensors of recorders over groups, with one all-reduce for each group.
+    """Sum tensors of recorders over groups in place, with one all-reduce for each group.
 
     Args:
         split: The recorders by their groups.
         tensors: Returns the tensors of a recorder.
-        replace: Replaces them by the next of the sums.
         chosen: Returns the groups over which they are summed, in order.
         together: Packs the tensors, before any rank enters a collective.
     """
@@ -252,13 +234,11 @@ def _reduce(
             packed.append((torch.cat([part.reshape(-1) for part in parts]) if shared else None, parts))
         return packed
 
-    for (groups, recorders), (flat, parts) in zip(split, together(pack), strict=True):
+    for (groups, _), (flat, parts) in zip(split, together(pack), strict=True):
         if flat is None:
             continue
         for group in chosen(groups):
             if group_size(group) > 1:
                 dist.all_reduce(flat, group=group)
-        sums = torch.split(flat, [part.numel() for part in parts])
-        shaped = iter([total.view(part.shape) for total, part in zip(sums, parts, strict=True)])
-        for recorder in recorders:
-            replace(recorder, shaped)
+        for part, total in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+            part.copy_(total.view(part.shape))
