@@ -81,12 +81,20 @@ def draw_faults(steps: int, seed: int) -> dict[int, str]:
     return faults
 
 
-def soak(ranks: Any, folder: Path, layout: str, steps: int, seed: int, extra: Sequence[str], timeout: float) -> Body:
-    """Train with faults, and replay without. Returns what came of it; ``lost`` says what a fault has cost."""
+def soak(
+    ranks: Any,
+    folder: Path,
+    layout: str,
+    steps: int,
+    faults: Mapping[int, str],
+    extra: Sequence[str] = (),
+    timeout: float = 3600.0,
+) -> Body:
+    """Train with faults by step, and replay without. Returns what came of it; ``lost`` says what a fault has cost."""
     count, arguments = LAYOUTS[layout]
-    faults, started = draw_faults(steps, seed), time.perf_counter()
+    started = time.perf_counter()
     job = Job(ranks, folder, (count, tuple(arguments.split())), 0.0, (*SNIP.split(), *extra), timeout)
-    body: Body = {"layout": layout, "ranks": count, "steps": steps, "seed": seed}
+    body: Body = {"layout": layout, "ranks": count, "steps": steps}
     try:
         trained, code = job.train("training", steps, faults, *WAIT, sample_every=max(1, steps // 200))
         if code:
@@ -132,9 +140,10 @@ def flatness(samples: Sequence[Mapping[str, int]]) -> Body:
         if ends[1] - ends[0] > (RESIDENT_SHARE * ends[0] if most is None else most):
             growing.append(name)
     if samples[-1]["files"]:
-        rates = []
-        third = len(samples) // 3
-        for part in (samples[third : 2 * third + 1], samples[2 * third :]):
+        last = samples[-1]["step"] // UPDATES * UPDATES  # whole intervals of updates, which write most
+        third, rates = last // 3 // UPDATES * UPDATES, []
+        for begin in (last - 2 * third, last - third):
+            part = [sample for sample in samples if begin <= sample["step"] <= begin + third]
             grown = sum(max(0, b["written"] - a["written"]) for a, b in itertools.pairwise(part))
             rates.append(grown / (part[-1]["step"] - part[0]["step"]))
         body["written_a_step"], body["files"] = [round(rate, 1) for rate in rates], samples[-1]["files"]
@@ -160,7 +169,8 @@ def main() -> int:
     ranks = GpuRanks() if on_gpus else WarmRanks()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         try:
-            result = soak(ranks, Path(folder), layout, args.steps, args.seed, extra, args.timeout)
+            faults = draw_faults(args.steps, args.seed)
+            result = soak(ranks, Path(folder), layout, args.steps, faults, extra, args.timeout)
         finally:
             ranks.close()
     write(args.out, header(args.commit) | result)

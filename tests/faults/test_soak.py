@@ -5,19 +5,19 @@ from pathlib import Path
 from warm_ranks import WarmRanks
 
 from benchmarks.reliability.soak import AT_ANY_STEP, UPDATES, draw_faults, flatness, soak
-from faults.table import FAULTS
+from faults.table import DROPPED, FAULTS
 
 
 def test_a_training_goes_on_through_faults_and_holds_what_it_held(warm: WarmRanks, tmp_path: Path) -> None:
-    result = soak(warm, tmp_path, "pp2", 200, seed=3, extra=("--hidden-size", "32"), timeout=600)
+    faults = {89: "disk full", 120: "exception in a probe"}
+    result = soak(warm, tmp_path, "pp2", 160, faults, extra=("--hidden-size", "32"))
     assert result["lost"] is None
-    assert len(result["faults"]) == 2
-    assert not [fault for fault in result["faults"] if "wrong" in fault]
-    assert result["events"]["adopt"] >= 6
+    assert result["faults"][1] == {"step": 120, "fault": "exception in a probe", "outcome": DROPPED}
+    assert (result["events"]["adopt"], result["events"]["dropped"]) == (7, 1)
     assert len(result["resources"]) == 2
     for held in result["resources"]:
         assert not {"descriptors", "threads", "device", "written"} & set(held["growing"])  # memory settles later
-    assert result["resources"][0]["files"] > 4 * 6
+    assert result["resources"][0]["files"] > 4 * 6  # of six updates
     assert "files" not in result["resources"][1]  # rank 0 alone writes
 
 
