@@ -26,8 +26,8 @@ echo "== pytest"
 if ((${#failed[@]})); then
     echo "FAILED before the tests: ${failed[*]} (see above); this run will exit non-zero"
 fi
-# Tests that start ranks stay on one worker, those that run commands on another, those on SLURM on a third
-# (tests/conftest.py). SLURM's tests mostly wait, so three workers keep two cores busy. Each rank keeps to one thread.
+# Tests that start ranks stay on two workers, those that run commands and those on SLURM each on one
+# (tests/conftest.py). They wait at times, so three workers keep two cores busy. Each rank keeps to one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -m pytest --numprocesses 3 --dist loadgroup --durations 20 "$@"
 status=$?

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parent
-# Under xdist (--dist loadgroup) a group stays on one worker. Ranks share a server of warm processes and want the cores
-# themselves; commands, mostly one process, run beside them.
+# Under xdist (--dist loadgroup) a group stays on one worker. Ranks share a server of warm processes; commands, mostly
+# one process, run beside them. The files of tests/distributed from LATER_RANKS on are a group of their own, so that two
+# workers have about as much to do.
 GROUPS = {
     "distributed": "ranks",
     "e2e": "commands",
-    "faults": "commands",
+    "faults": "later ranks",
     "gpu": "ranks",
     "slurm": "slurm",
 }
+LATER_RANKS = "test_layout_matrix.py"
 
 # A deadline would assert a time; derandomised, a failure on one machine is a failure on every machine.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -80,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in GROUPS:
             item.add_marker(getattr(pytest.mark, folder))
-            item.add_marker(pytest.mark.xdist_group(GROUPS[folder]))
+            later = folder == "distributed" and item.path.name >= LATER_RANKS
+            item.add_marker(pytest.mark.xdist_group("later ranks" if later else GROUPS[folder]))
         elif "interpreter" in item.fixturenames:  # tests/unit/conftest.py: one process for all of them
             item.add_marker(pytest.mark.xdist_group("interpreter"))
         if folder == "gpu":

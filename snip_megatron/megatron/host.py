@@ -172,7 +172,7 @@ class StepCall:
 class MegatronStep:
     """A training step of Megatron as :class:`snip_megatron.runtime.host.HostStep`.
 
-    ``around`` is a context around all passes.
+    ``around`` makes a context around passes. Each :meth:`undisturbed` enters one.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class MegatronStep:
         call: StepCall,
         args: argparse.Namespace,
         groups: ProbeGroups,
-        around: AbstractContextManager[None] | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._around = nullcontext() if around is None else around
+        self._around = around
         self.step, self.microbatches = call.step, call.num_microbatches
         self.call = call
         self._groups = groups
@@ -211,7 +211,7 @@ class MegatronStep:
         self._restore_random_states, self._passes = compat.random_states(), 0
         try:
             with (
-                self._around,
+                self._around(),
                 compat.rerun_disabled(),
                 compat.quiet_schedule(call.config),
                 compat.routing_repeated(call.model) as self._routing,

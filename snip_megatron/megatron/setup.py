@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -255,7 +255,7 @@ class SnipRun:
 
         def probe(clip: float) -> ProbeResult | Unmeasured:
             assert self._probes is not None
-            step = self._host_step(self.graphs.without_graph(call), self.graphs.bypassed(call.model))
+            step = self._host_step(self.graphs.without_graph(call), lambda: self.graphs.bypassed(call.model))
             return self._probes.measure(step, clip, controller.state.sequences)
 
         with _between_steps(call.step, "adoption"):
@@ -281,7 +281,9 @@ class SnipRun:
         return result
 
     # -- construction at the first step ------------------------------------------------------------------------
-    def _host_step(self, call: StepCall, around: AbstractContextManager[None] | None = None) -> MegatronStep:
+    def _host_step(
+        self, call: StepCall, around: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> MegatronStep:
         assert self._host is not None
         return MegatronStep(call, self._args, self._host.groups, around)
 

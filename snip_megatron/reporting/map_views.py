@@ -67,25 +67,12 @@ class Prediction:
             return None
 
 
-@dataclass(frozen=True)
-class StageView:
-    """The last map by pipeline stage: numbers of linears, fp4 shares of FLOPs, and predicted times.
-
-    ``times`` holds (seconds in bf16, seconds under the map) by the cost model ``model``. It is empty if the run stored
-    no times.
-    """
-
-    linears: Mapping[str, int]
-    shares: Mapping[str, float]
-    times: Mapping[str, tuple[float, float]]
-    model: str
-
-
-def stage_view(run: RunData, rows: Sequence[LinearRow], unreadable: list[str]) -> StageView | None:
+def stage_view(run: RunData, rows: Sequence[LinearRow], unreadable: list[str]) -> dict[str, Any] | None:
     """Return a run's last map by stage. None if there is no map, or if ``rows`` is empty.
 
-    ``rows`` are the linears of :func:`recorded_linears`. A message is appended to ``unreadable`` if the stored times
-    are invalid.
+    The numbers of ``linears`` and the fp4 ``shares`` of FLOPs are keyed by stage. So are ``times``, the (seconds in
+    bf16, seconds under the map) by the cost model ``model``; they are empty if the run stored no times. ``rows`` are
+    the linears of :func:`recorded_linears`. A message is appended to ``unreadable`` if the stored times are invalid.
     """
     last = next((a.precision_map for a in reversed(run.adoptions) if a.precision_map is not None), None)
     if last is None or not rows:
@@ -101,12 +88,9 @@ def stage_view(run: RunData, rows: Sequence[LinearRow], unreadable: list[str]) -
             model, times = prediction.times.model, {str(stage): pair for stage, pair in by_stage.items()}
     except SnipError as error:
         unreadable.append(f"predicted times: {error}")
-    return StageView(
-        linears={stage: len(of_stage) for stage, of_stage in flops.items()},
-        shares={s: fp4_fraction(last, of_stage, unquantised.get(s, 0.0)) for s, of_stage in flops.items()},
-        times=times,
-        model=model,
-    )
+    shares = {s: fp4_fraction(last, of_stage, unquantised.get(s, 0.0)) for s, of_stage in flops.items()}
+    linears = {stage: len(of_stage) for stage, of_stage in flops.items()}
+    return {"linears": linears, "shares": shares, "times": times, "model": model}
 
 
 def unquantised_flops(run: RunData) -> dict[str, float]:
@@ -145,26 +129,6 @@ class RunPhase:
     @property
     def steps(self) -> int:
         return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class PhaseView:
-    """The table of the phases of a run.
-
-    Attributes:
-        rows: the last :data:`MAX_PHASE_ROWS` phases in the order of time. Each has a state (``over``, ``in force`` or
-            ``to come``) and its changes (:func:`differences`).
-        timed: whether the budget is one of predicted times. If not, it is an fp4 share.
-        budget: the budget as the user wrote it.
-        target: the average over the run that the budget demands. None if the budget bounds the loss.
-        expected: the average that the latest plan reaches, as text. None if that plan was dropped.
-    """
-
-    rows: Sequence[tuple[RunPhase, str, Mapping[str, str]]]
-    timed: bool
-    budget: str
-    target: float | None
-    expected: str | None
 
 
 def phases_of(run: RunData) -> list[RunPhase]:
@@ -211,8 +175,14 @@ def differences(before: PrecisionMap | None, after: PrecisionMap) -> dict[str, s
     return changes
 
 
-def phase_view(run: RunData) -> PhaseView | None:
-    """Return the table of a run's phases. None for a run without plans."""
+def phase_view(run: RunData) -> dict[str, Any] | None:
+    """Return the table of a run's phases. None for a run without plans.
+
+    ``rows`` are the last :data:`MAX_PHASE_ROWS` phases in the order of time, each with its state (``over``, ``in
+    force`` or ``to come``) and its :func:`differences`. ``target`` is the average over the run that the ``budget``
+    demands, None if it bounds the loss. ``expected`` is the average that the latest plan reaches, as text, None if that
+    plan was dropped. ``timed`` says whether these are predicted times; if not, they are fp4 shares.
+    """
     phases = phases_of(run)
     if not phases:
         return None
@@ -229,13 +199,9 @@ def phase_view(run: RunData) -> PhaseView | None:
         )
         for old, phase in zip(before, phases, strict=False)
     ]
-    return PhaseView(
-        rows=rows[-MAX_PHASE_ROWS:],
-        timed=timed,
-        budget=str(run.config.get("budget", "")),
-        target=None if budget is None or budget.kind == "loss" else budget.value,
-        expected=_expected(run, timed),
-    )
+    target = None if budget is None or budget.kind == "loss" else budget.value
+    table = {"rows": rows[-MAX_PHASE_ROWS:], "timed": timed, "budget": str(run.config.get("budget", ""))}
+    return table | {"target": target, "expected": _expected(run, timed)}
 
 
 def _next_step(run: RunData) -> int:

@@ -473,8 +473,8 @@ def _loss_text(summary: RunSummary, loss: LossCost | None) -> str:
     ]
     if loss.at_end is not None:
         bounds = "" if loss.bound is None else f": --snip-budget loss={loss.bound:g} bounds this figure, not the first"
-        left = f"of all phases of its plan, {loss.at_end:.2g} nats are predicted to be left at the end of training"
-        parts.append(left + bounds)
+        remaining = f"of all phases of its plan, {loss.at_end:.2g} nats are predicted to be left at the end of training"
+        parts.append(remaining + bounds)
     if not loss.backward:
         parts.append("without the formats of dgrad and wgrad, whose cost these scores do not give in nats")
     if loss.measured is not None:

@@ -33,7 +33,7 @@ LATENT = (
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16"
     " --v-head-dim 16 --rope-type rope --mtp-num-layers 1"
 )
-"""For traced_pretrain, which has torch's attention for it."""
+"""For TRACE of altered_pretrain, which has torch's attention for it."""
 _TWO_LAYERS = "--num-layers 2"
 _NOISE = (
     "--snip --snip-first-update 3 --snip-update-interval 5 --snip-lag 3 --snip-wait 240 --snip-settings probe_tokens=32"
@@ -105,10 +105,10 @@ SAME_LAYOUT: dict[str, Interrupted] = {
         2,
         f"{_EVERYTHING} {_TWO_LAYERS} {SHARDED}",
         58,
-        every=3,
+        every=17,
         fast=(51,),
         module="altered_pretrain",
-        env={"ALTER": "spike", "SPIKES": "16,19"},
+        env={"SPIKES": "16,19"},
     ),
 }
 """A guard that takes a map back and an update that drift starts: ``everything``."""
@@ -218,8 +218,8 @@ class ResumeRuns:
         kept = _without_snip(shlex.split(case.arguments))
         loading = ("--load", str(self._folder / name / "checkpoint"), "--ckpt-step", str(point))
         curves = []
-        for module in ("snip_megatron.pretrain_gpt", "plain_pretrain"):
-            tmp = self._folder / f"{name}-{module}"
+        for module in ("snip_megatron.pretrain_gpt", "altered_pretrain:plain"):
+            tmp = self._folder / f"{name}-{module.rpartition(':')[2]}"
             args = tiny_llama_args(*kept, *loading, iters=case.steps)
             done = self._warm.run(case.ranks, args, module=module, tmp=tmp, timeout=600)
             self.check(module, done)
@@ -237,10 +237,9 @@ class ResumeRuns:
         kept, saved = _without_snip(shlex.split(case.arguments)), self._folder / f"{name}-plain" / "checkpoint"
         saving = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
         tmp = self._folder / f"{name}-plain"
-        done = self._warm.run(
-            case.ranks, tiny_llama_args(*kept, *saving, iters=case.steps), module="plain_pretrain", tmp=tmp, timeout=600
-        )
-        self.check("plain_pretrain", done)
+        args = tiny_llama_args(*kept, *saving, iters=case.steps)
+        done = self._warm.run(case.ranks, args, module="altered_pretrain:plain", tmp=tmp, timeout=600)
+        self.check("plain", done)
         run = self._folder / f"{name}-entered" / "run"
         args = tiny_llama_args(
             *case.arguments.split(), "--load", str(saved), "--snip-dir", str(run), iters=case.steps

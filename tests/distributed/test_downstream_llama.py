@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
+from altered_pretrain import TOKENS
 from launch import tiny_llama_args
-from logits_pretrain import TOKENS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_ranks import WarmRanks
 
@@ -22,7 +22,7 @@ def test_logits_of_a_tensor_parallel_run_under_snip(warm: WarmRanks, tmp_path: P
         iters=4,
     )
     env = {"LOGITS": str(tmp_path / "logits.pt")}
-    warm.succeed(2, args, module="logits_pretrain", tmp=tmp_path / "run", env=env)
+    warm.succeed(2, args, module="altered_pretrain", tmp=tmp_path / "run", env=env)
     tokenizer = byte_tokenizer()
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
 

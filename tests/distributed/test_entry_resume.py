@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from altered_pretrain import read_traces
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from resumes import EXPERTS, LATENT
-from traced_pretrain import read_traces
 from warm_ranks import WarmRanks
 
 # Dropout, so that a lost random state shows.
@@ -44,7 +44,7 @@ def test_snip_switched_on_and_off_again_is_an_uninterrupted_plain_run(
     def part(of: str, *extra: str) -> list[dict[str, Any]]:
         args = tiny_llama_args("--bf16", *DROPOUT, *layout.split(), "--save-interval", "3", *extra, iters=9)
         env = {"TRACE": str(tmp_path / of)}
-        done = warm.succeed(ranks, args, module="traced_pretrain", tmp=tmp_path / of, env=env)
+        done = warm.succeed(ranks, args, module="altered_pretrain", tmp=tmp_path / of, env=env)
         assert "holds no SNIP state" not in done.stdout  # nothing is missing under a fixed map
         return read_traces(tmp_path / of)
 

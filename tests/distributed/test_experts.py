@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from agreement import agree, worst_differences
+from altered_pretrain import traced
 from launch import losses, tiny_llama_args
 from layouts import figures
 from resumes import EXPERTS, LATENT
-from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm

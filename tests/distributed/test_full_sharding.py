@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered_pretrain import traced
 from launch import tiny_llama_args
 from resumes import EXPERTS, LATENT
 from test_warm_up import assert_all_is_warmed_up
-from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.run_data import read_maps

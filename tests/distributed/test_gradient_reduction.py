@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from altered_pretrain import LENGTHS
 from checkpoints import differences, read_checkpoint
 from launch import tiny_llama_args
 from layouts import figures
-from summed_gradients import LENGTHS
 from warm_ranks import WarmRanks
 
 from snip_megatron.numerics.quantize import fake_quantize
@@ -23,7 +23,7 @@ STEPS = 4
 
 def test_bits_of_a_sum(warm: WarmRanks, tmp_path: Path) -> None:
     """Each of three ranks adds its own part as it is, and those of the others as E4M3 numbers, in the ranks' order."""
-    warm.succeed(3, [], module="summed_gradients", tmp=tmp_path, env={"OUT": str(tmp_path)})
+    warm.succeed(3, [], module="altered_pretrain:summed", tmp=tmp_path, env={"OUT": str(tmp_path)})
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(3)]
     for place, length in enumerate(LENGTHS):
         for rank in range(3):
@@ -51,7 +51,7 @@ def train(warm: WarmRanks, folder: Path, name: str, *extra: str) -> Run:
     run, saved, sent = folder / name, folder / f"{name}-saved", folder / f"{name}-sent.json"
     where = ("--snip", *POLICY, "--snip-dir", str(run), "--save", str(saved), "--save-interval", "2")
     args = tiny_llama_args(*MODEL, *where, *extra, iters=STEPS)
-    env = {"ALTER": "count", "SENT": str(sent)}
+    env = {"SENT": str(sent)}
     warm.succeed(2, args, module="altered_pretrain", env=env, tmp=folder / f"{name}-ranks", timeout=300)
     return Run(figures(run), read_checkpoint(saved, STEPS), json.loads(sent.read_text()))
 
@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_have_one_gradient_of_what_they_all_hold(warm: War
         *shlex.split("--tensor-model-parallel-size 2 --sequence-parallel --snip-gradient-reduction fp8"),
         *("--snip", *POLICY, "--snip-dir", str(tmp_path / "run")), iters=3,
     )  # fmt: skip
-    env = {"ALTER": "replicas", "OUT": str(tmp_path)}
+    env = {"REPLICAS": str(tmp_path)}
     warm.succeed(4, args, module="altered_pretrain", tmp=tmp_path / "ranks", env=env, timeout=300)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
     assert len(ranks[0]) == 3

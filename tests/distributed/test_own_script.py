@@ -27,7 +27,8 @@ def test_without_snip_the_script_trains_bitwise_as_it_did(warm: WarmRanks, tmp_p
         saves = ("--save", str(tmp_path / name), "--save-interval", "4")
         return tiny_llama_args(*ON_CPU, *TP2, "--focus", "2", *saves, iters=4)
 
-    warm.succeed(2, arguments("before"), module="stripped_script", env={"SCRIPT": str(OWN)}, tmp=tmp_path / "b")
+    env = {"SCRIPT": str(OWN)}
+    warm.succeed(2, arguments("before"), module="altered_pretrain:stripped", env=env, tmp=tmp_path / "b")
     after = warm.succeed(2, arguments("after"), module=f"examples.{OWN.stem}", tmp=tmp_path / "a")
     assert "iteration        4/       4" in after.stdout
     assert "focused loss" in after.stdout

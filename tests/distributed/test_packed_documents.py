@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from altered_pretrain import traced
 from launch import tiny_llama_args
-from traced_pretrain import traced
 from warm_ranks import WarmRanks
 
 from snip_megatron.megatron.prepare_data import byte_tokenizer, save_tokenizer
@@ -58,7 +58,7 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
         words = [*(conversations if sft else ()), *shlex.split(f"--num-layers 2 {extra} {snip}")]
         words += ["--snip-dir", str(folder / name / "snip")] if snip else []
         args = tiny_llama_args(*words, iters=STEPS, mock_data=not sft)
-        return traced(warm, ranks, args, folder / name, TORCH_ATTENTION="1")
+        return traced(warm, ranks, args, folder / name, TORCH_ATTENTION="1", WHOLE_MOCK_DATA="1")
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

@@ -27,7 +27,7 @@ def train(warm: WarmRanks, tmp: Path, name: str, **env: str) -> tuple[Path, subp
     run, checkpoints = tmp / name / "run", str(tmp / name / "checkpoints")
     where = ("--snip-dir", str(run), "--save", checkpoints, "--load", checkpoints)
     args = tiny_llama_args(*SNIP, *where, iters=STEPS)
-    done = warm.succeed(1, args, module="reentering_pretrain", env=env, tmp=tmp / name / "ranks")
+    done = warm.succeed(1, args, module="altered_pretrain", env=env, tmp=tmp / name / "ranks")
     assert re.search(r"solver processes left: \[\] of [1-9]", done.stdout)
     return run, done
 

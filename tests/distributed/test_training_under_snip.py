@@ -127,7 +127,7 @@ def test_the_map_is_taken_back_and_the_next_must_promise_more(warm: WarmRanks, t
     """
     run, when = tmp_path / "run", "--snip-first-update 10 --snip-update-interval 9 --snip-guard-steps 6"
     args = arguments(run, *when.split(), "--pipeline-model-parallel-size", "2", "--num-layers", "2", steps=24)
-    spikes = {"ALTER": "spike", "SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
+    spikes = {"SPIKES": "16,19"}  # the map is adopted at 14; figures of 18 arrive after 19
     warm.succeed(2, args, module="altered_pretrain", env=spikes, tmp=tmp_path / "ranks", timeout=200)
     guards = events(run, "guard")
     assert [(event["step"], event["action"]) for event in guards] == [(20, "taken_back"), (23, "refused")]
@@ -153,7 +153,7 @@ def test_all_ranks_probe_what_fits_on_the_smallest(
     run, given = tmp_path / "run", ["--micro-batch-size", "8", "--global-batch-size", "8", *shlex.split(layout)]
     args = arguments(run, *given, "--snip-update-interval", "3", "--snip-lag", "1", steps=12)
     free = (2**10, 2**40, 14 * 2**20, *[2**40] * 9)
-    environment = {"ALTER": "tight", "TIGHT": ",".join(map(str, (1, *free)))}
+    environment = {"TIGHT": ",".join(map(str, (1, *free)))}
     tight = warm.succeed(2, args, module="altered_pretrain", env=environment, tmp=tmp_path / "tight")
     (dropped,) = events(run, "dropped")
     assert (dropped["step"], dropped["rank"], dropped["free_bytes"]) == (2, 1, 1024.0)

@@ -77,8 +77,10 @@ class WarmRanks:
         tmp: Path,
         grace: float = _GRACE,
     ) -> subprocess.CompletedProcess[str]:
-        """``main()`` of ``module`` on ``nproc`` ranks in the folder ``tmp``; ranks still there at the end of time are
-        killed: exit code 124."""
+        """``main()`` of ``module``, or ``function()`` of ``module:function``, on ``nproc`` ranks in the folder ``tmp``.
+
+        Ranks that are still there after ``timeout`` seconds are killed: exit code 124.
+        """
         tmp.mkdir(parents=True, exist_ok=True)
         job = {"nproc": nproc, "args": list(args), "module": module, "timeout": timeout, "env": dict(env or {})}
         assert self._server.stdin is not None
@@ -164,7 +166,8 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         sidecar.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedSolver})
         if "--save" in job["args"]:
             _fork_the_writers_queue()
-        code = importlib.import_module(job["module"]).main() or 0
+        module, _, function = job["module"].partition(":")
+        code = getattr(importlib.import_module(module), function or "main")() or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:

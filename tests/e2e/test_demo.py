@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = Path(sys.prefix) / "snip-stamp.json"
-# Maps are adopted before steps 96 and 106: a CPU takes twice as long for steps in formats that it emulates.
-SHORT = shlex.split("--train-iters 110 --snip-first-update 90 --snip-update-interval 10 --snip-lag 6 --num-layers 2")
+# Maps are adopted before steps 42 and 48: a CPU takes twice as long for steps in formats that it emulates.
+SHORT = shlex.split(
+    "--train-iters 50 --snip-first-update 38 --snip-update-interval 6 --snip-lag 4 --snip-wait 240 --num-layers 2"
+)
 
 
 def is_ours() -> bool:
@@ -34,7 +36,7 @@ def test_the_demonstration_meets_its_own_demands(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "NOT MET" not in result.stdout
-    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) >= 11  # progress while it trains
+    assert sum(line.startswith("step ") for line in result.stdout.splitlines()) >= 6  # progress while it trains
     assert result.stdout.index("speedup") < result.stdout.index("starting Python")  # the prediction comes first
     assert "\nverdict: SNIP chose 2 maps" in result.stdout
     report = Path(result.stdout.splitlines()[-1].removeprefix("report: "))

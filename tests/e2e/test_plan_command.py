@@ -58,27 +58,11 @@ EXPERTS = (
 )
 
 
-def test_a_model_of_experts_from_its_training_s_arguments(tmp_path: Path) -> None:
-    """On 4 GPUs in two stages: a layer of experts has 4 of them on each rank, to which 2 ranks send tokens twice."""
-    out = tmp_path / "plan.json"
-    done = snip_alone("plan", "--gpus", 4, "--timings", "flops", "--json", out, "--megatron", *EXPERTS.split())
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(out.read_text())
-    linears = {row["kind"]: row for row in plan["linears"]}
-    assert (plan["layout"]["ep"], plan["layout"]["dp"], plan["budget"]["asked"]) == (2, 2, "fp4=0.5")
-    experts = linears["mlp.experts.linear_fc1"]
-    assert [experts[name] for name in ("gemms", "tokens", "n", "k")] == [4, 32 * 2 * 2 * 2 // 8, 96, 64]
-    assert experts["seconds"]["bf16"] == pytest.approx(3 * 2 * 64 * 2 * 96 * 64 / 1e15)
-    dense = linears["mlp.linear_fc1"]
-    assert [dense[name] for name in ("gemms", "tokens", "n", "k")] == [1, 64, 384, 64]
-    assert plan["stages"][0]["seconds"]["bf16"]["experts"] > 0
-    assert not plan["layout"]["gradient_accumulation_fusion"]
-    assert "4 of 32×96×64" in done.stdout
-    assert plan["phases"] is None
-
-
 def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path) -> None:
-    """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans. No logger is opened."""
+    """Neither its data and its tokenizer nor Transformer Engine are on the machine that plans. No logger is opened.
+
+    On 4 GPUs in two stages, a layer of experts has 4 of them on each rank, to which 2 ranks send tokens twice.
+    """
     given = EXPERTS.replace("--mock-data --tokenizer-type NullTokenizer", "--train-data-path no/where")
     given = given.replace(" --no-gradient-accumulation-fusion", "").replace(" --snip --snip-budget fp4=0.5", "")
     given += " --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
@@ -95,7 +79,15 @@ def test_the_arguments_of_a_job_on_gpus_are_planned_without_them(tmp_path: Path)
     assert plan["phases"]["train_iters"] == 10
     assert plan["budget"]["formats"] == ["fp8_tensor", "fp4"]
     assert list(tmp_path.iterdir()) == [out]
-    assert plan["linears"][0]["kind"]
+    assert (plan["layout"]["ep"], plan["layout"]["dp"], plan["budget"]["asked"]) == (2, 2, "fp4=0.5")
+    linears = {row["kind"]: row for row in plan["linears"]}
+    experts = linears["mlp.experts.linear_fc1"]
+    assert [experts[name] for name in ("gemms", "tokens", "n", "k")] == [4, 32 * 2 * 2 * 2 // 8, 96, 64]
+    assert experts["seconds"]["bf16"] == pytest.approx(3 * 2 * 64 * 2 * 96 * 64 / 1e15)
+    dense = linears["mlp.linear_fc1"]
+    assert [dense[name] for name in ("gemms", "tokens", "n", "k")] == [1, 64, 384, 64]
+    assert plan["stages"][0]["seconds"]["bf16"]["experts"] > 0
+    assert "4 of 32×96×64" in done.stdout
 
 
 def test_what_an_update_measures(tmp_path: Path) -> None:

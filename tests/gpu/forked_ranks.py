@@ -5,15 +5,19 @@ import everything again for 20 s of processor time.
 """
 
 import atexit
+import ctypes
 import functools
 import importlib
 import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,7 +25,7 @@ import torch
 
 _TESTS = Path(__file__).resolve().parents[1]
 REPOSITORY = _TESTS.parent
-_FOLDERS = [str(REPOSITORY), str(Path(__file__).parent), str(_TESTS / "distributed"), str(_TESTS)]
+_FOLDERS = [str(REPOSITORY), str(Path(__file__).parent), str(_TESTS)]
 _GRACE = 20.0  # seconds for the other ranks to end after one has failed
 DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -51,9 +55,10 @@ def run_ranks(
     Returns the exit codes: 124 of ranks that are ended because the time is over, or because another one has failed.
     ``paths`` come first in the ranks' PYTHONPATH. With ``fresh``, or if forks cannot use the GPU, nothing is forked.
     """
-    from warm_ranks import free_port
-
-    port, forks = free_port(), not fresh and can_fork()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    forks = not fresh and can_fork()
     folders = [*map(str, paths), *_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -139,6 +144,20 @@ def _use_gpu() -> None:
     os._exit(0)
 
 
+def _fork_the_writers_queue() -> None:
+    """Fork the process for the results of Megatron's checkpoint writer, which otherwise imports everything again."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager.start(_end_with_the_parent)
+    filesystem_async._results_queue = manager.Queue()
+
+
+def _end_with_the_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
 def _be_rank(
     module: str, arguments: list[str], environment: dict[str, str], folder: Path, outputs: tuple[Path, Path]
 ) -> None:
@@ -152,8 +171,6 @@ def _be_rank(
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
         sys.argv = [module, *arguments]
         if "--save" in arguments:
-            from warm_ranks import _fork_the_writers_queue
-
             _fork_the_writers_queue()
         code = importlib.import_module(module).main() or 0
     except SystemExit as leaving:

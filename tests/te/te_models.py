@@ -17,8 +17,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch_attention import TorchAttention
 
-from snip_megatron.layers import LinearRegistry
-
 DENSE: dict[str, Any] = {
     **small_decoder.DENSE,
     "gradient_accumulation_fusion": False,
@@ -67,25 +65,3 @@ def with_torch_norms(model: GPTModel) -> GPTModel:
                 own.load_state_dict(norm.state_dict(), strict=False)
                 setattr(parent, name, own)
     return model
-
-
-def trained(
-    chunk: GPTModel, registry: LinearRegistry, tokens: torch.Tensor, labels: torch.Tensor, steps: int
-) -> list[float]:
-    """Train a converted decoder on one batch [sequences, 32] by AdamW. Returns the losses of the steps."""
-    optimizer = torch.optim.AdamW(chunk.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        registry.start_step(step)
-        optimizer.zero_grad()
-        loss = chunk(tokens, torch.arange(32).expand_as(tokens), None, labels=labels).mean()
-        loss.backward()
-        optimizer.step()
-        registry.end_step()
-        losses.append(loss.item())
-    return losses
-
-
-def counting() -> torch.Tensor:
-    """Two sequences of 32 tokens, each token 3 more than the one before it."""
-    return (torch.arange(32)[None] * 3 + torch.arange(2)[:, None]) % 128

@@ -37,19 +37,19 @@ def with_facts(path, **facts):
 def test_linears_that_no_map_covers_are_in_the_denominator(stored_run):
     """On stage 1 as many FLOPs again: half the share; a figure that is none is left out."""
     view = stage_view(load_run(stored_run), unreadable := [])
-    assert (view.linears, view.shares) == ({"0": 12, "1": 12}, {"0": 0.75, "1": 0.75})
-    assert (view.times, unreadable) == ({}, [])
+    assert (view["linears"], view["shares"]) == ({"0": 12, "1": 12}, {"0": 0.75, "1": 0.75})
+    assert (view["times"], unreadable) == ({}, [])
     flops = 12 * 3 * 2.0 * 128 * 128
     view = stage_view(with_facts(stored_run, unquantised_flops={"1": flops, "0": "many"}), [])
-    assert view.shares == {"0": 0.75, "1": 0.375}
+    assert view["shares"] == {"0": 0.75, "1": 0.375}
 
 
 def test_times_are_those_that_the_run_solved_with(stored_run):
     names = [f.value for f in Format]
     seconds = {n: {g.value: dict.fromkeys(names, 2.0) | {"fp4": 1.0} for g in Gemm} for n in synthetic_run.LINEARS}
     view = stage_view(with_facts(stored_run, request={"times": {"model": "card", "seconds": seconds}}), [])
-    assert view.model == "card"
-    assert view.times["1"][1] / view.times["1"][0] == pytest.approx(0.625)
+    assert view["model"] == "card"
+    assert view["times"]["1"][1] / view["times"]["1"][0] == pytest.approx(0.625)
 
 
 @pytest.mark.parametrize(("measured", "of_bf16"), [(None, 18 / 24), (60.0, 54 / 60)])
@@ -66,7 +66,7 @@ def test_a_map_and_fp8_everywhere_are_compared_on_one_step_in_bf16(measured, of_
 
 def test_broken_times_are_said(stored_run):
     broken = with_facts(stored_run, request={"times": {"model": "card", "seconds": "fast"}})
-    assert stage_view(broken, unreadable := []).times == {}
+    assert stage_view(broken, unreadable := [])["times"] == {}
     assert "predicted times" in unreadable[0]
     assert "predicted times" in render(broken)
     for file in (stored_run / "stats").iterdir():
@@ -112,16 +112,16 @@ def test_phases_their_changes_and_the_average(path: Path) -> None:
     synthetic_run.add_plan(path, plan_of((15, EARLY), (50, LATE), (90, EARLY)), (0.75, 0.5, 1.0))
     run = load_run(path)
     view = phase_view(run)
-    assert [(phase.begin, phase.steps, when) for phase, when, _ in view.rows] == [
+    assert [(phase.begin, phase.steps, when) for phase, when, _ in view["rows"]] == [
         (15, 35, "over"), (50, 40, "in force"), (90, 30, "to come"),
     ]  # fmt: skip
-    assert [phase.share for phase, _, _ in view.rows] == [0.75, 0.5, 1.0]
-    assert [dict(changes) for _, _, changes in view.rows] == [
+    assert [phase.share for phase, _, _ in view["rows"]] == [0.75, 0.5, 1.0]
+    assert [dict(changes) for _, _, changes in view["rows"]] == [
         {"fprop": "24 bf16 → fp4", "dgrad": "24 bf16 → fp4", "wgrad": "24 bf16 → fp4"},
         {"fprop": "24 fp4 → fp8"},
         {"fprop": "24 fp8 → fp4"},
     ]
-    assert (view.timed, view.budget, view.target, view.expected) == (False, "fp4=0.75", 0.75, "76.00%")
+    assert (view["timed"], view["budget"], view["target"], view["expected"]) == (False, "fp4=0.75", 0.75, "76.00%")
     page = render(run, live=True)
     assert "is an average over the run: 76.00% if the latest plan is followed." in page
     assert "fprop: 24 fp4 → fp8</td>" in page
@@ -139,7 +139,7 @@ def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path)
     assert spans(run)[-1] == (50, 55, 2)
     assert remaining_phases(run) == []
     view = phase_view(run)
-    assert view.expected is None
+    assert view["expected"] is None
 
 
 def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
