@@ -37,33 +37,22 @@ _CPU_GRID = ((32, 128), (64, 256), ((64, 2, 32),), ((2,), (128,), (64, 128), (64
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid.
+    """The sizes to measure, in an order in which a calibration that is stopped leaves a coarser full grid."""
 
-    Attributes:
-        gemms: (tokens, n, k).
-        activations: (tokens, features).
-        weights: (n, k).
-        attention: (sequence, heads, head size).
-        grouped: (experts, tokens of all experts, n, k).
-    """
-
-    gemms: tuple[Size, ...]
-    activations: tuple[Size, ...]
-    weights: tuple[Size, ...]
-    attention: tuple[Size, ...] = ()
-    grouped: tuple[Size, ...] = ()
+    gemms: tuple[Size, ...]  # (tokens, n, k)
+    activations: tuple[Size, ...]  # (tokens, features)
+    weights: tuple[Size, ...]  # (n, k)
+    attention: tuple[Size, ...] = ()  # (sequence, heads, head size)
+    grouped: tuple[Size, ...] = ()  # (experts, tokens of all experts, n, k)
 
     def ordered(self) -> list[tuple[str, Size]]:
         """Return (attribute, size) for all sizes: attention, then single linears, whose kinds advance together, and
         last grouped ones, whose kernels take longest to compile.
         """
-        kinds = ("activations", "weights", "gemms")
-        places = [
-            (i / len(getattr(self, kind)), kind, size) for kind in kinds for i, size in enumerate(getattr(self, kind))
-        ]
-        linears = [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
-        grouped = [("grouped", size) for size in self.grouped]
-        return [*(("attention", size) for size in self.attention), *linears, *grouped]
+        linears = {"activations": self.activations, "weights": self.weights, "gemms": self.gemms}
+        places = [(i / len(sizes), kind, size) for kind, sizes in linears.items() for i, size in enumerate(sizes)]
+        ordered = [(kind, size) for _, kind, size in sorted(places, key=lambda place: place[0])]
+        return [*(("attention", s) for s in self.attention), *ordered, *(("grouped", s) for s in self.grouped)]
 
 
 def grid_workload(device_type: str) -> Workload:
@@ -93,25 +82,19 @@ def shapes_workload(shapes: Iterable[LinearShape], attention: Iterable[Size] = (
 
 def coarse_first(axes: Sequence[Sequence[int]]) -> tuple[Size, ...]:
     """Return the product of sorted axes, ends of axes first, then middles: a prefix contains a full coarser grid."""
-    levels = [_levels(len(axis)) for axis in axes]
+    levels = [_levels(0, len(axis) - 1) for axis in axes]
     places = itertools.product(*(range(len(axis)) for axis in axes))
     ordered = sorted(places, key=lambda place: (max(level[i] for level, i in zip(levels, place, strict=True)), place))
     return tuple(tuple(axis[i] for axis, i in zip(axes, place, strict=True)) for place in ordered)
 
 
-def _levels(length: int) -> list[int]:
-    """Return, for each place of an axis, how often the axis must be halved until the place is an end."""
-    level = [0] * length
-    spans, depth = [(0, length - 1)], 1
-    while spans:
-        halves = []
-        for low, high in spans:
-            if high - low > 1:
-                middle = (low + high) // 2
-                level[middle] = depth
-                halves += [(low, middle), (middle, high)]
-        spans, depth = halves, depth + 1
-    return level
+def _levels(low: int, high: int, depth: int = 0) -> dict[int, int]:
+    """Return place → how often the places ``low`` to ``high`` of an axis must be halved until it is an end."""
+    ends = dict.fromkeys((low, high), depth)
+    if high - low < 2:
+        return ends
+    middle = (low + high) // 2
+    return _levels(low, middle, depth + 1) | _levels(middle, high, depth + 1) | ends
 
 
 _PACKAGES = ("torch", "triton", "transformer-engine", "sgl-deep-gemm", "snip_megatron")
@@ -131,8 +114,7 @@ def calibrate(
 
     ``about`` are facts for the table, to which ``versions``, ``complete`` and ``notes`` are added. Attention and copies
     are measured beside the ``compilation`` of :func:`compile_kernels`. The rest waits for it, but at most 0.4 of
-    ``seconds``. What is not compiled by then is compiled at its first launch. Raises SnipError if no size of some kind
-    was measured, because nothing could read such a table.
+    ``seconds``. Raises SnipError if no size of some kind was measured, because nothing could read such a table.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     rows: dict[str, dict[Size, Any]] = {kind: {} for kind in _KINDS}
@@ -175,11 +157,7 @@ def calibrate(
         device=device_name(device),
         backend=measurer.backend.name,
         formats=(Format.BF16, *measurer.formats),
-        gemms=rows["gemms"],
-        activations=rows["activations"],
-        weights=rows["weights"],
-        grouped=rows["grouped"],
-        attention=rows["attention"],
+        **rows,
         copy_rate=copy_rate,
         memory=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         about={**about, "versions": versions(), "complete": not notes, "notes": notes},

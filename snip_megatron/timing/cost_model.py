@@ -34,8 +34,8 @@ class LinearShape:
         gathered: whether X is gathered from token shards (column-parallel linears under sequence parallelism). fprop
             and wgrad then quantise it separately.
         forwards: 2 if activations are recomputed in the backward, else 1.
-        fused_accumulation: whether Megatron's own linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad``
-            in its GEMM. Otherwise it writes ∇W in bf16 and adds it in another kernel.
+        fused_accumulation: whether Megatron's linear, which runs where all GEMMs are bf16, adds ∇W to ``main_grad`` in
+            its GEMM instead of in another kernel.
         matrices: W of so many experts. Each is quantised once a step.
         grouped: whether a GEMM of all these experts is one grouped GEMM. ``tokens`` is the mean over experts.
         fused: the operand that is quantised with SwiGLU, in a grouped linear whose wgrad is in bf16: ``input`` if
@@ -65,12 +65,10 @@ class LinearShape:
 
 
 STATED_COPY = 4.0e12
-"""Assumed bytes a second of a copy, if the table has no measurement."""
+"""Assumed bytes a second of a copy, if the table has none."""
 ACCUMULATION = 0.58
-"""Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's.
-
-Three trainings on H200s had 0.55, 0.58 and 0.62 (``kernels`` of bf16 in ``job_1b_h200_2026-11-23.json``,
-``job_8b-blocks_h200_2026-11-23.json`` and ``job_8b-blocks-4k-tp2_2xh200_2026-11-22.json``)."""
+"""Bandwidth of the kernel that adds a bf16 gradient to ``main_grad``, as a share of a copy's: 0.55, 0.58 and 0.62 in
+three trainings on H200s (``kernels`` of bf16 in ``job_1b_h200_2026-11-23.json`` and the two ``job_8b-blocks*``)."""
 _ACCUMULATION_BYTES = 10  # per parameter: the gradient is read in bf16, main_grad is read and written in FP32
 FLOPS_RATE = 1e15
 """The bf16 FLOP/s of :class:`FlopsModel`. The value only scales its times."""
@@ -138,7 +136,7 @@ class CostModel:
 
     def joint(self, shape: LinearShape, gemm: Gemm, fmt: Format) -> float:
         """Return the seconds that a step saves if ``gemm`` and wgrad are both in ``fmt``, because one call quantises
-        the operand that they share: X of fprop, G of dgrad. 0 where no call does.
+        the operand that they share.
         """
         if fmt is Format.BF16 or gemm is Gemm.WGRAD:
             return 0.0
@@ -210,9 +208,8 @@ class CostModel:
         return side(0), side(1), side(2)
 
     def _weight(self, shape: LinearShape, fmt: Format) -> float:
-        """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both.
-
-        A variant that was not measured and has a W of its own is charged a whole call of its base.
+        """Return the seconds of quantising W that one of its two GEMMs is charged: half of the call that serves both,
+        or a whole call of the base of a variant that was not measured and has a W of its own.
         """
         known = self._known(fmt)
         assert self._weights is not None
@@ -220,12 +217,10 @@ class CostModel:
             both = self._share(shape, "weights", lambda times: times[known])
         else:
             both = self._weights.seconds((shape.n, shape.k), lambda row: row[known])
-        alone = known is not fmt and VARIANTS[fmt].separate_weight
-        return both if alone else both / 2
+        return both if known is not fmt and VARIANTS[fmt].separate_weight else both / 2
 
     def _portion(self, shape: LinearShape, fmt: Format, operand: str, times: Triple, side: int) -> float:
-        """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from the ``times``
-        of quantising for the first GEMM only, for wgrad only, and for both in one call.
+        """Return the seconds of a quantisation for its first GEMM (``side`` 0) or wgrad (1) alone, from its ``times``.
 
         Where it is fused, the first GEMM is charged what it adds to SwiGLU, and wgrad the rest, as it ends the fusion.
         """

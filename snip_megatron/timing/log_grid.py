@@ -6,6 +6,7 @@ work / rate, increases with a coordinate if it does so between the measured poin
 nearest edge or the nearest point is used, and the result is marked as extrapolated.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -16,32 +17,24 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a query among the measured points, and whether it lies outside of their range.
-
-    ``weights`` are the points whose logarithms are averaged, with weights of 0 or more that sum to 1.
-    """
+    """The points whose logarithms are averaged, with weights that sum to 1, and whether they are only the nearest."""
 
     weights: tuple[tuple[Point, float], ...]
     extrapolated: bool
 
 
 class LogGrid[Row]:
-    """The measured points, on which times may be interpolated.
+    """The measured points, between which times are interpolated.
 
-    ``rows`` is point of positive integer coordinates → what was measured there; one or more. Points that do not belong
-    to a full grid serve exact queries, and queries outside of the grid. ``work`` of a point is what rates refer to.
+    ``rows`` is point of positive integer coordinates → what was measured there. Points that do not belong to a full
+    grid serve exact queries, and queries outside of the grid. ``work`` of a point is what rates refer to.
     """
 
     def __init__(self, rows: Mapping[Point, Row], work: Callable[[Point], float] = math.prod) -> None:
         self._rows, self._work = rows, work
         self._points = frozenset(rows)
         self._axes = _complete_axes(self._points)
-        self._places: dict[Point, Place] = {}
-
-    def place(self, query: Point) -> Place:
-        if query not in self._places:
-            self._places[query] = self._find(query)
-        return self._places[query]
+        self.place = functools.lru_cache(maxsize=1024)(self._find)
 
     def seconds(self, query: Point, of: Callable[[Row], float]) -> float:
         """Return the seconds of a query at the weighted geometric mean of the rates around it; ``of`` reads a row."""

@@ -161,9 +161,8 @@ class GroupedLinear:
         return times
 
     def _fused(self, operand: str, apart: dict[Format, Triple]) -> dict[Format, float]:
-        """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16.
-
-        Formats that are not fused have the times of a quantisation ``apart``.
+        """Return what quantising for the first GEMM adds to SwiGLU, or to its gradient, with the other GEMM in bf16,
+        and of formats that are not fused the times of a quantisation ``apart``.
         """
         rows, fuses = self._rows[operand], self._products.fuses_swiglu
         width = rows.shape[1] * (2 if operand == "input" else 1)
@@ -225,17 +224,13 @@ def _triples(columns: Sequence[dict[Format, float]]) -> dict[Format, Triple]:
 _COLD_BYTES = 256 << 20  # total size of rotating operands, several times larger than any cache
 _MOST_SETS = 4
 _COPIED = 1 << 30
-_ATTENTION_TOKENS = 16384  # computed at once
+_ATTENTION_TOKENS = 16384  # computed at once, because one short sequence with few heads does not fill a GPU
 _KEYS = (1, 2)  # arbitrary keys of stochastic rounding
-_GEMMS = tuple(Gemm)
 
 
 @dataclass
 class Measurer:
-    """Measures one size at a time, in the quantised ``formats``.
-
-    ``seed`` is that of the operands' values, which matter because power, and so the clock rate, depends on them.
-    """
+    """Measures one size at a time, in the quantised ``formats``. The clock rate depends on the values of ``seed``."""
 
     backend: GemmBackend
     clock: Clock
@@ -250,15 +245,11 @@ class Measurer:
     def gemms(self, size: Size) -> dict[Format, Triple]:
         """Return format → seconds of fprop and dgrad (bf16 output) and wgrad (into FP32) of a size (tokens, n, k)."""
         m, n, k = size
-        bytes_each = 2 * (m * n + m * k + n * k)
-        sets = [self._linear(m, n, k) for _ in range(_sets(bytes_each))]
-        formats = (Format.BF16, *self.formats)
-        calls: dict[tuple[Format, int], Call] = {}
-        for i, gemm in enumerate(_GEMMS):
-            for fmt in formats:
-                calls[fmt, i] = _rotating([prepared[fmt, gemm] for prepared in sets])
+        sets = [self._linear(m, n, k) for _ in range(_sets(2 * (m * n + m * k + n * k)))]
+        calls = {(gemm, fmt): _rotating([prepared[fmt, gemm] for prepared in sets])
+                 for gemm in Gemm for fmt in (Format.BF16, *self.formats)}  # fmt: skip
         times = self.clock.seconds(calls)
-        return {fmt: (times[fmt, 0], times[fmt, 1], times[fmt, 2]) for fmt in formats}
+        return _triples([{fmt: times[gemm, fmt] for fmt in (Format.BF16, *self.formats)} for gemm in Gemm])
 
     def activations(self, size: Size) -> dict[str, dict[Format, Triple]]:
         """Time the quantisation of activations and gradients of a size (tokens, features). Returns operand → format →
@@ -275,22 +266,16 @@ class Measurer:
                 calls["input", fmt, side] = _rotating(quantise_x)
                 calls["gradient", fmt, side] = _rotating(quantise_g)
         times = self.clock.seconds(calls)
-        return {
-            operand: {
-                fmt: (times[operand, fmt, 0], times[operand, fmt, 1], times[operand, fmt, 2]) for fmt in self.formats
-            }
-            for operand in OPERANDS
-        }
+        columns = {o: [{fmt: times[o, fmt, side] for fmt in self.formats} for side in range(3)] for o in OPERANDS}
+        return {operand: _triples(of_sides) for operand, of_sides in columns.items()}
 
     def weights(self, size: Size) -> dict[Format, float]:
         """Return format → seconds of quantising a weight (n, k) for fprop and dgrad in one call."""
         sets = [self._normal(*size) for _ in range(_sets(2 * size[0] * size[1]))]
-        return self.clock.seconds(
-            {
-                fmt: _rotating([partial(self.backend.quantize, w, OperandSpec(fmt, fmt, weight=True)) for w in sets])
-                for fmt in self.formats
-            }
-        )
+        specs = {fmt: OperandSpec(fmt, fmt, weight=True) for fmt in self.formats}
+        quantise = self.backend.quantize
+        calls = {fmt: _rotating([partial(quantise, w, spec) for w in sets]) for fmt, spec in specs.items()}
+        return self.clock.seconds(calls)
 
     def grouped(self, size: Size) -> dict[str, dict[Format, Any]]:
         """Time a linear of all experts of a size (experts, tokens, n, k)."""
@@ -315,8 +300,6 @@ class Measurer:
     def attention(self, size: Size) -> tuple[float, float]:
         """Time causal attention of a size (sequence, heads, head size) with the faster of torch's fused kernels (on a
         CPU, the unfused one). Returns the seconds of the forward and of the backward of one sequence.
-
-        On a GPU, 16,384 tokens are computed at once, because one short sequence with few heads does not fill it.
         """
         kernels = [SDPBackend.MATH]
         if self.clock.device.type == "cuda":

@@ -148,9 +148,8 @@ def _table(body: dict[str, Any]) -> TimingTable:
     def attention(row: dict[str, Any], prefix: str) -> tuple[float, float]:
         return _seconds(row.get("forward"), f"{prefix}forward"), _seconds(row.get("backward"), f"{prefix}backward")
 
-    def optional(name: str, most: float) -> float | None:
-        return None if body.get(name) is None else _number(body[name], name, 1, most)
-
+    numbers = {name: None if body.get(name) is None else _number(body[name], name, 1, most)
+               for name, most in (("copy_rate", 1e20), ("memory", 1e15))}  # fmt: skip
     least = 1 if quantised else 0
     return TimingTable(
         device=_text(body, "device"),
@@ -161,8 +160,7 @@ def _table(body: dict[str, Any]) -> TimingTable:
         weights=_rows(body, "weights", partial(ones, "seconds"), least=least),
         grouped=_rows(body, "grouped", grouped),
         attention=_rows(body, "attention", attention),
-        copy_rate=optional("copy_rate", 1e20),
-        memory=optional("memory", 1e15),
+        **numbers,
         about={key: body[key] for key in _ABOUT if key in body},
     )
 
@@ -231,8 +229,8 @@ def load_table(name_or_path: str | Path, device_name: str | None = None) -> Timi
     """Load a table of times: that of the package of a name such as ``h200``, or of a GPU such as ``NVIDIA H100 NVL`` or
     ``h100-nvl``; or the ``snip.timings/1`` file of a path, which ``snip calibrate`` writes.
 
-    A GPU without a table takes that of its nearest relative, with a warning. If ``device_name``, the GPU's name in
-    torch, is given, a table of another device is refused, unless they are relatives. Raises NoTableError if the package
+    A GPU without a table takes that of its nearest relative, with a warning. A table of another device than
+    ``device_name``, a GPU's name in torch, is refused, unless they are relatives. Raises NoTableError if the package
     has no table of this GPU, SnipError if there is no such file or a bad one.
     """
     name, device = str(name_or_path), device_name
@@ -268,7 +266,7 @@ def packaged_table(device_name: str) -> Path:
 
 
 def _nearest(device_name: str) -> str | None:
-    """Return the name of the table of the GPU\'s nearest relative, which need not exist. None if it is unknown."""
+    """Return the name of the table of the GPU's nearest relative, which need not exist, or None."""
     words = re.fullmatch(r"(?:nvidia )?(\w+)(?:[ -][\w -]*)?", device_name.lower())
     return None if words is None else _RELATIVES.get(words[1])
 

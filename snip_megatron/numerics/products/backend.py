@@ -8,7 +8,7 @@ The reference dequantises operands to FP32 and multiplies in FP32, so that the o
 FP32 summation. All other backends are compared with it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.grouped import GroupLoop
 from snip_megatron.numerics.quantize import fake_quantize
+from snip_megatron.numerics.quantize.kernels.replay import map_tuples
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -53,31 +54,21 @@ FlatOperand = tuple[tuple[Tensor, ...], Any]
 def flatten(operand: Any) -> FlatOperand:
     """Take an operand apart, so that autograd can save its tensors."""
     tensors: list[Tensor] = []
-    structure = _without_tensors(operand, tensors)
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return ...
+        return value
+
+    structure = map_tuples(operand, take)
     return tuple(tensors), structure
 
 
 def assemble(flat: FlatOperand) -> Any:
     """Return the operand that :func:`flatten` took apart."""
-    tensors, structure = flat
-    return _with_tensors(structure, iter(tensors))
-
-
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return ...
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), [_without_tensors(each, tensors) for each in value])
-    return value
-
-
-def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if value is ...:
-        return next(tensors)
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), [_with_tensors(each, tensors) for each in value])
-    return value
+    tensors = iter(flat[0])
+    return map_tuples(flat[1], lambda value: next(tensors) if value is ... else value)
 
 
 # -- the reference's products ------------------------------------------------------------------------------------
@@ -94,18 +85,6 @@ def unrounded(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype is not torch.float32 and left.numel():
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
-
-
-def reference_product(
-    gemm: Gemm, a: UnquantizedOperand, b: UnquantizedOperand, dtype: torch.dtype, out: Tensor | None
-) -> Tensor:
-    """Compute what :meth:`GemmBackend.multiply` does, in plain torch."""
-    left, right = numbers(a), numbers(b)
-    if gemm is Gemm.FPROP:
-        return (left @ right.t()).to(dtype)
-    if gemm is Gemm.DGRAD:
-        return (left @ right).to(dtype)
-    return add_product(left, right, out)
 
 
 def add_product(g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
@@ -125,12 +104,9 @@ class GemmBackend:
     """Quantisation and the three GEMMs of a linear.
 
     This base class is the reference backend. It keeps every operand in the training dtype until the GEMM, which
-    quantises, dequantises and multiplies in plain torch. It runs on any device and for any shape. A faster backend
-    overrides :meth:`quantize` and :meth:`multiply`. An operand in a format that it has no kernel for stays an
-    :class:`UnquantizedOperand`, and this class multiplies it.
-
-    The methods in ``REPLAYED`` are called with positional arguments alone, so that
-    :class:`snip_megatron.numerics.quantize.kernels.replay.Replayed` can take their places.
+    quantises, dequantises and multiplies in plain torch. A faster backend overrides :meth:`quantize` and
+    :meth:`multiply`. An operand in a format that it has no kernel for stays an :class:`UnquantizedOperand`, and this
+    class multiplies it. The methods in ``REPLAYED`` are called with positional arguments alone.
     """
 
     name = "reference"
@@ -156,10 +132,8 @@ class GemmBackend:
         """Stop using DeepGEMM, if this backend does, because another rank cannot."""
 
     def swiglu_kernel(self, y: Tensor, formats: Formats) -> str | None:
-        """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``.
-
-        "quantize" means that it quantises. "amax" means that it computes the amax, which saves a read. None means that
-        there is no kernel.
+        """Return what :meth:`swiglu` does beside SwiGLU of y [T, 2K] for operands in ``formats``: "quantize", "amax"
+        (it computes the amax, which saves a read), or None if there is no kernel.
         """
         return None
 
@@ -182,10 +156,7 @@ class GemmBackend:
 
     # -- one matrix, one product ---------------------------------------------------------------------------------
     def quantize(self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
-        """Return a matrix as its rowwise and its columnwise operand.
-
-        ``cached``, operands of an earlier call, are overwritten and returned: no new memory is allocated.
-        """
+        """Return a matrix as its rowwise and its columnwise operand, or write them to those of ``cached``."""
         if cached is not None:
             return cached.operands  # the weight itself
         plain = OperandSpec(spec.rowwise, spec.columnwise)
@@ -204,7 +175,7 @@ class GemmBackend:
 
         Args:
             gemm: the product.
-            a, b: (X, W), (G, W) or (G, X).
+            a, b: its operands, (X, W), (G, W) or (G, X).
             dtype: dtype of the result. That of wgrad is FP32.
             out: tensor that wgrad is added to, and that is returned. A library may write fprop and dgrad to it. Without
                 it, the result is in new memory.
@@ -213,13 +184,13 @@ class GemmBackend:
         assert isinstance(b, UnquantizedOperand)
         if gemm is Gemm.WGRAD and a.format is Format.BF16:
             return self.accumulate_plain(a.tensor, b.tensor, out)
-        return reference_product(gemm, a, b, dtype, out)
+        left, right = numbers(a), numbers(b)
+        if gemm is Gemm.WGRAD:
+            return add_product(left, right, out)
+        return (left @ (right.t() if gemm is Gemm.FPROP else right)).to(dtype)
 
     def accumulate_plain(self, g: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-        """Compute wgrad of unquantised G [T, N] and X [T, K], as :meth:`multiply` does.
-
-        A backend with a library adds inside the GEMM.
-        """
+        """Compute wgrad of unquantised G [T, N] and X [T, K]. A backend with a library adds inside the GEMM."""
         return add_product(g, x, out)
 
     def grouped(self, n: int, k: int, dtype: torch.dtype) -> GroupLoop:
@@ -228,13 +199,10 @@ class GemmBackend:
 
     # -- what a linear runs between its collectives --------------------------------------------------------------
     def forward(self, x: Tensor, w: GemmOperand, spec: OperandSpec) -> tuple[Tensor, FlatOperand | None]:
-        """Quantise X and run fprop.
-
-        ``w`` is the rowwise operand of W, and ``spec`` says how X is quantised.
+        """Quantise X by ``spec`` and run fprop with ``w``, the rowwise operand of W.
 
         Returns:
-            Y [..., N] in x's dtype, which is no view for autograd, and X as the operand of wgrad, or None if wgrad does
-            not run.
+            Y [..., N] in x's dtype, and X as the operand of wgrad, or None if wgrad does not run.
         """
         rowwise, columnwise = self.quantize(matrix(x), spec)
         y = unflattened(self.multiply(Gemm.FPROP, rowwise, w, x.dtype), x.shape[:-1])
@@ -243,13 +211,9 @@ class GemmBackend:
     def backward(
         self, g: Tensor, w: GemmOperand, x: FlatOperand, spec: OperandSpec, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Quantise G and run dgrad and wgrad.
+        """Quantise G by ``spec``, and return ∂L/∂X [..., K] in g's dtype and ∇W.
 
-        ``w`` is the columnwise operand of W, ``x`` the operand of wgrad that :meth:`forward` returned, and ``out`` as
-        in :meth:`multiply`.
-
-        Returns:
-            ∂L/∂X [..., K] in g's dtype, and ∇W.
+        ``w`` is the columnwise operand of W, ``x`` what :meth:`forward` returned. ∇W is added to ``out`` if given.
         """
         rowwise, columnwise = self.quantize(matrix(g).contiguous(), spec)
         d = unflattened(self.multiply(Gemm.DGRAD, rowwise, w, g.dtype), g.shape[:-1])

@@ -27,8 +27,7 @@ def wrong_numbers(backend: GemmBackend, device: torch.device | str, formats: Col
     """Return what is wrong with the backend's results on ``device``, or None if they are correct.
 
     Compares three products of 256×256 matrices per format with FP32, and the mean of 32 stochastic roundings of a
-    gradient with the gradient. This takes milliseconds. Raises SnipError if the device failed, so that nothing else can
-    run on it.
+    gradient with the gradient, in milliseconds. Raises SnipError if the device failed.
     """
     for fmt in formats:
         if fmt is Format.BF16:

@@ -1,8 +1,8 @@
 """Products A·Bᵀ by the cuBLASLt library that torch has loaded, with accumulation into the result inside the GEMM.
 
-torch's scaled GEMM always overwrites its result. Adding the product to ``main_grad`` afterwards moves 16 bytes per
-weight where a GEMM that accumulates (beta = 1) moves 8. This module binds the functions of the library that such a GEMM
-needs. The values of enumerators are those of cublasLt.h of CUDA 12.9 and later.
+torch's scaled GEMM overwrites its result. Adding the product to ``main_grad`` afterwards moves 16 bytes per weight
+where a GEMM that accumulates (beta = 1) moves 8. The values of enumerators are those of cublasLt.h of CUDA 12.9 and
+later.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ class _Heuristic(ctypes.Structure):
 
 
 class _Matrix(NamedTuple):  # built and hashed for every product, which takes a dataclass five times as long
-    """A matrix as the library describes it: column-major, with stored rows and columns and a leading dimension."""
+    """A column-major matrix, with stored rows and columns and a leading dimension."""
 
     dtype: torch.dtype
     rows: int
@@ -79,11 +79,7 @@ class _Matrix(NamedTuple):  # built and hashed for every product, which takes a 
 
 
 class _Problem(NamedTuple):
-    """A product op(A)·op(B) that overwrites C or is added to it. One plan is made per problem.
-
-    ``fast`` is fast accumulation. ``choice`` is the index of the heuristic's proposal to use. ``scaled`` says that a
-    factor is read from the device.
-    """
+    """A product op(A)·op(B) that overwrites C or is added to it; ``scaled``: whether a factor is on the device."""
 
     a: _Matrix
     b: _Matrix
@@ -152,12 +148,12 @@ class CublasLt:
         """Return op(a)·op(b), or None, without doing anything, if the library has no kernel for the operands.
 
         Args:
-            a, b: two quantised operands [a.rows, D] and [b.rows, D], whose product is a·bᵀ, or two row-major matrices
-                in bf16 or fp16.
+            a, b: quantised operands [a.rows, D] and [b.rows, D], whose product is a·bᵀ, or row-major matrices in bf16
+                or fp16.
             dtype: dtype of the result, FP32, bf16 or, of matrices, fp16. Parts of a product are added in FP32.
             transposed: of matrices, whether op transposes a, and b.
-            fast: whether to use the tensor core's fast accumulation. Only for operands with one scale per tensor.
-            choice: index of the heuristic's proposal to use. The library recommends the first.
+            fast: whether operands with one scale per tensor use the tensor core's fast accumulation.
+            choice: index of the heuristic's proposal to use.
             factor: of matrices, FP32 [1] on the device, by which the product is multiplied. None stands for 1.
             out: memory for the result, row-major, in ``dtype``. If it is None, the result is in new memory.
             add: whether the product is added to what is in ``out``, in FP32.
@@ -220,10 +216,8 @@ class CublasLt:
     ) -> None:
         """Record a product with a new descriptor, because the descriptor holds the addresses of scales.
 
-        The recording keeps the plan, whose addresses it has, after the plan has left the cache.
-
-        Args:
-            tensors: A, B, result, workspace and factor. Workspace and factor may be None.
+        The recording keeps the plan, whose addresses it has, after the plan has left the cache. ``tensors`` are A, B,
+        result, workspace and factor.
         """
         descriptor = self._operation(problem)
         operation = descriptor.value or 0
@@ -297,10 +291,7 @@ class CublasLt:
         return descriptor
 
     def _preference(self, problem: _Problem) -> _Descriptor:
-        """Make a preference: the limit of the workspace, and alignments, of which D has C's.
-
-        Algorithms that add parts of a product in the dtype of D are excluded.
-        """
+        """Make a preference. Algorithms that add parts of a product in another dtype than FP32 are excluded."""
         preference, (a, b, c) = (
             self._descriptor("MatmulPreference"),
             (ctypes.c_uint32(m.alignment) for m in problem[:3]),
@@ -317,9 +308,9 @@ class CublasLt:
         """Return the algorithm that the library proposes at the place ``problem.choice``, or None."""
         preference, count = self._preference(problem), problem.choice + 1
         results, proposed = (_Heuristic * count)(), ctypes.c_int()
+        arguments = operation, a, b, c, c, preference, count, results, ctypes.byref(proposed)
         handle = self._handle(torch.cuda.current_device())
-        arguments = handle, operation, a, b, c, c, preference, count, results, ctypes.byref(proposed)
-        status = self._library.cublasLtMatmulAlgoGetHeuristic(*arguments)
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(handle, *arguments)
         usable = [r for r in results[: proposed.value] if r.state == 0] if status == 0 else []
         return usable[problem.choice] if problem.choice < len(usable) else None
 
@@ -331,12 +322,7 @@ class CublasLt:
             self._handles[device] = handle
         return self._handles[device]
 
-    def _set_scales(
-        self,
-        operation: ctypes.c_void_p,
-        pointers: tuple[ctypes.c_void_p, ctypes.c_void_p],
-        scales: tuple[Tensor, Tensor],
-    ) -> None:
+    def _set_scales(self, operation: Any, pointers: tuple[Any, Any], scales: tuple[Tensor, Tensor]) -> None:
         for name, pointer, scale in zip((_A_SCALE, _B_SCALE), pointers, scales, strict=True):
             pointer.value = scale.data_ptr()
             self._set(operation, name, pointer)
@@ -368,12 +354,9 @@ bf16 result. The first proposal is used for other shapes."""
 def measured_choices(version: int, device: str, path: Path = MEASURED) -> Choices:
     """Return the choices for a cuBLASLt version and a CUDA device name. Empty if the file was measured with others.
 
-    The heuristic orders its proposals by a model of the device. For operands with one scale per tensor, the first is up
-    to 13 % slower than the fastest at some shapes. ``benchmarks.kernels.proposals`` writes the file. A measurement at
-    run time would make the bits of a run depend on it.
+    ``benchmarks.kernels.proposals`` writes the file. A measurement at run time would make the bits of a run depend on
+    it.
     """
-    if not path.exists():
-        return {}
     table = json.loads(path.read_text())
     if (table["cublaslt"], table["device"]) != (version, device):
         return {}
@@ -384,15 +367,11 @@ def accumulate_plain(library: CublasLt | None, g: Tensor, x: Tensor, out: Tensor
     """Compute gᵀ·x [N, K] in FP32 for unquantised g [T, N] and x [T, K]. It is added to ``out`` if given."""
     if out is None:
         return unrounded(g.t(), x)
-    fits = _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0
-    transposed = True, False
-    if (
-        library is None
-        or not fits
-        or library.multiply(g, x, out.dtype, transposed=transposed, out=out, add=True) is None
-    ):
-        out.add_(unrounded(g.t(), x))
-    return out
+    if library is not None and _row_major(g) and _row_major(x) and is_gradient(out) and g.shape[0] > 0:
+        product = library.multiply(g, x, out.dtype, transposed=(True, False), out=out, add=True)
+        if product is not None:
+            return product
+    return out.add_(unrounded(g.t(), x))
 
 
 def is_gradient(out: Tensor) -> bool:

@@ -76,9 +76,8 @@ def seconds_on_gpu(call: Callable[[], object]) -> float:
 class DeepGemm:
     """DeepGEMM's products of operands, for :class:`snip_megatron.numerics.products.hopper.HopperBackend`.
 
-    DeepGEMM takes between .7 and 3.5 times cuBLASLt's time, depending on the size and the card. The first product of
-    each size is therefore computed and timed by both on the device at hand. As their bits are equal, the result of a
-    run does not depend on these times.
+    DeepGEMM takes up to 3.5 times cuBLASLt's time, depending on the size and the card. The first product of each size
+    is therefore timed by both on the device at hand. As their bits are equal, no result depends on these times.
 
     Attributes:
         gemm: ``deep_gemm.fp8_gemm_nt``; tests on a CPU pass an emulation.
@@ -150,7 +149,7 @@ def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
 
 
 def grouped_library() -> Any:
-    """Return DeepGEMM's module, which :mod:`numerics.products.grouped_hopper` calls. Raises what its import does."""
+    """Return DeepGEMM's module. Raises what its import does."""
     import deep_gemm
 
     return deep_gemm

@@ -2,7 +2,7 @@
 
 A Triton kernel writes the quantised numbers of an operand in bf16, where they are exact
 (:mod:`numerics.quantize.operands`). Products of bf16 numbers are exact too, and are added in FP32. So the result
-is that of the format's own GEMM, up to the order of the FP32 additions, at nearly the speed of bf16. See README.md.
+is that of the format's GEMM, up to the order of the FP32 additions, at nearly the speed of bf16.
 """
 
 from collections.abc import Callable, Collection
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snip_megatron.numerics.products.backend import GemmBackend, GemmOperand, unrounded
 from snip_megatron.numerics.products.check import wrong_numbers
-from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain
+from snip_megatron.numerics.products.cublaslt import CublasLt, accumulate_plain, is_gradient
 from snip_megatron.numerics.quantize.formats import SPECS
 from snip_megatron.numerics.quantize.kernels.launch import listings
 from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, OperandSpec
@@ -94,25 +94,20 @@ class EmulatedBackend(GemmBackend):
 
     def _accumulate(self, g: ExactOperand, x: ExactOperand, out: Tensor | None) -> Tensor:
         """Compute gᵀ·x [N, K] in FP32. It is added to ``out`` if given."""
+        transposed = True, False
         if out is None:
-            return self._product(g, x, (True, False), torch.float32)
+            return self._product(g, x, transposed, torch.float32)
         if g.values.numel() == 0 or x.values.numel() == 0:
             return out
-        if not (out.dtype in _OUTPUTS and out.is_contiguous() and self._added(g, x, out)):
-            out.add_(self._product(g, x, (True, False), torch.float32))
-        return out
-
-    def _added(self, g: ExactOperand, x: ExactOperand, out: Tensor) -> bool:
-        """Add gᵀ·x to ``out``. Returns False, and does nothing, where no kernel can."""
-        if g.tile is not None:
-            if self._tiled is not None:
-                self._run_tiled(g, x, (True, False), out, add=True)
-            return self._tiled is not None
-        aligned = out.data_ptr() % _ALIGNED == 0 and out.shape[1] * out.itemsize % _ALIGNED == 0
-        if self._library is None or not aligned:
-            return False
-        options: dict[str, Any] = {"transposed": (True, False), "factor": _factor(g, x), "out": out, "add": True}
-        return self._library.multiply(g.values, x.values, out.dtype, **options) is not None
+        if out.dtype in _OUTPUTS and out.is_contiguous():
+            if g.tile is not None and self._tiled is not None:
+                self._run_tiled(g, x, transposed, out, add=True)
+                return out
+            if g.tile is None and self._library is not None and is_gradient(out):
+                options: dict[str, Any] = {"transposed": transposed, "factor": _factor(g, x), "out": out, "add": True}
+                if self._library.multiply(g.values, x.values, out.dtype, **options) is not None:
+                    return out
+        return out.add_(self._product(g, x, transposed, torch.float32))
 
     def _run_tiled(
         self, a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool], out: Tensor, *, add: bool

@@ -1,10 +1,9 @@
 """The rows of all experts of a layer and their padding, and the products of one linear of them, expert by expert.
 
 The products run any format on any device for any rows. They are the reference of the grouped products of libraries, and
-what runs where these have no kernel. Grouped products need a multiple of 128 rows of every expert. Megatron pads for
-its own FP8 and FP4 only. Here padding stands at the two ends of an MLP of experts: whatever lies between reads and
-writes padded rows, and costs no pass of its own. Where an MLP is fused and formats allow it, X and G are quantised into
-padded rows, and wgrad reads them as they are: only results are copied, to rows without padding.
+what runs where these have no kernel. Grouped products need a multiple of 128 rows of every expert. Padding stands at
+the two ends of an MLP of experts: whatever lies between reads and writes padded rows. Where an MLP is fused and formats
+allow it, X and G are quantised into padded rows, and wgrad reads them as they are: only results are copied.
 """
 
 import functools
@@ -110,11 +109,7 @@ class GroupLoop:
     def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
         """Return X [rows, K] or G [rows, N] as the operands of two products.
 
-        Args:
-            x: the rows of all experts, in the training dtype.
-            splits: number of rows of each expert; they add up to the rows of ``x``, and may be 0.
-            spec: how each expert's rows are quantised. The keys of stochastic rounding of every expert are derived
-                from its keys.
+        ``splits`` are the rows of each expert, and may be 0. Every expert's keys are derived from those of ``spec``.
         """
         rows = torch.split(x, list(splits))
         return _by_side([self._quantize(part, _of_expert(spec, e)) for e, part in enumerate(rows)], spec)
@@ -139,7 +134,7 @@ class GroupLoop:
         self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
         """Return the gradient of y as :meth:`quantize_rows` makes it, and that of ``probs``, from that of the result of
-        :meth:`swiglu`, d [rows, K]. ``spec`` says how the gradient of y is quantised.
+        :meth:`swiglu`, d [rows, K].
         """
         raise NotImplementedError
 
@@ -152,10 +147,8 @@ class GroupLoop:
 
     def accumulate(self, g: Any, x: Any, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Compute wgrad of every expert, FP32 [N, K] each. They are added to ``out`` if given, which is returned."""
-        outs = [None] * len(g) if out is None else out
-        products = zip(g, x, outs, strict=True)
-        multiply = self._multiply
-        return [multiply(Gemm.WGRAD, of_g, of_x, torch.float32, grad) for of_g, of_x, grad in products]
+        operands = zip(g, x, [None] * len(g) if out is None else out, strict=True)
+        return [self._multiply(Gemm.WGRAD, left, right, torch.float32, grad) for left, right, grad in operands]
 
 
 def _by_side(pairs: Sequence[OperandPair], spec: OperandSpec) -> OperandPair:

@@ -154,24 +154,17 @@ class HopperGroups(GroupLoop):
         left, right, stack = g.matrix, x.matrix, None if out is None else stacked(out)
         assert isinstance(left, Tensor)
         assert isinstance(right, Tensor)
-        is_new = stack is None or stack.dtype is not torch.float32
-        if stack is None or is_new:
-            size = len(g.rows), left.shape[1], right.shape[1]
-            stack = torch.zeros(size, dtype=torch.float32, device=left.device)
+        in_place = stack is not None and stack.dtype is torch.float32
+        if stack is None or not in_place:
+            stack = torch.zeros(len(g.rows), left.shape[1], right.shape[1], device=left.device)
         self._add_wgrad(left, right, g.rows.map.table, (g.unpadded, x.unpadded), stack)
-        if out is not None and is_new:
+        if out is not None and not in_place:
             torch._foreach_add_(list(out), list(stack.unbind(0)))
         return stack.unbind(0) if out is None else out
 
 
 def add_wgrad(g: Tensor, x: Tensor, table: Tensor, unpadded: tuple[bool, bool], out: Tensor) -> None:
-    """Add Gᵀ·X of every expert to ``out``, FP32 [experts, N, K]: the reference of the Triton kernel.
-
-    Args:
-        g, x: bf16 [rows, N] and [rows, K].
-        table: that of a :class:`RowMap`.
-        unpadded: which of the two has no padding.
-    """
+    """Add Gᵀ·X of every expert to ``out``: the reference of :func:`.grouped_wgrad.add_wgrad`, with its arguments."""
     for *first, count, _, grad in zip(*table.tolist(), out, strict=True):
         left, right = (t[first[side] :][:count].float() for t, side in zip((g, x), unpadded, strict=True))
         grad += left.t() @ right
@@ -181,9 +174,8 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return equal contiguous matrices that follow each other in memory as one tensor [count, rows, cols], or None."""
     first, last = tensors[0], tensors[-1]
     start, size = first.data_ptr(), first.numel() * first.element_size()
-    if [each.data_ptr() for each in tensors] != list(range(start, start + len(tensors) * size, size)):
-        return None
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+    follows = [each.data_ptr() for each in tensors] == list(range(start, start + len(tensors) * size, size))
+    if not follows or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
     if not all(map(Tensor.is_contiguous, tensors)):
         return None

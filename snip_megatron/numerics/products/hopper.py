@@ -1,9 +1,8 @@
 """The GEMMs of a linear on Hopper's FP8 tensor cores. One Triton kernel quantises a tensor for both of its GEMMs.
 
 In fp8 and fp4, fprop and dgrad multiply operands in 1×128 tiles by operands in 128×128 blocks, and both operands of
-wgrad are in 1×128 tiles. Scales are FP32. An E2M1 number is exact in E4M3, so that fp4 has its own numerics at the
-speed of fp8. fp8_tensor has one scale per tensor. bf16 GEMMs are library GEMMs. Another backend runs GEMMs in the other
-formats. See README.md.
+wgrad are in 1×128 tiles. An E2M1 number is exact in E4M3, so that fp4 has its own numerics at the speed of fp8.
+fp8_tensor has one scale per tensor. Another backend runs GEMMs in the other formats. See README.md.
 
 cuBLAS multiplies A·Bᵀ if the rows of A are a multiple of 4, the rows of B of 16 and the reduction of 128. The reduction
 is padded when operands are made, and the rows of A are padded here. Products with other numbers of rows of B are
@@ -88,10 +87,7 @@ class HopperBackend(GemmBackend):
     def check(
         self, device: torch.device | str, formats: Collection[Format], sizes: Collection[tuple[int, int, int]] = ()
     ) -> str | None:
-        """See the base class. DeepGEMM is compared with cuBLASLt, and disabled if they differ.
-
-        DeepGEMM compiles a kernel for it, unless its cache has the kernel.
-        """
+        """See the base class. DeepGEMM is compared with cuBLASLt, and disabled if they differ."""
         fault = None if self._faster is None else difference(self._faster, self._library, device)
         if fault is not None:
             self.disable_deepgemm()
@@ -134,10 +130,7 @@ class HopperBackend(GemmBackend):
     def quantize(
         self, x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
     ) -> OperandPair:
-        """See the base class. One read serves both GEMMs if both formats have tiles, or both one scale per tensor.
-
-        With ``rows``, x has no padding, and its padded rows are quantised in tiles.
-        """
+        """See the base class. With ``rows``, x has no padding, and its padded rows are quantised in tiles."""
         row, col = None, None
         if not _QUANTIZED.isdisjoint(spec.formats):
             row, col = self._quantizers.quantize_operands(x, spec, cached, rows)
@@ -150,10 +143,7 @@ class HopperBackend(GemmBackend):
     def multiply(
         self, gemm: Gemm, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See the base class. Per-tensor scaled fprop and dgrad use the tensor core's fast accumulation.
-
-        Its relative error is 5e-4 at a reduction of 1,024 and 1e-3 at 8,192. wgrad never uses it.
-        """
+        """See the base class. Per-tensor scaled fprop and dgrad use the tensor core's fast accumulation, wgrad not."""
         if not (isinstance(a, Operand) and isinstance(b, Operand)):
             if isinstance(a, UnquantizedOperand) and a.format is Format.BF16:
                 return super().multiply(gemm, a, b, dtype, out)

@@ -64,11 +64,8 @@ def select_backend(
 
 
 def resolve_gemm(name: str, formats: Collection[Format] | None, *, te_linears: bool) -> str:
-    """Return the value of ``--snip-gemm`` that ``name`` stands for on this machine.
-
-    That is "transformer_engine" in place of "auto" on a Blackwell card where Transformer Engine runs ``formats`` (None
-    if they are unknown). Otherwise it is ``name``. ``te_linears`` says whether the model has Transformer Engine's
-    linears.
+    """Return "transformer_engine" in place of "auto" on a Blackwell card where Transformer Engine runs ``formats``
+    (None: unknown) in a model with its linears (``te_linears``), and otherwise ``name``.
     """
     if name == "auto" and te_linears and on_blackwell() and why_not_transformer_engine(formats) is None:
         return "transformer_engine"
@@ -76,9 +73,8 @@ def resolve_gemm(name: str, formats: Collection[Format] | None, *, te_linears: b
 
 
 def native_backend(name: str, *, te_linears: bool = False) -> str | None:
-    """Return "hopper" or "blackwell" if GEMMs multiply the formats of these cards natively under ``--snip-gemm name``.
-
-    Returns None if formats are emulated. Nothing is compiled or checked. ``te_linears`` is as in :func:`resolve_gemm`.
+    """Return "hopper" or "blackwell" if GEMMs multiply the formats of these cards natively under ``--snip-gemm name``,
+    and None if formats are emulated. ``te_linears``: see :func:`resolve_gemm`.
     """
     if on_blackwell():
         return "blackwell" if resolve_gemm(name, None, te_linears=te_linears) == "transformer_engine" else None
@@ -145,11 +141,7 @@ def _fault(formats: Collection[Format] | None) -> str | None:
 
 @functools.cache
 def _cached_fault(formats: tuple[Format, ...]) -> str | None:
-    return wrong_numbers(_emulated(), _current_device(), formats)
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+    return wrong_numbers(_emulated(), "cuda", formats)
 
 
 def _card() -> str:
@@ -160,9 +152,8 @@ def _card() -> str:
 @functools.cache
 def _te_fault(formats: frozenset[Format]) -> str | None:
     """Return what is wrong with Transformer Engine's GEMMs of ``formats`` on this device, or None."""
-    device = _current_device()
-    with torch.random.fork_rng([device]):  # it rounds gradients with draws of the default generator
-        return wrong_numbers(transformer_engine_gemms(), device, [fmt for fmt in Format if fmt in formats])
+    with torch.random.fork_rng([torch.cuda.current_device()]):  # gradients are rounded with the default generator
+        return wrong_numbers(transformer_engine_gemms(), "cuda", [fmt for fmt in Format if fmt in formats])
 
 
 def _why_not_emulated() -> str | None:
@@ -247,7 +238,7 @@ def launch_from_cpp(backend: GemmBackend, formats: Collection[Format] = (Format.
     extension, host = replay_extension()
     if extension is None or backend.replayed:
         return host
-    fault = wrong_numbers(replay(backend, extension), _current_device(), formats)
+    fault = wrong_numbers(replay(backend, extension), "cuda", formats)
     if fault is None:
         return host
     for name in backend.replayed:

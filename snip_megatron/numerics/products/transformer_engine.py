@@ -61,7 +61,7 @@ def import_error(error: Exception) -> str:
     folders = [] if package is None else list(package.submodule_search_locations or ())
     folder = os.path.join(folders[0], "lib") if folders else "the folder of torch's cuDNN"
     return (
-        f"{line}; libraries of two versions of cuDNN meet, and those in {', '.join(loaded) or 'no folder'} are loaded:"
+        f"{line}; libraries of two versions of cuDNN meet, and those in {', '.join(loaded)} are loaded:"
         f" put {folder} first in LD_LIBRARY_PATH, or import transformer_engine before other code uses cuDNN"
     )
 
@@ -83,10 +83,7 @@ def formats_on_card() -> tuple[Format, ...]:
 
 
 def why_not_transformer_engine(formats: Collection[Format] | None) -> str | None:
-    """Return why Transformer Engine's linears cannot run ``formats`` on this machine, or None if they can.
-
-    ``formats`` is None if they are unknown.
-    """
+    """Return why Transformer Engine's linears cannot run ``formats`` (None: unknown) on this machine, or None."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         return "needs a Hopper or Blackwell GPU, and there is none here"
     capability = torch.cuda.get_device_capability()

@@ -61,10 +61,7 @@ class DeviceKeys:
         self._counts.zero_()
 
     def next(self, place: int) -> KeyWords:
-        """Return the keys of the next microbatch of the linear at ``place``.
-
-        They are computed by a kernel, which a graph captures if this is called during a capture.
-        """
+        """Return the keys of the next microbatch of the linear at ``place``, which a kernel computes."""
         self._advance(self._state, self._counts, self._identities, self._words, place, self._gemms)
         words = self._words[place]
         return words[:2], words[_SIDE : _SIDE + 2]
@@ -81,7 +78,7 @@ def advance(
         identities: int64 [linears, 4]: mixed number, factor, offset and 0 of each linear.
         words: int32 [linears, 8]: the key words of the first GEMM at 0, those of the second at 4.
         place: index of the linear.
-        gemms: numbers of the GEMMs.
+        gemms: the numbers of the GEMMs.
     """
     number, factor, offset, _ = identities[place].tolist()
     seed = splitmix64(int(state) ^ splitmix64(int(counts[place]) * factor + offset & MASK64))

@@ -67,20 +67,14 @@ class FormatSpec:
     random_signs: bool = False
 
     def tile_shape(self, axis: int, block: bool) -> tuple[int, int]:
-        """Return the (rows, columns) that share a scale: those of a tile along ``axis``, or of a square block.
-
-        Blocks are returned if ``block`` is set and the format has them. ``axis`` is 0, or 1 for the last dimension.
-        """
+        """Return the (rows, columns) of a tile along ``axis``, or of a square ``block`` if the format has blocks."""
         if block and self.square_blocks:
             return self.tile, self.tile
         return (self.tile, 1) if axis == 0 else (1, self.tile)
 
     @property
     def largest_scale(self) -> float:
-        """The E4M3 scale of the tile that holds the tensor's amax.
-
-        It is the largest E4M3 number. Under four-over-six it is the largest x for which 1.5·x is an E4M3 number too.
-        """
+        """The E4M3 scale of the tile with the tensor's amax. Under four-over-six 1.5 times it is an E4M3 number too."""
         return 256.0 if self.four_over_six else E4M3.maximum
 
 

@@ -1,12 +1,9 @@
 """How a matrix is quantised for the two GEMMs that read it, and the reference quantisers of operands in plain torch.
 
-A linear reads each of its matrices for two GEMMs. The *rowwise* operand is that of the GEMM that reduces over the
-columns of the matrix. The *columnwise* operand is that of the GEMM that reduces over its rows.
-
-There are two kinds of operands. :class:`Operand` has the layouts of cuBLAS' block-scaled GEMM on Hopper
-(``torch.nn.functional.scaled_mm``): K-major E4M3 values and FP32 scales. :class:`ExactOperand` has bf16 values, for
-GEMMs on the bf16 tensor cores of any GPU. ``kernels/quantize.py`` and ``kernels/exact.py`` have the quantisers in
-Triton, with the same bytes.
+The *rowwise* operand is that of the GEMM that reduces over the columns of the matrix, the *columnwise* operand that of
+the GEMM that reduces over its rows. :class:`Operand` has the layouts of cuBLAS' block-scaled GEMM on Hopper: K-major
+E4M3 values and FP32 scales. :class:`ExactOperand` has bf16 values, for the bf16 tensor cores of any GPU.
+``kernels/quantize.py`` and ``kernels/exact.py`` have the quantisers in Triton, with the same bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +27,8 @@ OperandPair = tuple[Any, Any]
 class GradientKeys(NamedTuple):
     """Keys of the stochastic rounding of G. A named tuple, because every backward makes one.
 
-    The random bits are a function of the key and of the global position of an element. Recomputation and other parallel
-    layouts therefore draw the same bits.
-
     Attributes:
-        dgrad, wgrad: keys of the two GEMMs that read G. A key is a 64-bit seed, or key words on the device. It is None
-            if the GEMM does not round stochastically.
+        dgrad, wgrad: keys of the two GEMMs that read G. None if the GEMM does not round stochastically.
         cols: integer [N local], global indices of G's columns. None: 0, 1, …
         first_row: global index of G's first row. It is 0 unless G is a token shard.
         paired: whether neighbouring columns are pairs (2i, 2i + 1), for which kernels compute one hash.
@@ -54,11 +47,9 @@ class OperandSpec(NamedTuple):
     Attributes:
         rowwise, columnwise: formats of the two GEMMs. A format is None if its GEMM does not run.
         weight: whether the matrix is a weight, which is quantised in blocks instead of tiles.
-        amax: max|·| of the unsharded matrix, 0-dim FP32. It is required if the matrix is a shard and a format has one
-            scale for the whole tensor.
+        amax: max|·| of the unsharded matrix, 0-dim FP32. Required of a shard if a format has one scale for the tensor.
         keys: keys of stochastic rounding. None unless the matrix is G.
-        rotation: how the columnwise operand is transformed if its format has a Hadamard transform. None: without sign
-            changes.
+        rotation: how a Hadamard transform changes the columnwise operand. None: without sign changes.
     """
 
     rowwise: Format | None
@@ -70,7 +61,7 @@ class OperandSpec(NamedTuple):
 
     @property
     def formats(self) -> tuple[Format | None, Format | None]:
-        """The formats of the rowwise and of the columnwise operand."""
+        """Both formats."""
         return self.rowwise, self.columnwise
 
     @property
@@ -87,9 +78,8 @@ class OperandSpec(NamedTuple):
         return self._replace(rowwise=row, columnwise=col)
 
     def quantizer_arguments(self, x: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
-        """Return the arguments of :func:`.reference.quantize` for the GEMM that reduces x over ``axis`` (0 or 1).
-
-        They are x [rows, cols], transformed if the format has a Hadamard transform, and the named arguments.
+        """Return the arguments of :func:`.reference.quantize` for the GEMM that reduces x over ``axis`` (0 or 1): x,
+        transformed if the format has a Hadamard transform, and the named arguments.
         """
         fmt, seed = self.formats[1 - axis], self.seeds[1 - axis]
         assert fmt is not None
@@ -203,8 +193,7 @@ def quantize_operands(
 ) -> OperandPair:
     """Quantise a matrix [M, K] for the GEMM that reduces over K and for the one that reduces over M.
 
-    fp8 and fp4 have 1×128 tiles along the reduction, or 128×128 blocks if the matrix is a weight. fp8 always rounds to
-    nearest (docs/how-it-works.md, Formats). Raises SnipError if the dtype or the number of dimensions is not supported.
+    fp8 always rounds to nearest. Raises SnipError if the dtype or the number of dimensions is not supported.
 
     Args:
         x: fp32, bf16 or fp16 [M, K].
@@ -271,10 +260,9 @@ def _stack(operands: Sequence[Operand | None]) -> Operand | None:
 class ExactOperand(NamedTuple):
     """A quantised matrix [rows, cols] in bf16, in the orientation of the matrix that was quantised.
 
-    An E2M1 number times an E4M3 scale has at most six significant bits, and an E4M3 number times a power of two has
-    four. bf16 has eight, so that it represents these products exactly. The elements of nvfp4, mxfp4 and mxfp8 are
-    therefore multiplied by the scales of their tiles. The scale of the whole tensor in nvfp4 stays a factor of the
-    GEMM's result. The scales of fp8 and fp4 are arbitrary FP32 numbers, which are stored separately, one for each tile.
+    An E2M1 number times an E4M3 scale has at most six significant bits, an E4M3 number times a power of two four, and
+    bf16 has eight. The elements of nvfp4, mxfp4 and mxfp8 are therefore multiplied by the scales of their tiles. The
+    scale of the tensor in nvfp4 is a factor of the GEMM's result. The scales of fp8 and fp4 are stored separately.
 
     Attributes:
         values: bf16 [rows, cols], row-major: elements times the scales of their tiles, or elements alone.
@@ -298,16 +286,9 @@ class ExactOperand(NamedTuple):
 def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = None) -> OperandPair:
     """Quantise ``x`` [M, K] for the GEMM that reduces over K and for the GEMM that reduces over M.
 
-    Raises SnipError if the dtype or the number of dimensions is not supported.
-
-    Args:
-        x: fp32, bf16 or fp16 [M, K]. In fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number.
-        spec: how it is quantised, in quantised formats. A Hadamard transform pads the columnwise operand with zeros to
-            whole groups of 16 rows.
-        cached: operands to write the result to, which are returned. Default: new ones.
-
-    Returns:
-        The two operands. They are one object if :func:`operands_are_equal`.
+    Arguments and errors are those of :func:`quantize_operands`. A Hadamard transform pads the columnwise operand with
+    zeros to whole groups of 16 rows. Of fp32, values of mxfp8 lose their bits below 2^-133, bf16's smallest number. The
+    two operands are one object if :func:`operands_are_equal`.
     """
     row, col = (
         None if fmt is None else _exact_operand(*spec.quantizer_arguments(x, axis))
@@ -318,10 +299,7 @@ def quantize_exact(x: Tensor, spec: OperandSpec, cached: CachedPair | None = Non
 
 
 def operands_are_equal(spec: OperandSpec) -> bool:
-    """Return whether both operands of a matrix always hold the same numbers.
-
-    They do if both have one format, whose scales belong to square blocks or to the whole matrix.
-    """
+    """Return whether both operands are in one format whose scales belong to square blocks or to the whole matrix."""
     if spec.rowwise is None or spec.rowwise is not spec.columnwise:
         return False
     of_format = SPECS[spec.rowwise]

@@ -17,14 +17,10 @@ from snip_megatron.precision import Format
 
 
 def pack_partial(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a partial sum, to nearest.
+    """Quantise a partial sum [rows, cols], fp32, bf16 or fp16, to nearest.
 
-    Args:
-        x: fp32, bf16 or fp16 [rows, cols].
-
-    Returns:
-        The elements, uint8 [rows, cols], and the scales of the tiles, FP32 [rows, ceil(cols/128)], both contiguous. The
-        scale of a tile is NaN if the tile holds a NaN or an Inf.
+    Returns the elements, uint8 [rows, cols], and the scales of tiles, FP32 [rows, ceil(cols/128)], both contiguous. The
+    scale of a tile is NaN if the tile holds a NaN or an Inf.
     """
     q = quantize(x, Format.FP8, axis=1)
     return q.values.to(torch.float8_e4m3fn).view(torch.uint8), q.scale.contiguous()

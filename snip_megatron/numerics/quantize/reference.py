@@ -172,10 +172,7 @@ def _amax(tiled: Tensor) -> Tensor:
 def _scales(
     amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor
 ) -> tuple[Tensor, Tensor, Factors | None]:
-    """Return the divisor of x, the scale of the values, and the factors of the scale if the format has them.
-
-    The divisor and the scale differ only if a stored scale is zero.
-    """
+    """Return the divisor of x, the scale of the values (equal unless that is zero), and the factors of the scale."""
     if spec.scaling is Scaling.E8M0:
         scale = _e8m0_scale(amax, spec.element.max_exponent)
         return scale, scale, None
@@ -213,8 +210,7 @@ def _nvfp4_divisor(scale: Tensor) -> Tensor:
 def _nvfp4_factors(amax: Tensor, spec: FormatSpec, tensor_amax: Tensor | None, tiled: Tensor) -> Factors:
     """Return the factors of nvfp4's scales, from the amaxes of tiles and of the tensor (None: that of ``tiled``, x).
 
-    The amax of the tensor is that of its finite numbers, so that a NaN or Inf affects its own tile only. The scale of a
-    tile is NaN if its amax is not finite.
+    The amax of the tensor is that of its finite numbers, so that a NaN or Inf affects its tile only.
     """
     if tensor_amax is None:
         tensor_amax = tiled.nan_to_num(0.0, 0.0, 0.0).abs_().amax()
@@ -238,8 +234,8 @@ _ERROR_STEP, _LARGEST_ERROR = 2.0**-20, 2.0**26
 def _squared_error(tiled: Tensor, tile_scale: Tensor, tensor_scale: Tensor, spec: FormatSpec) -> Tensor:
     """Return Σ (Q(x) − x)² of each tile over the square of the tensor's scale.
 
-    In units of its scale, the squared error of an element is rounded down to a multiple of 2^-20. Integers have the
-    same sum in any order, so that kernels choose alike.
+    Squared errors are rounded down to multiples of 2^-20, whose sum is the same in any order, so that kernels choose
+    alike.
     """
     y = tiled / _nvfp4_divisor(tile_scale * tensor_scale)
     error = (round_to_element(y.clone(), spec.element) - y).square_().div_(_ERROR_STEP)
@@ -304,11 +300,9 @@ def is_rotated(format: Format | str | None, axis: int, *, weight: bool = False) 
 
 
 def rotate(x: Tensor, signs: Signs = 0) -> Tensor:
-    """Transform groups of 16 rows of x [R, C].
+    """Transform groups of 16 rows of x [R, C], and return FP32 [⌈R/16⌉·16, C].
 
-    Returns:
-        FP32 [⌈R/16⌉·16, C]. Sums are computed in FP32 between rows 8, 4, 2 and 1 apart, in this order, so that kernels
-        compute the same bits.
+    Sums are computed between rows 8, 4, 2 and 1 apart, in this order, so that kernels compute the same bits.
     """
     x = functional.pad(x.detach().to(torch.float32), (0, 0, 0, -x.shape[0] % POINTS))
     groups, cols = x.shape[0] // POINTS, x.shape[1]
@@ -332,13 +326,8 @@ def rotate_operand(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the matrix that ``format`` quantises for a GEMM that reduces over ``axis``, and the amax of its tensor.
 
-    Args:
-        x: [R, C].
-        format: the format of the operand. If it has no Hadamard transform, ``x`` and ``amax`` are returned.
-        axis: 0 or 1.
-        rotation: how x is transformed. None: without sign changes.
-        amax: max|x| of the unsharded matrix. None: that of ``x``.
-        weight: whether x is a weight.
+    If the format has no Hadamard transform, they are ``x`` [R, C] and ``amax``, max|x| of the unsharded matrix.
+    ``rotation`` says how x is transformed. None: without sign changes.
     """
     if not is_rotated(format, axis, weight=weight):
         return x, amax

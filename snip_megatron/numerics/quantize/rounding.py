@@ -3,11 +3,10 @@
 Every random number is a function of (seed, global row, global column). There is no generator state, so activation
 recompute, every sharding and the Triton kernels give the same numbers.
 
-The hash uses 32-bit unsigned arithmetic only. Each row has a word and each pair of columns (2i, 2i + 1) an odd factor
-(:func:`row_keys`, :func:`column_keys`), both computed by the finaliser of MurmurHash3 (A. Appleby). For an element, the
-product row word · column factor has its 16-bit halves swapped, is multiplied by a constant, and the factor is added:
-this is the draw of the odd column. One more multiplication gives the draw of the even column. Seeds are derived with
-the finaliser of SplitMix64.
+Each row has a 32-bit word and each pair of columns (2i, 2i + 1) an odd factor (:func:`row_keys`, :func:`column_keys`),
+by the finaliser of MurmurHash3 (A. Appleby). For an element, the product row word · column factor has its 16-bit halves
+swapped, is multiplied by a constant, and the factor is added: this is the draw of the odd column. One more
+multiplication gives the draw of the even column. Seeds are derived with the finaliser of SplitMix64.
 """
 
 import functools
@@ -89,29 +88,20 @@ def _word(seed: Key, index: int) -> int | Tensor:
 
 
 def row_keys(seed: Key, rows: Tensor) -> Tensor:
-    """Return one int32 word for each global row id. Different rows have different words.
-
-    ``rows`` are integer [R], ids in [0, 2^32).
-    """
+    """Return one int32 word for each global row id in [0, 2^32), integers [R]. Words of different rows differ."""
     return mix32((rows.long() * ROW_STEP + _word(seed, 0)) & MASK32).to(torch.int32)
 
 
 def column_keys(seed: Key, cols: Tensor) -> Tensor:
-    """Return one odd int32 word for each global column id. Columns 2i and 2i + 1 have the same word.
-
-    ``cols`` are integer [C], ids in [0, 2^32).
-    """
+    """Return one odd int32 word for each global column id, integers [C]. Columns 2i and 2i + 1 have the same word."""
     return (mix32(((cols.long() >> 1) * COLUMN_STEP + _word(seed, 1)) & MASK32) | 1).to(torch.int32)
 
 
 def random_bits(seed: Key, rows: Tensor, cols: Tensor) -> Tensor:
-    """Return 32 random bits for each element, int32 [len(rows), len(cols)]. The upper bits are mixed better than the
-    lower.
+    """Return 32 random bits for each element, int32 [len(rows), len(cols)], of which the upper are mixed better.
 
-    Args:
-        seed: 64-bit, taken modulo 2^64, or key words on the device.
-        rows, cols: 1-D integer tensors of global ids in [0, 2^32). The ids need not be contiguous: those of a SwiGLU
-            shard are not.
+    ``seed`` is a 64-bit number, or key words on the device. ``rows`` and ``cols`` are 1-D integer tensors of global ids
+    in [0, 2^32), which need not be contiguous: those of a SwiGLU shard are not.
     """
     words, factors = row_keys(seed, rows).unsqueeze(1), column_keys(seed, cols)
     even = (cols % 2 == 0).to(words.device)
@@ -129,10 +119,10 @@ def _signed(word: int) -> int:
 
 
 def random_normal(seed: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Return standard normal numbers, float32 [len(rows), len(cols)]. Arguments as :func:`random_bits`.
+    """Return standard normal numbers, float32 [len(rows), len(cols)]. Arguments are those of :func:`random_bits`.
 
-    The numbers are drawn from 2^16 equally likely quantiles that are scaled to unit variance; the largest magnitude is
-    4.33. A table look-up gives the same bits on every shard. Vectorised logarithms and cosines do not.
+    They are 2^16 equally likely quantiles, scaled to unit variance; the largest magnitude is 4.33. A table look-up
+    gives the same bits on every shard. Vectorised logarithms and cosines do not.
     """
     bits = random_bits(seed ^ _NORMAL_STREAM, rows, cols)
     index = (bits >> (32 - _NORMAL_BITS)).add_(1 << (_NORMAL_BITS - 1))
@@ -147,17 +137,11 @@ def _normal_table() -> Tensor:
 
 
 def round_to_element(y: Tensor, element: Element, bits: Tensor | None = None) -> Tensor:
-    """Saturate FP32 ``y`` and round it to the numbers of ``element``, in place.
+    """Saturate FP32 ``y`` and round it to the numbers of ``element``, in place. NaN stays NaN.
 
-    Args:
-        y: FP32, any shape.
-        element: the element type.
-        bits: None rounds to nearest, ties to even. int32 draws of :func:`random_bits` in the shape of ``y`` round
-            stochastically: up in magnitude with probability (|y| − lower)/(upper − lower), in steps of 2^-(23 −
-            mantissa_bits). The draw does not depend on the sign.
-
-    Returns:
-        ``y``. NaN stays NaN. Rounding to nearest keeps the sign of zero.
+    Without ``bits``, it is rounded to nearest, ties to even, and zero keeps its sign. With ``bits``, int32 draws of
+    :func:`random_bits` in the shape of ``y``, it is rounded up in magnitude with probability
+    (|y| − lower)/(upper − lower), in steps of 2^-(23 − mantissa_bits). The draw does not depend on the sign.
     """
     y.clamp_(-element.maximum, element.maximum)
     step = spacing(y, element)
@@ -171,9 +155,7 @@ def round_to_element(y: Tensor, element: Element, bits: Tensor | None = None) ->
 
 
 def spacing(y: Tensor, element: Element) -> Tensor:
-    """Return the distance between neighbours in ``element`` at each FP32 y. It is a power of two, from the exponent
-    bits of y.
-    """
+    """Return the distance between neighbours in ``element`` at each FP32 y, a power of two."""
     exponent = y.view(torch.int32) & 0x7F800000
     exponent.clamp_(min=(127 + element.min_exponent) << 23).sub_(element.mantissa_bits << 23)
     return exponent.view(torch.float32)

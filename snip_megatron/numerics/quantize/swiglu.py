@@ -48,16 +48,9 @@ def quantize_swiglu(y: Tensor, spec: OperandSpec, probs: Tensor | None = None) -
 def quantize_swiglu_gradient(
     d: Tensor, y: Tensor, spec: OperandSpec, probs: Tensor | None = None
 ) -> tuple[Any, Any, Tensor | None]:
-    """Quantise the gradient [M, 2K] of SwiGLU of y [M, 2K] in 1×128 tiles.
+    """Quantise the gradient [M, 2K] of :func:`quantize_swiglu`, from the gradient d [M, K] of its result.
 
-    Args:
-        d: the gradient of the result, [M, K].
-        y: the argument of SwiGLU, [M, 2K].
-        spec: how it is quantised: in fp8, in fp4, or not at all. In bf16 an operand is the matrix itself.
-        probs: see :func:`swiglu`.
-
-    Returns:
-        The two operands, and the gradient of ``probs``, FP32 [M], or None if there are no ``probs``.
+    Returns the two operands, and the gradient of ``probs``, FP32 [M], or None if there are no ``probs``.
     """
     probs_gradient = None if probs is None else (d.to(torch.float32) * swiglu(y.to(torch.float32))).sum(1)
     return (*_operands(swiglu_gradient(d, y, probs), spec), probs_gradient)
@@ -69,10 +62,8 @@ def _operands(x: Tensor, spec: OperandSpec) -> OperandPair:
 
 
 def swiglu_with_amax(y: Tensor, d: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return SwiGLU [M, K] of y [M, 2K] or, with ``d``, its gradient [M, 2K] from the gradient d [M, K] of the result.
-
-    Returns:
-        The matrix in y's dtype, and its amax, FP32 and 0-dim, which is NaN if the matrix holds a NaN.
+    """Return SwiGLU [M, K] of y [M, 2K] or, with ``d``, its gradient [M, 2K] from the gradient d [M, K] of the result;
+    in y's dtype, and its amax, FP32 and 0-dim, which is NaN if the matrix holds a NaN.
     """
     x = swiglu(y) if d is None else swiglu_gradient(d, y)
     return x, (x.abs().amax() if x.numel() else x.new_zeros(())).to(torch.float32)

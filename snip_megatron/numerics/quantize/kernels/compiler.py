@@ -1,12 +1,11 @@
 """Compiles kernels of Triton and of DeepGEMM beside the training, into Triton's cache on disk.
 
-A launch that finds its kernel in the cache takes milliseconds, where a compilation takes up to a second. A pool of
-processes of low priority compiles. It needs no GPU. If it dies or hangs, the remaining kernels are compiled at their
-first launch.
+A compilation takes up to a second. A pool of processes of low priority compiles, without a GPU. If it dies or hangs,
+the remaining kernels are compiled at their first launch.
 
 DeepGEMM runs nvcc for 3 to 6 s in the call that first needs a kernel. A script takes nvcc's place. While kernels are
 listed, it stores the source and lets the call fail. In training it returns what another process has compiled of that
-source. If no process has, it runs nvcc.
+source, or runs nvcc.
 """
 
 import ctypes
@@ -57,10 +56,7 @@ _COMPILER, _NVCC, _SOURCE, _CHECK = "DG_JIT_NVCC_COMPILER", "SNIP_NVCC", "SNIP_N
 
 
 def replace_nvcc(nvcc: str) -> None:
-    """Let DeepGEMM call the script instead of ``nvcc``. It must not have been imported yet.
-
-    Nothing changes if the script cannot run, as in a folder in which files must not be executed.
-    """
+    """Let DeepGEMM, not imported yet, call the script instead of ``nvcc``, if files in the cache may be executed."""
     script = Path(triton.knobs.cache.dir, "snip-nvcc", "nvcc")
     with suppress(OSError, subprocess.SubprocessError):
         script.parent.mkdir(parents=True, exist_ok=True)
@@ -74,9 +70,8 @@ def replace_nvcc(nvcc: str) -> None:
 
 
 def missing_source(call: Callable[[], object]) -> Source | None:
-    """Return the source of the kernel that a ``call`` of DeepGEMM needs, which then does nothing.
-
-    Returns None if the kernel has been compiled. The call then runs.
+    """Return the source of the kernel that a ``call`` of DeepGEMM needs, or None if it has been compiled: the call runs
+    then, and otherwise does nothing.
     """
     check = os.environ.get(_CHECK)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,20 +104,13 @@ def _compile_source(source: Source) -> None:
 
 # -- compilation -----------------------------------------------------------------------------------------------------
 class Compilation:
-    """The compilation of ``kernels`` for ``target`` by a pool of processes.
+    """The compilation of a listing's ``kernels`` for Triton's ``target`` by a pool of at most ``processes`` processes.
 
-    No process starts if all kernels have been compiled on this machine before.
-
-    Args:
-        kernels: kernels of a :class:`snip_megatron.numerics.quantize.kernels.launch.Listing`.
-        target: the target of Triton's driver.
-        processes: the largest number of processes.
-        replays: whether ``replay.cpp`` is compiled as well.
-        patience: seconds without a compiled kernel after which the processes are ended.
+    No process starts if all kernels have been compiled on this machine before. Processes end after ``patience`` seconds
+    without a compiled kernel. With ``replays``, ``replay.cpp`` is compiled as well.
 
     Attributes:
-        kernels: number of kernels.
-        processes: number of processes.
+        kernels, processes: their numbers.
         compiled: number of kernels that the processes have compiled so far.
         remaining: number of kernels that will be compiled at their first launch. It is 0 while processes run.
         seconds: time from the start of the processes to their end, 0 if none was started.
@@ -236,10 +224,7 @@ def _kernel(name: str) -> Any:
 
 # -- the processes -------------------------------------------------------------------------------------------------
 def _work() -> None:
-    """Compile the task on standard input by a pool of processes, and write a byte to standard output for each kernel.
-
-    The pool is forked after the modules of all kernels are imported.
-    """
+    """Compile the task on standard input by a pool of processes, and write a byte to standard output for each."""
     os.nice(10)
     _die_with_parent()
     target, kernels, processes, replays = pickle.load(sys.stdin.buffer)

@@ -3,17 +3,16 @@
 """Device code that the kernels share: numbers, 128×128 parts of a matrix, stochastic rounding.
 
 Results equal those of ``rounding.py`` and ``reference.py``. Values come in pairs (``lo``, ``hi``): an even and an odd
-column of one matrix, which share a 32-bit word of a bf16 matrix. Code and instructions depend on the
-device, results do not: with ``HARDWARE`` it uses Hopper's instructions on pairs, otherwise it builds bytes from the
-bits of FP32. The interpreter takes the second path, because it runs no assembly and its own conversion to E4M3 does not
-round to even.
+column, which share a 32-bit word of a bf16 matrix. With ``HARDWARE`` the code uses Hopper's instructions on pairs,
+otherwise it builds bytes from the bits of FP32. The interpreter takes the second path, because it runs no assembly and
+its conversion to E4M3 does not round to even.
 
-A part is loaded twice, the second time from cache. The first load gives each thread rows, for tiles along a row and
-row-major output. The second load gives each thread the rows of one pair of columns, for tiles along a column and
-transposed output. So a tile never leaves its warp, and nothing is transposed through shared memory. The shape of the
-second load is [64, 64, 2], with the halves of the rows last: the compiler then assigns 2·16 rows of one pair to a
-thread and the other rows to 4 lanes, so that 8 lanes read 32 adjacent bytes and a store writes 64. Strides are
-constants of a kernel: a model has few widths, and constant strides make addresses free.
+A part is loaded twice, the second time from cache. The first load gives each thread rows, for tiles along a row. The
+second load gives each thread the rows of one pair of columns, for tiles along a column and transposed output. So a tile
+never leaves its warp, and nothing is transposed through shared memory. The shape of the second load is [64, 64, 2],
+with the halves of the rows last: the compiler then assigns 2·16 rows of one pair to a thread and the other rows to 4
+lanes, so that 8 lanes read 32 adjacent bytes and a store writes 64. Strides are constants of a kernel, which make
+addresses free.
 """
 
 import triton
@@ -77,9 +76,7 @@ def tile_scale(amax_bits, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, DIVIDE: 
 
 @triton.jit
 def scale_lift(scale):
-    """Return the power of two that brings ``scale`` to [0.5, 1). A subnormal scale comes out smaller, NaN gives any
-    value.
-    """
+    """Return the power of two that brings ``scale`` to [0.5, 1). A subnormal scale comes out smaller."""
     exponent = scale.to(tl.int32, bitcast=True) & INFINITY_BITS
     return ((253 << 23) - exponent).to(tl.float32, bitcast=True)
 
@@ -153,10 +150,7 @@ def _nearest_e4m3(y):
 
 @triton.jit
 def e4m3_bytes(lo, hi, JOIN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Round FP32 pairs to E4M3 bytes, to nearest, saturated.
-
-    Returns two tensors of uint8 or, with ``JOIN``, int16 words (hi · 256 + lo), twice.
-    """
+    """Round FP32 pairs to E4M3, to nearest, saturated: two tensors of uint8 or, with ``JOIN``, int16 words, twice."""
     if HARDWARE:
         if JOIN:
             words = tl.inline_asm_elementwise(
@@ -203,9 +197,8 @@ def broadcast_over_rows(vector, DOWN: tl.constexpr):
 
 @triton.jit
 def load_pairs(x_ptr, x_stride, M, width, m, k, DOWN: tl.constexpr):
-    """Load part (m, k) as int32 words of two bf16 numbers, zero outside the matrix.
-
-    Returns [128, 64] or, with ``DOWN``, where a thread holds rows, [64, 64, 2]. ``x_stride`` and ``width`` count words.
+    """Load part (m, k) as int32 words of two bf16 numbers, zero outside the matrix: [128, 64] or, with ``DOWN``,
+    [64, 64, 2]. ``x_stride`` and ``width`` count words.
     """
     i, j = _rows(DOWN), broadcast_over_rows(tl.arange(0, PAIRS), DOWN)
     pointers = x_ptr + m.to(tl.int64) * EDGE * x_stride + k * PAIRS + i * x_stride + j
@@ -330,8 +323,7 @@ def _column_draw(words, cols, HALVES: tl.constexpr):
 def pair_draws(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexpr, PAIRED: tl.constexpr):
     """Return two uint32 tensors of draws [128, 64], or [64, 64, 2] with the halves of the rows last if ``HALVES``.
 
-    Row and column ids are vectors; the words are ``rounding.key_words`` of the seed. ``PAIRED``: each (lo_cols,
-    hi_cols) is some (2i, 2i + 1), so that one hash serves both.
+    Words are ``rounding.key_words``. ``PAIRED``: each (lo_cols, hi_cols) is some (2i, 2i + 1): one hash serves both.
     """
     row_words = mix32(rows.to(tl.uint32) * 0x9E3779B1 + row_word.to(tl.uint32))
     if HALVES:  # a thread has many rows
@@ -347,11 +339,7 @@ def pair_draws(rows, lo_cols, hi_cols, row_word, col_word, HALVES: tl.constexpr,
 
 @triton.jit
 def _stochastic_byte(y, bits):
-    """Round y to E2M1 stochastically and return its E4M3 byte (int32).
-
-    The index of an E2M1 number, 0 to 7, is the upper bits of a count of FP32 numbers 2^-126·|y|, which continues below
-    1 as above. The 22 bits below the index are compared with the draw.
-    """
+    """Round y to E2M1 stochastically, as :func:`_round_e2m1` does, and return its E4M3 byte (int32)."""
     magnitude = tl.abs(y)
     below = (magnitude * 8388608.0).to(tl.int32)
     index = tl.where(magnitude < 1.0, below, magnitude.to(tl.int32, bitcast=True) - (126 << 23))
@@ -376,10 +364,7 @@ def _round_e2m1(x, inverse, bits, back):
 
 @triton.jit
 def shrink_if_subnormal(inverse, scale):
-    """Return ``inverse``, reduced by 2^-12 if its scale is subnormal.
-
-    The few bits of such a scale could let the largest number exceed 6.
-    """
+    """Return ``inverse``, less 2^-12 if its scale is subnormal, whose few bits could let a number exceed 6."""
     return tl.where(scale < 1.1754943508222875e-38, inverse * 0.999755859375, inverse)  # 2^-126; 1 − 2^-12
 
 
@@ -389,9 +374,7 @@ def stochastic_bytes(
     JOIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Multiply lifted FP32 pairs by the reciprocals of their scales, round to E2M1 stochastically, and return E4M3
-    bytes.
-
-    Saturates. Bits 15 and 31 of ``words`` hold the signs.
+    bytes. Bits 15 and 31 of ``words`` hold the signs.
     """
     lo_inverse = shrink_if_subnormal(reciprocal(lo_scale * lo_lift, HARDWARE), lo_scale)
     hi_inverse = shrink_if_subnormal(reciprocal(hi_scale * hi_lift, HARDWARE), hi_scale)

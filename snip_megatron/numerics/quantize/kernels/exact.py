@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The quantiser of bf16 operands in ``operands.py`` as Triton kernels, one launch for each operand.
 
-Formats with a scale for the whole tensor read the matrix once more, for its amax. A program quantises a part of a
-matrix, in tiles along its columns or along its rows. Tiles have the shape [row tiles, rows of a tile, column tiles,
-columns of a tile], where scales broadcast. Elements are rounded as magnitudes, and get their signs when they are
-stored. The code needs no instruction that an Ampere GPU does not have.
+A program quantises a part of a matrix. Tiles have the shape [row tiles, rows of a tile, column tiles, columns of a
+tile], where scales broadcast. Elements are rounded as magnitudes, and get their signs when they are stored. The code
+needs no instruction that an Ampere GPU does not have.
 """
 
 from typing import Any, NamedTuple
@@ -58,9 +57,9 @@ def _largest(tiles):
 def nearest(y, ELEMENT: tl.constexpr):
     """Saturate y ≥ 0 and round it to E2M1 (``ELEMENT`` 4) or E4M3 (8), to nearest, ties to even.
 
-    The last bit of 2^22·y (E4M3: 2^20·y) has the value of the spacing of E2M1 numbers near y. Subtracting y from that
-    number, and the result from that number again, therefore rounds y. If y is a tie, the last bit is zero, so that the
-    result is the even number. Below 1.5 times the smallest normal number all spacings are equal.
+    The last bit of 2^22·y (E4M3: 2^20·y) has the value of the spacing of numbers near y. Subtracting y from that
+    number, and the result from that number again, therefore rounds y. Below 1.5 times the smallest normal number all
+    spacings are equal.
     """
     maximum: tl.constexpr = 6.0 if ELEMENT == 4 else 448.0
     least: tl.constexpr = 1.5 if ELEMENT == 4 else 0.0234375
@@ -197,8 +196,8 @@ def side_kernel(
     """Quantise a part [R, C] of a matrix [M, K] in tiles of ``TILE_ROWS`` × ``TILE_COLS``.
 
     ``ELEMENT`` is the number of bits of an element. Values are the quantised numbers in bf16, divided by the scale of
-    the tensor ("e4m3_fp32", "fp32_tensor") or of their tile ("fp32"). That scale is stored too. A matrix that is
-    ``ROTATED`` is padded to whole groups of 16 rows. ``GUARDED`` and ``current_ptr``: see ``programs.py``.
+    the tensor ("e4m3_fp32", "fp32_tensor") or of their tile ("fp32"). That scale is stored too. ``GUARDED`` and
+    ``current_ptr``: see ``programs.py``.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:

@@ -1,11 +1,8 @@
 """Launches compiled Triton kernels without Triton's inspection of every argument, or lists them.
 
-Triton inspects every argument of every launch to find the compiled kernel, which takes more host time than the launch
-itself. :func:`launch` remembers the compiled kernel of a call under everything that Triton's choice depends on: the
-numbers, the dtype, device and alignment of tensors, the constants and the options.
-
-Inside :func:`list_launches`, kernels are listed instead of launched, so that :mod:`.compiler` can compile them in other
-processes before they are needed.
+Triton's inspection takes more host time than a launch. :func:`launch` remembers the compiled kernel of a call under
+everything that Triton's choice depends on: the numbers, the dtype, device and alignment of tensors, the constants and
+the options. Inside :func:`list_launches`, kernels are listed instead of launched, for :mod:`.compiler`.
 """
 
 from __future__ import annotations
@@ -43,13 +40,10 @@ def launch(
 ) -> None:
     """Run ``kernel[grid](*memory, *numbers, *counters, **constants, **options)``, or list it.
 
-    The device is that of the first tensor.
-
     Args:
-        kernel: a Triton kernel with parameters in this order: memory, numbers, counters, constants. No parameter has a
-            default.
+        kernel: a Triton kernel, whose parameters have this order and no defaults.
         grid: numbers of programs.
-        memory: tensors that the kernel reads and writes. A tensor may be followed by another dtype, as which the kernel
+        memory: tensors, of whose first the device is. A tensor may be followed by another dtype, as which the kernel
             sees it.
         numbers: sizes and strides. A compiled kernel is remembered for each combination of them, and all are forgotten
             when they are too many, as with experts, whose rows differ from step to step.
@@ -113,8 +107,7 @@ class Listing:
 
     Attributes:
         rows: rows of the training's matrices, for which shorter ones stand. 0: the matrices are the training's.
-        kernels: the keys are the kernels that this process has not compiled, in the order of their first launch. A
-            string is Triton's description of a compiled kernel, ``specialization_data``.
+        kernels: the kernels that this process has not compiled, as keys. A string is Triton's ``specialization_data``.
     """
 
     rows: int = 0
@@ -127,9 +120,8 @@ listings: list[Listing] = []
 
 @contextmanager
 def list_launches(*, rows: int = 0) -> Iterator[Listing]:
-    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows.
-
-    The kernels do not run, so that their results are uninitialised memory.
+    """List all launches of this package's kernels inside this context, of matrices that stand for ``rows`` rows. None
+    runs, so that results are uninitialised memory.
     """
     from triton import knobs
 
@@ -147,11 +139,7 @@ def list_launches(*, rows: int = 0) -> Iterator[Listing]:
 
 
 def share_cache() -> None:
-    """Let all ranks of this host use one folder for Triton's cache on disk: they compile for each other.
-
-    Otherwise torch's compiler moves the cache of each device to another folder when it first compiles. Nothing is done
-    if Triton is not installed.
-    """
+    """Let all ranks of this host use one folder for Triton's cache on disk, which torch's compiler would move."""
     with suppress(ImportError):
         import triton
 

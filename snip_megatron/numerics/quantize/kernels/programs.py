@@ -48,10 +48,7 @@ def _e4m3_codes(
     words, lo_scale, hi_scale, lo_bits, hi_bits,
     FORMAT: tl.constexpr, RANDOM: tl.constexpr, JOIN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Return the E4M3 bytes of a part, divided by scales that broadcast.
-
-    Returns even and odd columns (uint8) or, with ``JOIN``, pairs (int16, twice).
-    """
+    """Return the E4M3 bytes of a part, divided by scales that broadcast, as :func:`e4m3_bytes` does."""
     lo_lift, hi_lift = scale_lift(lo_scale), scale_lift(hi_scale)
     lo, hi = lift_pairs(words, lo_lift, hi_lift, HARDWARE)
     if RANDOM:
@@ -69,10 +66,7 @@ def quantize_side(
     row_mask, lo_mask, hi_mask,
     AXIS: tl.constexpr, FORMAT: tl.constexpr, RANDOM: tl.constexpr, PAIRED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a part with tiles along columns (``AXIS`` 1), or with tiles along rows, and store it transposed (0).
-
-    The amax arguments hold FP32 bits, one per tile.
-    """
+    """Quantise a part with tiles along columns (``AXIS`` 1), or with tiles along rows, and store it transposed (0)."""
     lo_scale, hi_scale = tile_scale(lo_amax, FORMAT, HARDWARE), tile_scale(hi_amax, FORMAT, HARDWARE)
     lo_wide, hi_wide = lo_scale[:, None], hi_scale[:, None]
     if AXIS == 0:
@@ -179,10 +173,9 @@ def block_kernel(
     M, K, width, x_stride, row_stride, col_stride, row_scale_stride, col_scale_stride,
     ROW: tl.constexpr, COL: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise 128×128 blocks in both orientations, each in its own format (0, 4 or 8).
+    """Quantise 128×128 blocks in both orientations, each in its format (0, 4 or 8). One kernel serves all widths.
 
-    The matrix may consist of groups of ``GROUP``·128 rows, each of which is transposed separately. It is one matrix if
-    ``GROUP`` is 0. Weights are quantised once a step, so that one kernel serves all widths.
+    Groups of ``GROUP``·128 rows are transposed separately; with 0 the matrix is one group.
     """
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
@@ -213,10 +206,7 @@ def amax_kernel(
     x_ptr, maxima_ptr, current_ptr, M, width, x_stride: tl.constexpr,
     GUARDED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store the bits of max|x| over the parts of each program to ``maxima_ptr`` (int32), in the order of programs.
-
-    Together the programs read the matrix from its beginning to its end.
-    """
+    """Store the bits of max|x| over the parts of each program to ``maxima_ptr`` (int32), in the order of programs."""
     if GUARDED:  # noqa: SIM102 - decided when compiled, and when run
         if tl.load(current_ptr) != 0:
             return
@@ -329,10 +319,7 @@ def _store(words_ptr, state, gemm_mixed):
 def key_kernel(
     state_ptr, counts_ptr, identities_ptr, words_ptr, place, FIRST_MIXED: tl.constexpr, SECOND_MIXED: tl.constexpr
 ):
-    """Write the key words of both GEMMs of the linear at ``place`` and increment its count.
-
-    A linear has 4 numbers in the identities and 8 words.
-    """
+    """Write the key words of both GEMMs of the linear at ``place`` and increment its count: ``device_keys.advance``."""
     count = tl.load(counts_ptr + place)
     tl.store(counts_ptr + place, count + 1)
     identity = identities_ptr + 4 * place

@@ -44,11 +44,7 @@ many warps with few registers each hide each other's latency."""
 def quantize_operands(
     x: Tensor, spec: OperandSpec, cached: CachedPair | None = None, rows: RowMap | None = None
 ) -> OperandPair:
-    """See :func:`snip_megatron.numerics.quantize.operands.quantize_operands`.
-
-    One kernel reads the matrix for all operands with tiles or blocks, and one for those with a scale for the whole
-    tensor, after its amax.
-    """
+    """See :func:`snip_megatron.numerics.quantize.operands.quantize_operands`. One kernel makes both operands."""
     x = checked_matrix(x)
     if rows is not None:
         return _tiles(x, spec, rows)
@@ -153,13 +149,9 @@ def _per_tensor(x: Tensor, spec: OperandSpec, cached: CachedPair | None) -> Oper
 
 
 def largest_magnitudes(x: Tensor, current: Tensor | None = None) -> Tensor:
-    """Return the FP32 bits of max|x| over disjoint pieces of x, int32 [number of pieces]. NaN is above all numbers.
+    """Return the FP32 bits of max|x| over pieces of bf16 x, int32 [number of pieces]. NaN is above all numbers.
 
-    Each program stores its maximum, so that no memory has to be zero before. The quantiser finds the largest of them.
-
-    Args:
-        x: bf16 [M, K], not empty, K even.
-        current: int32 on the device. If it is not zero, the result is not needed, and x is not read.
+    The quantiser finds the largest of them. If ``current``, int32 on the device, is not zero, x is not read.
     """
     M, K = x.shape
     maxima = torch.empty(min(tile_count(M) * tile_count(K), MAXIMA.value), dtype=torch.int32, device=x.device)
@@ -191,9 +183,8 @@ def quantize_group_blocks(w: Tensor, spec: OperandSpec) -> OperandPair:
 
 
 def _group_output(w: Tensor, rows: int, depth: int) -> Operand:
-    experts = w.shape[0]
-    scale = torch.empty(experts, tile_count(rows), tile_count(depth), dtype=torch.float32, device=w.device)
-    return Operand(empty_values(w, experts * rows, depth).view(experts, rows, depth), scale, "block", depth)
+    scale = torch.empty(len(w), tile_count(rows), tile_count(depth), dtype=torch.float32, device=w.device)
+    return Operand(empty_values(w, len(w) * rows, depth).view(-1, rows, depth), scale, "block", depth)
 
 
 # -- rows of experts -------------------------------------------------------------------------------------------------
@@ -274,12 +265,9 @@ def element_bits(spec: OperandSpec) -> dict[str, object]:
 
 
 def output_arguments(row: Operand | None, col: Operand | None, unused: Tensor) -> list[Tensor | TypedTensor]:
-    """Return the values and the scales of both operands. ``unused`` stands for an operand that is not computed.
-
-    A kernel writes values along rows as pairs of bytes.
-    """
+    """Return the values and the scales of both operands. ``unused`` stands for an operand that is not computed."""
     arguments: list[Tensor | TypedTensor] = []
-    for operand, dtype in ((row, torch.int16), (col, torch.uint8)):
+    for operand, dtype in ((row, torch.int16), (col, torch.uint8)):  # values along rows are pairs of bytes
         arguments += [unused, unused] if operand is None else [(operand.values, dtype), operand.scale]
     return arguments
 
@@ -290,13 +278,10 @@ def row_stride(operand: Operand | None) -> int:
 
 
 class RoundingArguments(NamedTuple):
-    """How both operands of a matrix are rounded stochastically.
+    """How both operands of a matrix are rounded stochastically: the arguments of a kernel.
 
-    Attributes:
-        memory: global ids of columns, and the key words of both operands on the device. Memory that the kernel does not
-            read is arbitrary.
-        words: the key words of both operands as numbers.
-        constants: constants of the kernel.
+    ``memory`` has the global ids of columns, and the key words of both operands on the device. ``words`` has these as
+    numbers.
     """
 
     memory: tuple[Tensor, Tensor, Tensor]
@@ -336,10 +321,7 @@ def key_memory(seed: Key | None, unused: Tensor) -> Tensor:
 
 
 def has_hopper_instructions(x: Tensor) -> bool:
-    """Return whether the device has Hopper's instructions on pairs.
-
-    Without them (Triton's interpreter, older GPUs) kernels build bytes from FP32 bits.
-    """
+    """Return whether the device has Hopper's instructions on pairs, as older GPUs and the interpreter have not."""
     return x.is_cuda and not triton.knobs.runtime.interpret and _is_hopper(x.device)
 
 

@@ -1,16 +1,16 @@
 """Records what a function does on the device, so that C++ can repeat it without Python (``replay.cpp``).
 
-Python spends more time on a small linear than the GPU does: on views, dictionaries and launchers. What a function of a
-backend does on the device depends only on the shapes, dtypes, strides and alignments of its tensors and on its other
-arguments. :class:`Replayed` therefore runs one call under a :class:`Recording`. Later calls with equal arguments repeat
-its steps on other memory: allocations, calls of C functions (launches of Triton's kernels, products of cuBLASLt), and
-calls of Python functions for everything else that computes.
+Python spends more time on a small linear than the GPU does. What a function of a backend does on the device depends
+only on the shapes, dtypes, strides and alignments of its tensors and on its other arguments. :class:`Replayed`
+therefore runs one call under a :class:`Recording`. Later calls with equal arguments repeat its steps on other memory:
+allocations, calls of C functions (launches of Triton's kernels, products of cuBLASLt), and calls of Python functions
+for everything else that computes.
 
-A recording is refused if the function used memory that it neither got nor allocated, read numbers from the device, or
-launched a kernel that has no address. Python then runs the function in every call.
+A recording is refused if the function used memory that it neither got nor allocated, read numbers from the device or a
+seed, or launched a kernel that has no address. Python then runs the function in every call.
 
-``replay.cpp`` is compiled into Triton's cache on disk. It needs a C++ compiler, which Triton needs as well, and the
-headers of Python and of torch. It needs no CUDA toolkit: functions of libraries are called by their addresses.
+``replay.cpp`` is compiled into Triton's cache on disk, by a C++ compiler, which Triton needs as well. It needs no CUDA
+toolkit: functions of libraries are called by their addresses.
 """
 
 from __future__ import annotations
@@ -102,11 +102,8 @@ class Word(int):
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one call.
 
-    Args:
-        arguments: the arguments of the call, tensors, and tuples that hold tensors.
-
     Attributes:
-        arguments: the arguments with a :class:`Seed` in place of each seed, for the function.
+        arguments: the arguments of the call with a :class:`Seed` in place of each seed, for the function.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
@@ -117,12 +114,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._slots: dict[int, list[int]] = {}  # storage → slots
         self._opaque = False
         numbers = itertools.count()
-        self.arguments = _replaced(
-            arguments, lambda n: Seed(n, next(numbers), self.refuse) if type(n) is int and n >= _SEED else n
-        )
-        for each in _leaves(arguments):
-            if isinstance(each, Tensor):
-                self._new_slot(each)
+
+        def visit(value: Any) -> Any:  # in the order in which replay.cpp visits them
+            if isinstance(value, Tensor):
+                self._new_slot(value)
+            return Seed(value, next(numbers), self.refuse) if type(value) is int and value >= _SEED else value
+
+        self.arguments = map_tuples(arguments, visit)
 
     def __enter__(self) -> Recording:
         """Record the calls of this thread."""
@@ -195,13 +193,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- steps that torch does not see -----------------------------------------------------------------------------
     def launch(self, compiled: Any, grid: tuple[int, int], tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
-        """Record the launch of a kernel that Triton compiled.
+        """Record the launch of Triton's ``compiled`` kernel, None if it is interpreted.
 
-        Args:
-            compiled: Triton's compiled kernel. None if it is interpreted.
-            grid: numbers of programs.
-            tensors: the first arguments.
-            values: the other arguments: numbers, then constants.
+        ``tensors`` are its first arguments, and ``values`` the others: numbers, then constants.
         """
         if 0 in grid:  # Triton launches nothing, and CUDA refuses such a launch
             return
@@ -218,13 +212,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.c_call("cuLaunchKernel", launcher(), compiled.function, *shape, ("stream",), arguments, 0)
 
     def c_call(self, name: str, function: int, *arguments: Argument, owner: object = None) -> None:
-        """Record the call of a C function that returns 0.
+        """Record the call of a C function that returns 0. ``function`` is its address, or 0 if it has none.
 
-        Args:
-            name: its name.
-            function: its address, or 0 if it has none.
-            arguments: its arguments.
-            owner: what owns the memory that arguments point to. It lives as long as the recording.
+        The ``owner`` of the memory that arguments point to lives as long as the recording.
         """
         if not function:
             self.refuse(f"{name} has no address")
@@ -280,15 +270,6 @@ def _is_launchable(compiled: Any) -> bool:
         return False
     unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     return metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in unusual)
-
-
-def _leaves(value: object) -> Iterator[object]:
-    """Yield the items of tuples and lists of any depth, in the order in which ``replay.cpp`` visits them."""
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value
 
 
 def _slots_of(value: object) -> Iterator[int]:
@@ -350,13 +331,13 @@ class Replayed:
         with recording:
             result = self._function(*recording.arguments)
         recorded = recording.finished(result)
-        return _replaced(result, lambda each: each.value if isinstance(each, Seed) else each), recorded
+        return map_tuples(result, lambda each: each.value if isinstance(each, Seed) else each), recorded
 
 
-def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+def map_tuples(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a value with ``function`` of every item of its tuples, of any depth."""
     if isinstance(value, tuple):
-        return tuple.__new__(type(value), [_replaced(each, function) for each in value])
+        return tuple.__new__(type(value), [map_tuples(each, function) for each in value])
     return function(value)
 
 
@@ -372,8 +353,7 @@ CONSTANTS = (type(None), bool, str, Format, Gemm, torch.dtype, type(...), functo
 def replay_extension() -> tuple[Any | None, str]:
     """Return the extension, configured for this process's CUDA driver, and a phrase for the log.
 
-    The first call on a machine compiles it, which takes about 15 seconds. The extension is None if it cannot be
-    compiled or there is no driver. The phrase then says why.
+    The first call on a machine compiles it in about 15 seconds. Where that fails, it is None, and the phrase says why.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -396,10 +376,9 @@ def compiled_extension() -> Any:
 
 
 def compiled_library() -> Path:
-    """Return the path of the extension in the cache, and compile it if it is not there.
+    """Return the path of the extension in the cache, and compile it if it is not there, as other processes may too.
 
-    Processes of a node may compile it at the same time. Raises OSError or subprocess.SubprocessError, with the
-    compiler's first error, if it cannot be compiled.
+    Raises OSError or subprocess.SubprocessError, with the compiler's first error, if it cannot be compiled.
     """
     import triton
 

@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The functions of ``../swiglu.py`` as Triton kernels, which spare the bf16 result ways through memory.
-
-Kernels quantise the result in the program that computes it, or store it as bf16 and find its amax. Numbers are FP32
-throughout, and rounded once.
+"""The functions of ``../swiglu.py`` as Triton kernels, which quantise the result in the program that computes it, or
+store it as bf16 and find its amax. Numbers are FP32 throughout, and rounded once.
 """
 
 from typing import Any
@@ -65,10 +63,7 @@ def load_numbers(ptr, stride, M, width, m, k):
 
 @triton.jit
 def _sigmoid(x, HARDWARE: tl.constexpr):
-    """Return 1 / (1 + exp(−x)) with the bits of ``tl.sigmoid``, in fewer instructions.
-
-    The reciprocal is that of a quarter of the divisor, which is in range for every x.
-    """
+    """Return 1 / (1 + exp(−x)) with the bits of ``tl.sigmoid``, by the reciprocal of a quarter of the divisor."""
     if HARDWARE:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"
@@ -204,10 +199,7 @@ def _largest(words, HARDWARE: tl.constexpr):
 
 @triton.jit
 def swiglu_amax_kernel(y_ptr, x_ptr, amax_ptr, M, K, y_stride: tl.constexpr, HARDWARE: tl.constexpr):
-    """Store SwiGLU [M, K] of y [M, 2K] as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before.
-
-    K is a multiple of 128, and ``y_stride`` counts pairs.
-    """
+    """Store SwiGLU [M, K] of y [M, 2K] as bf16 pairs, and its amax to ``amax_ptr``, which holds zero before."""
     k, m = tl.program_id(0), tl.program_id(1)
     words = _result(y_ptr, y_ptr, y_stride, M, K, m, k, False, HARDWARE)
     store_rows(x_ptr, words, m, k, K // 2, m * EDGE + tl.arange(0, EDGE) < M)
