@@ -113,11 +113,8 @@ def grouped_call(
     """
     first = min(handles[0], handles[-1], key=lambda handle: handle.expert or 0)
     override = None if first.context.override is None else first.context.override(first)
-    linear, products = (
-        LinearCall(first, has_backward=torch.is_grad_enabled(), override=override),
-        grouped_products(first),
-    )
-    versions = [weight._version for weight in weights]
+    linear = LinearCall(first, has_backward=torch.is_grad_enabled(), override=override)
+    products, versions = grouped_products(first), [weight._version for weight in weights]
     call = GroupedCall(linear, handles, weights, products, on_wgrad_complete, linear.formats, versions)
     return call._replace(operands=_weight_operands(call))
 
@@ -170,7 +167,7 @@ class GroupedLinear(torch.autograd.Function):
         y = call.products.multiply(Gemm.FPROP, rowwise, call.operands[0], x.dtype)
         override = call.linear.override
         if override is not None:
-            y = _by_expert(splits, lambda a, b, own: perturbed(override, Gemm.FPROP, a, b.t(), own), x, weights, y)
+            y = _by_expert(splits, lambda a, b, out: perturbed(override, Gemm.FPROP, a, b.t(), out), x, weights, y)
             if override.compare is not None:
                 error = partial(output_error, override, handle, handle.context.backend)
                 ctx.error = _by_expert(splits, error, x, weights, y)

@@ -1,8 +1,7 @@
-"""Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt on Hopper.
+"""Block-scaled products by DeepGEMM, an optional library that is faster than cuBLASLt at most sizes on Hopper.
 
-``pip install snip_megatron[deepgemm]`` installs it. It compiles each kernel with nvcc at first use, unless
-:mod:`numerics.quantize.kernels.compiler` has done so before, and keeps it in a cache on disk. The results of its
-fprop and dgrad are bitwise those of cuBLASLt, so that using it does not change a training. Wgrad runs by cuBLASLt.
+It compiles each kernel with nvcc at first use, unless :mod:`numerics.quantize.kernels.compiler` has done so before, and
+keeps it in a cache on disk. The results of its fprop and dgrad are bitwise those of cuBLASLt, which runs wgrad.
 """
 
 import functools
@@ -128,23 +127,18 @@ class DeepGemm:
 
 
 def deepgemm(library: CublasLt | None) -> tuple[DeepGemm | None, str]:
-    """Load DeepGEMM where there is cuBLASLt, ``library``, to compare its products with (:func:`difference`).
-
-    Returns:
-        DeepGEMM, or None if it cannot be used on this machine; and a sentence for the log.
+    """Return DeepGEMM, or None if it cannot be used on this machine or there is no cuBLASLt, ``library``, to compare it
+    with (:func:`difference`); and a phrase for the log.
     """
     from snip_megatron.numerics.quantize.kernels.compiler import replace_nvcc
 
     reason = why_not() or ("needs cuBLASLt 12.9 to compare with" if library is None else None)
-    library_gemm: DeepGemm | None = None
-    if reason is None and library is not None:
+    if reason is None:
         try:
             replace_nvcc(find_nvcc() or "nvcc")
-            library_gemm = DeepGemm(grouped_library().fp8_gemm_nt)
+            return DeepGemm(grouped_library().fp8_gemm_nt), f"DeepGEMM {VERSION} for fprop and dgrad"
         except Exception as error:  # it loads shared libraries and looks for the CUDA toolkit: any of it may fail
             reason = f"cannot be imported ({' '.join(str(error).split())})"
-    if reason is None:
-        return library_gemm, f"DeepGEMM {VERSION} for fprop and dgrad"
     return None, f"DeepGEMM {reason}"
 
 
@@ -181,10 +175,7 @@ def find_nvcc() -> str | None:
 
 
 def difference(deep_gemm: DeepGemm, cublaslt: Any, device: torch.device | str) -> str | None:
-    """Compare small products of DeepGEMM and cuBLASLt. Returns what is wrong, or None if nothing is.
-
-    Fprop must be bitwise equal. Nothing is wrong where kernels are listed.
-    """
+    """Return what is wrong if a small product of DeepGEMM is not bitwise cuBLASLt's. None where kernels are listed."""
     draws = torch.Generator().manual_seed(0)
     x, w = (torch.randn(_SMALL, _SMALL, generator=draws).to(device, torch.bfloat16) for _ in range(2))
     row, _ = quantize_operands(x, OperandSpec(Format.FP8, None))

@@ -90,7 +90,12 @@ class EmulatedBackend(GemmBackend):
         elif a.tile is None and self._library is not None and shape[1] * output.itemsize % _ALIGNED == 0:
             factor = _factor(a, b)
             result = self._library.multiply(a.values, b.values, output, transposed=transposed, factor=factor)
-        return _product(a, b, transposed).to(dtype) if result is None else result.to(dtype)
+        if result is None:  # torch multiplies in FP32
+            pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
+            result = unrounded(*(each.t() if turned else each for each, turned in zip(pair, transposed, strict=True)))
+            factor = None if a.tile is not None else _factor(a, b)
+            result = result if factor is None else result.mul_(factor)
+        return result.to(dtype)
 
     def _accumulate(self, g: ExactOperand, x: ExactOperand, out: Tensor | None) -> Tensor:
         """Compute gᵀ·x [N, K] in FP32. It is added to ``out`` if given."""
@@ -128,13 +133,3 @@ def _along_reduction(side: ExactOperand, transposed: bool) -> tuple[Tensor, Tens
 
 def _factor(a: ExactOperand, b: ExactOperand) -> Tensor | None:
     return None if a.scale is None or b.scale is None else a.scale * b.scale
-
-
-def _product(a: ExactOperand, b: ExactOperand, transposed: tuple[bool, bool]) -> Tensor:
-    """Return op(a)·op(b) in FP32 by torch."""
-    pair = (each.values if each.tile is None else each.dequantize() for each in (a, b))
-    product = unrounded(
-        *(each.t() if is_transposed else each for each, is_transposed in zip(pair, transposed, strict=True))
-    )
-    factor = None if a.tile is not None else _factor(a, b)
-    return product if factor is None else product.mul_(factor)

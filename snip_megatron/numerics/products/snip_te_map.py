@@ -80,8 +80,8 @@ def name_linears(model: Any) -> int:
             for name in names:
                 for linear in _modules(layer, name.removeprefix(prefix)):
                     if not hasattr(linear, "get_quantizer_roles"):
-                        found = type(linear).__name__
-                        raise ValueError(f"{name} is {found}, no linear of Transformer Engine 2.19 or later")
+                        kind = type(linear).__name__
+                        raise ValueError(f"{name} is {kind}, no linear of Transformer Engine 2.19 or later")
                     linear.name = name
                     named.add(linear)
     for path, module in model.named_modules():

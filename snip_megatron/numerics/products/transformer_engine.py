@@ -56,7 +56,9 @@ def import_error(error: Exception) -> str:
     line = first_line(error)
     if "libcudnn" not in str(error):
         return line
-    loaded = sorted({os.path.dirname(path) for path in _loaded_libraries() if "libcudnn" in path})
+    with open("/proc/self/maps") as maps:  # the files that this process has mapped
+        paths = ["/" + line.strip().partition("/")[2] for line in maps if "libcudnn" in line]
+    loaded = sorted({os.path.dirname(path) for path in paths})
     package = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     folders = [] if package is None else list(package.submodule_search_locations or ())
     folder = os.path.join(folders[0], "lib") if folders else "the folder of torch's cuDNN"
@@ -64,12 +66,6 @@ def import_error(error: Exception) -> str:
         f"{line}; libraries of two versions of cuDNN meet, and those in {', '.join(loaded)} are loaded:"
         f" put {folder} first in LD_LIBRARY_PATH, or import transformer_engine before other code uses cuDNN"
     )
-
-
-def _loaded_libraries() -> list[str]:
-    """Return the paths of the files that this process has mapped."""
-    with open("/proc/self/maps") as maps:
-        return ["/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line]
 
 
 def on_blackwell() -> bool:

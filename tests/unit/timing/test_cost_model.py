@@ -27,11 +27,6 @@ def linear(model: CostModel, shape: LinearShape, *formats: Format) -> float:
     return sum(model.seconds(shape, gemm, fmt) for gemm, fmt in each.items()) - sum(saved)
 
 
-def test_a_constant_rate_is_met_everywhere() -> None:
-    for i, g in enumerate(Gemm):
-        assert MODEL.seconds(SHAPE, g, BF16) == pytest.approx(4 * gemm(SHAPE, i, BF16))
-
-
 def test_a_quantised_linear_is_its_gemms_and_what_is_quantised_once_each() -> None:
     x, g, w = (SHAPE.tokens * SHAPE.k / QUANTISED, SHAPE.tokens * SHAPE.n / QUANTISED, SHAPE.n * SHAPE.k / QUANTISED)
     expected = 4 * (sum(gemm(SHAPE, i, FP8) for i in range(3)) + 1.8 * x + 2 * 1.8 * g) + 2 * w
@@ -82,11 +77,6 @@ def test_an_operand_fused_with_swiglu_is_charged_what_it_adds() -> None:
         assert added == pytest.approx(FUSED / 4 - times * x, rel=0.05)
         both = linear(MODEL, one, FP8, FP8, FP8) - linear(MODEL, shape, FP8, FP8, FP8) - copied
         assert both == pytest.approx(0, abs=1e-3 * times * x)
-
-
-def test_extrapolation_is_said() -> None:
-    assert not MODEL.extrapolated(SHAPE)
-    assert MODEL.extrapolated(LinearShape(2000, 3000, 70_000))
 
 
 def test_a_format_that_was_not_measured_is_refused() -> None:

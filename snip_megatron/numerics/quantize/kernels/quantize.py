@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -66,24 +65,24 @@ def _tiles(x: Tensor, spec: OperandSpec, rows: RowMap | None = None) -> OperandP
     row, col = empty_tiles(x, spec.rowwise, M, K), empty_tiles(x, spec.columnwise, K, M)
     if not (M and K):
         return row, col
-    rounding = rounding_arguments(spec, K, x)
-    memory = [(x, torch.int32), *output_arguments(row, col, x), *rounding.memory]
+    keys, words, random = rounding_arguments(spec, K, x)
+    memory = [(x, torch.int32), *output_arguments(row, col, x), *keys]
     constants = {
         "x_stride": x.stride(0) // 2, "row_stride": row_stride(row) // 2,
-        **element_bits(spec), **rounding.constants, "HARDWARE": has_hopper_instructions(x),
+        **element_bits(spec), **random, "HARDWARE": has_hopper_instructions(x),
     }  # fmt: skip
     grid = tile_count(K), tile_count(M)
     if rows is not None:
         launch(
             quantised_rows_kernel, grid, [*memory, *rows], (M, K, row_stride(col)),
-            (rows.table.shape[1], *rounding.words), constants, LAUNCH["quantised rows"],
+            (rows.table.shape[1], *words), constants, LAUNCH["quantised rows"],
         )  # fmt: skip
         return row, col
     kind = "fp8 rows" if row and col and spec.rowwise is Format.FP8 else "tiles"
-    if rounding.constants["ROW_RANDOM"] or rounding.constants["COL_RANDOM"]:
+    if random["ROW_RANDOM"] or random["COL_RANDOM"]:
         kind = "stochastic"
     first_row = 0 if spec.keys is None else spec.keys.first_row
-    numbers, counters = (M, K, K // 2, row_stride(col)), (first_row, *rounding.words)
+    numbers, counters = (M, K, K // 2, row_stride(col)), (first_row, *words)
     launch(tile_kernel, grid, memory, numbers, counters, constants, LAUNCH[kind])
     return row, col
 
@@ -277,20 +276,12 @@ def row_stride(operand: Operand | None) -> int:
     return 0 if operand is None else operand.values.stride(0)
 
 
-class RoundingArguments(NamedTuple):
-    """How both operands of a matrix are rounded stochastically: the arguments of a kernel.
-
-    ``memory`` has the global ids of columns, and the key words of both operands on the device. ``words`` has these as
-    numbers.
+def rounding_arguments(
+    spec: OperandSpec, columns: int, unused: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...], dict[str, bool]]:
+    """Return a kernel's arguments for the stochastic rounding of a matrix with ``columns`` columns: memory with the ids
+    of columns and both keys, the words of keys that are numbers, and constants.
     """
-
-    memory: tuple[Tensor, Tensor, Tensor]
-    words: tuple[int, ...]
-    constants: dict[str, bool]
-
-
-def rounding_arguments(spec: OperandSpec, columns: int, unused: Tensor) -> RoundingArguments:
-    """Return the arguments of stochastic rounding of a matrix with ``columns`` columns."""
     seeds = spec.seeds
     cols, paired = unused, True  # without stochastic rounding one kernel serves all columns
     if spec.keys is not None and any(seed is not None for seed in seeds):
@@ -303,7 +294,7 @@ def rounding_arguments(spec: OperandSpec, columns: int, unused: Tensor) -> Round
         "ROW_RANDOM": seeds[0] is not None, "COL_RANDOM": seeds[1] is not None,
         "LOADED": row_key is not unused or col_key is not unused, "PAIRED": paired,
     }  # fmt: skip
-    return RoundingArguments((cols, row_key, col_key), (*key_numbers(seeds[0]), *key_numbers(seeds[1])), constants)
+    return (cols, row_key, col_key), (*key_numbers(seeds[0]), *key_numbers(seeds[1])), constants
 
 
 def key_numbers(seed: Key | Seed | None) -> list[int]:

@@ -209,7 +209,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Triton's kernels end with one or two addresses of scratch memory, which these kernels do not use.
         arguments = ("pointers", (*map(self.address, tensors), *scalars, 0, 0))
         shape = (*grid, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
-        self.c_call("cuLaunchKernel", launcher(), compiled.function, *shape, ("stream",), arguments, 0)
+        self.c_call("cuLaunchKernel", launcher.value, compiled.function, *shape, ("stream",), arguments, 0)
 
     def c_call(self, name: str, function: int, *arguments: Argument, owner: object = None) -> None:
         """Record the call of a C function that returns 0. ``function`` is its address, or 0 if it has none.
@@ -244,14 +244,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._tensors), tuple(reversed(steps)), placed
 
 
-_address_of_launch: list[int] = []
-
-
-def launcher(address: int | None = None) -> int:
-    """Return the address of ``cuLaunchKernel``, or set it."""
-    if address is not None:
-        _address_of_launch[:] = [address]
-    return _address_of_launch[0] if _address_of_launch else 0
+launcher = ctypes.c_uint64()
+"""The address of ``cuLaunchKernel``."""
 
 
 def run_opaque(function: Callable[..., object], *arguments: object) -> None:
@@ -266,10 +260,8 @@ def run_opaque(function: Callable[..., object], *arguments: object) -> None:
 def _is_launchable(compiled: Any) -> bool:
     """Return whether a kernel is launched with nothing but a grid, threads, shared memory and arguments."""
     metadata = getattr(compiled, "metadata", None)
-    if metadata is None:
-        return False
     unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    return metadata.num_ctas == 1 and not any(getattr(metadata, name, 0) for name in unusual)
+    return metadata is not None and metadata.num_ctas == 1 and not any(getattr(metadata, u, 0) for u in unusual)
 
 
 def _slots_of(value: object) -> Iterator[int]:
@@ -360,7 +352,7 @@ def replay_extension() -> tuple[Any | None, str]:
         extension = compiled_extension()
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         return None, f"Python launches kernels ({' '.join(str(error).split())[:200]})"
-    launcher(int(ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0))
+    launcher.value = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value or 0
     extension.configure(CONSTANTS, torch._C._cuda_getCurrentRawStream)
     return extension, "C++ launches kernels"
 

@@ -269,17 +269,17 @@ def quantize_swiglu_gradient(
     plain = y.new_empty(M, 2 * K) if Format.BF16 in spec.formats else None
     probs_gradient = None if probs is None else torch.empty(tile_count(K), M, dtype=torch.float32, device=y.device)
     if y.numel():
-        rounding = rounding_arguments(spec, 2 * K, y)
+        keys, words, random = rounding_arguments(spec, 2 * K, y)
         launch(
             swiglu_gradient_kernel, (2 * tile_count(K), tile_count(M)),
             [
-                (d, _WORD), (y, _WORD), *output_arguments(row, col, y), *rounding.memory, y if probs is None else probs,
+                (d, _WORD), (y, _WORD), *output_arguments(row, col, y), *keys, y if probs is None else probs,
                 y if probs_gradient is None else probs_gradient, _pairs(plain, y),
             ],
-            (M, K, row_stride(col)), rounding.words,
+            (M, K, row_stride(col)), words,
             {
                 "d_stride": d.stride(0) // 2, "y_stride": y.stride(0) // 2, "row_stride": row_stride(row) // 2,
-                **element_bits(spec), **rounding.constants, "PROBS": probs is not None, "PLAIN": plain is not None,
+                **element_bits(spec), **random, "PROBS": probs is not None, "PLAIN": plain is not None,
                 "HARDWARE": has_hopper_instructions(y),
             },
             LAUNCH["gradient" if probs is None else "gradient of experts"],

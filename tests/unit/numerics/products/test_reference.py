@@ -1,4 +1,4 @@
-"""The reference GEMMs against float64: exact on what they quantise, and a signal-to-noise floor on every result."""
+"""The reference GEMMs against float64: exact on what they quantise."""
 
 from typing import Any
 
@@ -33,28 +33,11 @@ def wgrad(g: torch.Tensor, x: torch.Tensor, fmt: Format, **keys: Any) -> torch.T
     return REFERENCE.multiply(Gemm.WGRAD, of_g, of_x, torch.float32)
 
 
-def gradient_keys(seed: int = 0, cols: torch.Tensor | None = None, first_row: int = 0) -> GradientKeys:
-    return GradientKeys(seed, seed, cols, first_row)
+def gradient_keys(seed: int = 0, first_row: int = 0) -> GradientKeys:
+    return GradientKeys(seed, seed, None, first_row)
 
 
 every_format = pytest.mark.parametrize("fmt", QUANTISED, ids=lambda f: f.value)
-# (fprop, dgrad, wgrad) in dB for independent normal operands, T=256 K=384 N=512, as measured on 2026-11-21.
-# dgrad and wgrad round G stochastically in the 4-bit formats, which costs about 1.5 dB of the product.
-SQNR = {
-    Format.FP8: (28.6, 28.7, 28.8),
-    Format.FP8_TENSOR: (28.5, 28.5, 28.5),
-    Format.FP4: (15.7, 14.1, 14.5),
-    Format.NVFP4: (16.6, 15.1, 15.5),
-    Format.MXFP4: (15.8, 14.2, 14.2),
-    Format.MXFP8: (27.6, 27.6, 27.6),
-    # Variants, for the GEMMs that they are for.
-    Format.NVFP4_46: (18.0,),
-    # Normal operands have no outliers that a transform could spread.
-    Format.NVFP4_HADAMARD: (15.5,),
-    Format.NVFP4_HADAMARD_FIXED: (15.5,),
-    Format.MXFP4_HADAMARD: (14.2,),
-    Format.MXFP4_HADAMARD_FIXED: (14.2,),
-}
 
 
 def operands(tokens: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,16 +45,6 @@ def operands(tokens: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((tokens, 384), (512, 384), (tokens, 512)))
     return x, w, g * 1e-3
-
-
-@every_format
-def test_output_and_every_gradient_keep_their_signal_to_noise(fmt: Format) -> None:
-    x, w, g = operands()
-    found = (fprop(x, w, fmt), dgrad(g, w, fmt, seed=1), wgrad(g, x, fmt, seed=2))
-    exact = (x.double() @ w.double().t(), g.double() @ w.double(), g.double().t() @ x.double())
-    own = [gemm in fmt.gemms for gemm in Gemm]
-    measured = [decibel(e, f) for e, f, mine in zip(exact, found, own, strict=True) if mine]
-    assert measured == pytest.approx(SQNR[fmt], abs=0.4)
 
 
 @every_format
@@ -98,11 +71,3 @@ def test_four_bit_gradients_round_stochastically_from_their_key(fmt: Format) -> 
     assert not torch.equal(dgrad(g, w, fmt, seed=1), dgrad(g, w, fmt, seed=1, first_row=512))
     assert not torch.equal(wgrad(g, x, fmt, seed=1), wgrad(g, x, fmt, seed=2))
     assert torch.equal(dgrad(-g, w, fmt, seed=1), -dgrad(g, w, fmt, seed=1))
-
-
-def test_a_tensor_parallel_shard_of_fp4_gradients_gives_its_part_of_wgrad() -> None:
-    x, _, g = operands()
-    whole = wgrad(g, x, Format.FP4, seed=1)
-    cols = torch.cat([torch.arange(128, 256), torch.arange(384, 512)])
-    shard = wgrad(g[:, cols], x, Format.FP4, seed=1, cols=cols)
-    torch.testing.assert_close(shard, whole[cols], rtol=1e-5, atol=1e-7)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snip_megatron.numerics.products.backend import REPLAYED
-from snip_megatron.numerics.products.check import decibel, wrong_numbers
+from snip_megatron.numerics.products.check import decibel
 from snip_megatron.numerics.products.selection import replay
 from snip_megatron.numerics.quantize import swiglu
 from snip_megatron.numerics.quantize.kernels.replay import CONSTANTS, compiled_extension
@@ -45,10 +45,6 @@ def test_a_linear_gives_what_python_gives(extension: Any, formats: Formats) -> N
         for expected, found in zip(*results, strict=True):
             assert decibel(expected.float(), found) > 80
     assert set(REPLAYED) == {"quantize", "multiply", "swiglu", "forward", "backward"}
-
-
-def test_the_check_before_training_passes(extension: Any) -> None:
-    assert wrong_numbers(replay(hopper(), extension), "cpu", (FP4, TENSOR)) is None
 
 
 def test_swiglu_times_probabilities_gives_what_python_gives(extension: Any) -> None:

@@ -221,14 +221,6 @@ def test_four_over_six_takes_the_better_scale_of_each_tile(rows: int, cols: int,
         assert min(e for e, s in zip(errors, same, strict=True) if s) <= min(errors) * (1 + 1e-3) + 1e-30
 
 
-def test_a_tile_of_the_tensors_amax_may_have_either_scale() -> None:
-    """Its scale is 256 of 448, so that 1.5 of it is an E4M3 number too."""
-    x = torch.full((1, 16), 3.0)
-    x[0, 0] = 4.0  # 4 and 3 are E2M1 numbers, 6 and 4.5 are not
-    assert torch.equal(fake_quantize(x, "nvfp4_46"), x)
-    assert not torch.equal(fake_quantize(x, "nvfp4"), x)
-
-
 # -- Hadamard --------------------------------------------------------------------------------------
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 2**16 - 1))
 @settings(max_examples=25, deadline=None)

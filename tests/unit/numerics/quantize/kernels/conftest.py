@@ -25,6 +25,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 @pytest.fixture(scope="module")
 def extension(library: Library) -> Any:
     found = replay.compiled_extension()
-    launcher(library.address("launch"))
+    launcher.value = library.address("launch")
     found.configure(replay.CONSTANTS, lambda _: 0)
     return found
