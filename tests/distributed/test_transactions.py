@@ -100,7 +100,7 @@ def test_a_failure_where_other_ranks_wait_ends_the_job_in_one_line(tmp_path: Pat
         "FAIL": json.dumps([(FIRST, 1, FORWARD[1], "OutOfMemoryError")]),
         "SNIP_EXIT_CODE_FILE": str(code),
     }
-    ended = run_ranks(2, args, module="altered_pretrain", env=environment, tmp=tmp_path, timeout=120)
+    ended = run_ranks(2, args, module="altered_pretrain", env=environment, tmp=tmp_path)
     assert ended.returncode != 0
     (line,) = error_lines(ended)
     assert "rank 1 on " in line
