@@ -6,7 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractConte
     with own_device():
         config, lines = configuration(args)
         if not config.enabled:
-            return _without_snip, Terms({"--snip": "no"})
+            return nullcontext, Terms({"--snip": "no"})
         from snip_megatron.megatron.conversion import with_resolved_gemm
         from snip_megatron.megatron.setup import SnipRun
 
@@ -139,11 +139,6 @@ def _text(value: Any) -> str:
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     return type(value).__qualname__ if " at 0x" in str(value) else str(value)
-
-
-@contextmanager
-def _without_snip(model_config: Any) -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import snip_megatron
 from snip_megatron.precision.errors import AgreedError, SnipError, cut, first_line, installed_version
@@ -72,11 +72,11 @@ def configuration_table(config: SnipConfig, backend: str, library: str, versions
     """
     import torch
 
-    table = {"snip_megatron": " ".join(filter(None, (snip_megatron.__version__, commit()))), **versions}
-    table["torch"] = torch.__version__
+    own = " ".join(filter(None, (snip_megatron.__version__, commit())))
+    table = {"snip_megatron": own, **versions, "torch": torch.__version__}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        table |= {"card": f"{torch.cuda.get_device_name()}, sm_{major}{minor}"}
+        table["card"] = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
     if backend != "reference":
         table["triton"] = str(installed_version("triton"))
     table |= {"GEMM backend": backend, _LIBRARY: library or "torch"}
@@ -119,23 +119,8 @@ def own_device() -> AbstractContextManager[Any]:
 
 
 # -- how ranks tell each other ---------------------------------------------------------------------------------------
-class Channel(Protocol):
-    """Exchanges values of JSON between ranks. Each method is called by all ranks."""
-
-    rank: int
-
-    def share(self, value: Any) -> Any:
-        """Return rank 0's value."""
-
-    def collect(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, and None on the others."""
-
-    def leave(self) -> None:
-        """Wait on rank 0 until the others have read what it shared, because the store may end with its process."""
-
-
 class GroupChannel:
-    """Exchanges values by collectives of the default process group."""
+    """Exchanges values of JSON by collectives of the default process group. All ranks call each method."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -144,21 +129,23 @@ class GroupChannel:
         self.rank = dist.get_rank()
 
     def share(self, value: Any) -> Any:
+        """Return rank 0's value."""
         values = [value]
         self._dist.broadcast_object_list(values)
         return values[0]
 
     def collect(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on the others."""
         values = [None] * self._dist.get_world_size() if self.rank == 0 else None
         self._dist.gather_object(value, values)
         return values
 
     def leave(self) -> None:
-        return None
+        """Wait on rank 0 until the others have read what it shared, because the store may end with its process."""
 
 
 class StoreChannel:
-    """Exchanges values through the launcher's store, before there is a process group."""
+    """Does what :class:`GroupChannel` does, through the launcher's store, before there is a process group."""
 
     def __init__(self) -> None:
         self.rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -198,6 +185,9 @@ class StoreChannel:
         while self.rank == 0 and left < self._ranks and time.monotonic() < until:
             time.sleep(0.01)
             left = self._store.add(key, 0)
+
+
+Channel = GroupChannel | StoreChannel
 
 
 @functools.cache  # the store of rank 0 must live as long as its process, which the process group uses as well

@@ -150,24 +150,30 @@ def test_torchrun_shows_the_line_once_and_leaves_nobody_waiting(tmp_path: Path) 
     assert line in process.stderr.splitlines()
 
 
-@pytest.mark.parametrize("unlike", ["", "1:commit=0123456789ab"])
-def test_the_doctor_compares_ranks(unlike: str, tmp_path: Path) -> None:
-    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": f"all:commit=abcdef\n{unlike}"}
-    process = run_ranks(2, ["doctor", "--ranks"], module="unlike_pretrain", env=environment, tmp=tmp_path)
-    table = {line.strip() for line in process.stdout.splitlines() if line.startswith("  ")}
-    assert {" ".join(line.split()) for line in table} >= {
+def test_the_doctor_shows_what_ranks_must_agree_about(warm: WarmRanks, tmp_path: Path) -> None:
+    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": "all:commit=abcdef"}
+    process = warm.succeed(2, ["doctor", "--ranks"], tmp=tmp_path, module="unlike_pretrain", env=environment)
+    rows = {
+        "snip_megatron " + VERSION + " abcdef",
         f"torch {torch.__version__}",
         f"megatron-core {CORE}",
-        "--snip-formats fp8,fp4",
+        "--snip-lag 10",
     }
-    rows = sorted(" ".join(line.split()) for line in table if line.startswith("snip_megatron"))
-    if not unlike:
-        assert (process.returncode, rows) == (0, [f"snip_megatron {VERSION} abcdef"])
-        assert "2 ranks agree" in process.stdout
-    else:
-        assert rows == [
-            f"snip_megatron {VERSION} 0123456789ab on {HOST} (rank 1)",
-            f"snip_megatron {VERSION} abcdef on {HOST} (rank 0)",
-        ]
-        assert sorted(_ENDS.findall(process.stdout)) == [("0", "19"), ("1", "19")]
-        assert process.returncode == 1
+    assert rows <= rows_of(process)
+    assert process.stdout.count("2 ranks agree\n") == 1
+
+
+def test_the_doctor_says_which_ranks_differ(tmp_path: Path) -> None:
+    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": "all:commit=abcdef\n1:commit=0123456789ab"}
+    process = run_ranks(2, ["doctor", "--ranks"], module="unlike_pretrain", env=environment, tmp=tmp_path)
+    assert {
+        f"snip_megatron {VERSION} abcdef on {HOST} (rank 0)",
+        f"snip_megatron {VERSION} 0123456789ab on {HOST} (rank 1)",
+        "--snip-lag 10",
+    } <= rows_of(process)
+    assert process.returncode == 1  # of torchrun
+    assert sorted(_ENDS.findall(process.stdout)) == [("0", "19"), ("1", "19")]
+
+
+def rows_of(process: subprocess.CompletedProcess[str]) -> set[str]:
+    return {" ".join(line.split()) for line in process.stdout.splitlines()}
