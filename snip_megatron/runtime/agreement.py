@@ -350,7 +350,8 @@ def _others(what: str, reports: Sequence[_Report], ranks: Sequence[int]) -> str:
 def on_rank_zero[T](make: Callable[[], T]) -> T | None:
     """Return the result of ``make`` on rank 0, and None on the others. Collective of the default process group.
 
-    If ``make`` raises an error, rank 0 raises it, and the others raise an AgreedError that has its type and host.
+    If ``make`` raises an error, all ranks raise a SnipError with its exit code, which has its type and host. Rank 0
+    raises a SnipError of ``make`` as it is, and prints the traceback of another error.
     """
     import torch.distributed as dist
 
@@ -367,8 +368,11 @@ def on_rank_zero[T](make: Callable[[], T]) -> T | None:
             code = error.exit_code if isinstance(error, SnipError) else 1
             shared = [(f"rank 0 ({socket.gethostname()}): {describe(error)}", code)]
     dist.broadcast_object_list(shared)
-    if failure is not None:
+    if isinstance(failure, SnipError):
         raise failure
+    if failure is not None and shared[0] is not None:
+        traceback.print_exception(failure)
+        raise SnipError(shared[0][0], exit_code=1) from failure
     if shared[0] is not None:
         raise AgreedError(shared[0][0], exit_code=shared[0][1], printed=False)
     return result
