@@ -61,6 +61,7 @@ class GpuRanks:
     """Starts ranks by torchrun, each with a GPU of its own, as :class:`WarmRanks` does on the CPU."""
 
     def run(self, ranks: int, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+        options["tmp"].mkdir(parents=True, exist_ok=True)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
         return run_ranks(ranks, args, env=devices | _DETERMINISTIC | dict(env), **options)
 
