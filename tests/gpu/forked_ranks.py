@@ -5,11 +5,13 @@ import everything again for 20 s of processor time.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -38,6 +40,15 @@ DETERMINISTIC = {
 _PRELOADED = ("forked_ranks_imports",)
 
 
+def _free_port() -> int:
+    """Return a port below those that the system gives to connections, so that none takes it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def run_ranks(
     count: int,
     module: str,
@@ -55,13 +66,11 @@ def run_ranks(
     Returns the exit codes: 124 of ranks that are ended because the time is over, or because another one has failed.
     ``paths`` come first in the ranks' PYTHONPATH. With ``fresh``, or if forks cannot use the GPU, nothing is forked.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     forks = not fresh and can_fork()
     folders = [*map(str, paths), *_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
         "PYTHONPATH": os.pathsep.join(folders), **DETERMINISTIC, **environment,
     }  # fmt: skip
     ranks = []

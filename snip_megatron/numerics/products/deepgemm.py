@@ -88,23 +88,27 @@ class DeepGemm:
     _is_slower: dict[tuple[int, int, int], bool] = field(default_factory=dict, init=False)
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, library: CublasLt | None = None) -> Tensor | None:
+        """Return :meth:`product`, or None if ``library``, cuBLASLt, is faster. Without a library nothing is timed."""
+        size = a.rows, b.rows, a.values.shape[1]
+        if size not in self._is_slower and library is not None and self._fits(a, b, dtype) and self._may_time(a.values):
+            self._is_slower[size] = self._compare(a, b, library)
+        return None if self._is_slower.get(size, False) else self.product(a, b, dtype)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor | None:
         """Return a·bᵀ [a.rows, b.rows] for ``a`` in tiles and ``b`` in blocks.
 
-        Returns None if DeepGEMM has no kernel for the operands, if ``library``, cuBLASLt, is faster, or if ``dtype`` is
-        not bf16. Without a library nothing is timed.
+        Returns None if DeepGEMM has no kernel for the operands, or if ``dtype`` is not bf16.
         """
-        # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
-        fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
-        if a.scaling != "tile" or b.scaling != "block" or dtype is not torch.bfloat16 or not fits:
-            return None
-        size = a.rows, b.rows, a.values.shape[1]
-        if size not in self._is_slower and library is not None and self._may_time(a.values):
-            self._is_slower[size] = self._compare(a, b, library)
-        if self._is_slower.get(size, False):
+        if not self._fits(a, b, dtype):
             return None
         out = torch.empty(a.rows, b.rows, dtype=dtype, device=a.values.device)
         self._run(a, b, out)
         return out
+
+    def _fits(self, a: Operand, b: Operand, dtype: torch.dtype) -> bool:
+        # It reads columns of scales aligned to 16 bytes, and multiples of 16 rows of B.
+        fits = a.rows > 0 and a.rows % 4 == 0 and b.rows % 16 == 0 and b.rows > 0 and a.values.shape[1] > 0
+        return a.scaling == "tile" and b.scaling == "block" and dtype is torch.bfloat16 and fits
 
     def _run(self, a: Operand, b: Operand, out: Tensor) -> None:
         run(partial(self.gemm, recipe=_BY_BLOCKS), (a.values, a.scale), (b.values, _blocks(b)), out)
@@ -182,7 +186,8 @@ def difference(deep_gemm: DeepGemm, cublaslt: Any, device: torch.device | str) -
     block, _ = quantize_operands(w, OperandSpec(Format.FP8, None, weight=True))
     # A library that was built for another torch or driver may raise any exception.
     try:
-        ours, truth = (each.multiply(row, block, torch.bfloat16) for each in (deep_gemm, cublaslt))
+        ours = deep_gemm.product(row, block, torch.bfloat16)  # also where cuBLASLt is faster
+        truth = cublaslt.multiply(row, block, torch.bfloat16)
         if not listings and (ours is None or truth is None or not torch.equal(ours, truth)):
             return f"DeepGEMM {VERSION} does not give cuBLASLt's bits on this device"
     except Exception as error:

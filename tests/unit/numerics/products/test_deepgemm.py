@@ -158,3 +158,14 @@ def test_an_installation_that_does_not_load_is_passed_over(
     found, products = deepgemm.deepgemm(library)
     assert found is None
     assert f"DeepGEMM cannot be imported ({said})" in products
+
+
+def test_a_slower_library_is_not_called_wrong() -> None:
+    """The check compares a product of a size that a training may have timed."""
+    library: Any = Library()
+    seconds = iter((2.0, 1.0) * 3)
+    slower = DeepGemm(fp8_gemm_nt, lambda call: next(seconds))
+    x = matrix(256, 256)
+    a, b = operand(x, Format.FP8), operand(x, Format.FP8, weight=True)
+    assert slower.multiply(a, b, torch.bfloat16, library) is None
+    assert difference(slower, library, "cpu") is None
