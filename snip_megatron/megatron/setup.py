@@ -234,6 +234,8 @@ class SnipRun:
             if repeats and self._registry is not None:
                 self._registry.start_step(step)
             repeats = True
+            if self._probes is not None and not self._probes.has_trained:
+                return self._probes.first_pass(functools.partial(schedule, *args, **kwargs))
             return schedule(*args, **kwargs)
 
         return run

@@ -65,6 +65,7 @@ class ProbeRunner:
 
     Attributes:
         has_trained: Whether this process has trained a step, so that its peak memory predicts that of a pass.
+        first_peak: Bytes that the first pass of the training took.
     """
 
     def __init__(self, host: Host, registry: LinearRegistry, config: SnipConfig, *, weighs_updates: bool) -> None:
@@ -75,6 +76,21 @@ class ProbeRunner:
         self._shape = TableShape(registry.rows, config.measured_formats, host.sinks)
         self._updates = UpdateErrors(host, len(registry.names), config.seed)
         self.has_trained = False
+        self.first_peak = 0.0
+
+    def first_pass[T](self, run: Callable[[], T]) -> T:
+        """Run a pass of the first training step, and measure what memory it takes.
+
+        The optimizer allocates its state after it. Under CUDA graphs no later pass is as large, so that the peak of the
+        process tells too little: it counts a pass beside less than what is allocated later.
+        """
+        device = self._host.device
+        if device.type != "cuda":
+            return run()
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        self.first_peak = max(self.first_peak, float(torch.cuda.max_memory_allocated(device) - before))
+        return result
 
     def check_optimizer(self, step: HostStep) -> None:
         """Raise SnipError if updates need the optimizer's next update of a parameter, and it is not known."""
@@ -134,9 +150,10 @@ class ProbeRunner:
         free = memory.device_memory(host.device)
         if free is None or host.tokens is None:
             return sequences, None
+        peak = max(free.peak, self.first_peak) if self.has_trained else None
         needed = functools.partial(
-            memory.needed, self._registry, host, self._config.probe_tokens, free.peak if self.has_trained else None,
-            self._microbatches(step), step.microbatches,
+            memory.needed, self._registry, host, self._config.probe_tokens, peak, self._microbatches(step),
+            step.microbatches,
         )  # fmt: skip
         return sequences, memory.fitting(sequences, needed, free)
 
