@@ -208,7 +208,7 @@ def timed_passes(training: Training, watch: Stopwatch) -> Iterator[None]:
 
     with (
         mock.patch.object(runner, "_run_pass", one_pass),
-        mock.patch.object(runner, "_measured", watch.wrapped("reduction", runner._measured)),
+        mock.patch.object(runner, "_reduced", watch.wrapped("reduction", runner._reduced)),
         mock.patch.object(runner._updates, "collect", watch.wrapped("drift", runner._updates.collect)),
     ):
         yield

@@ -52,7 +52,7 @@ def train(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Train:
         words += ["--snip-dir", str(folder / name / "snip")] if snip else []
         words += [] if load is None else ["--load", str(folder / load), "--ckpt-step", str(at)]
         args = tiny_llama_args(*words, iters=STEPS)
-        return traced(warm, ranks, args, folder / name, CUDA_DEVICE_MAX_CONNECTIONS="8")
+        return traced(warm, ranks, args, folder / name, CUDA_DEVICE_MAX_CONNECTIONS="8", WHOLE_MOCK_DATA="1")
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

@@ -199,6 +199,7 @@ import sys
 from snip_megatron.runtime.run_directory import RunDirectory
 run = RunDirectory(sys.argv[1], {}, overwrite=True, resume_step=None)
 run.metric(0, loss=1.0, grad_norm=1.0, fp4_fraction=0.0)
+run.writer.flush()
 print("writes", flush=True)
 sys.stdin.read()
 """
