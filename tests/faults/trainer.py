@@ -121,7 +121,7 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
         values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
         codes = registry.current.to_codes(registry.names).tobytes().hex()
         trace.add(step=step, loss=values[0], norm=values[1], map=codes)
-        if every and step % every == 0:
+        if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
             coordinator = controller._coordinator
             held.add(step=step, **resources(None if coordinator is None else coordinator._run.path))
         if plan["stop_at_map"] and controller.state.precision_map is not None:
