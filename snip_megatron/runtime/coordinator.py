@@ -167,6 +167,7 @@ class RankZeroCoordinator:
             plan, precision_map = dataclasses.replace(plan, phases=tuple(parts)), maps[0]
         else:
             precision_map = self._with_predictions(precision_map)
+        (precision_map if plan is None else plan).to_json()  # raises ValueError for NaN, before a rank adopts it
         self._decisions[version] = Decision(precision_map, plan)
         if result.out_of_reach is not None and plan is not None:
             budget, reachable = self._request.budget, plan.target

@@ -9,7 +9,7 @@ from faults.moments_campaign import LAYOUTS, chunks, run_cases
 
 SAMPLE = [
     Case("recording", "exception"), Case("reduction", "NaN"), Case("solving", "solver killed"),
-    Case("record", "out of memory"), Case("record", "disk full"), Case("adoption", "exception"),
+    Case("record", "out of memory"), Case("answer", "NaN"), Case("adoption", "exception"),
     Case("checkpoint", "rank killed"), Case("decision", "SIGTERM"), Case("end", "exception"),
 ]  # fmt: skip
 
