@@ -8,7 +8,8 @@ import pytest
 from installed import copy_installed
 from launch import REPOSITORY, cpu_environment, run_alone, tiny_llama_args
 from layouts import figures
-from warm_ranks import WarmRanks, free_port
+from rank_process import free_port
+from warm_ranks import WarmRanks
 
 from snip_megatron.runtime.run_data import read_events
 

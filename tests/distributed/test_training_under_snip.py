@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from launch import finish, losses, start_ranks, succeeded, tiny_llama_args
-from warm_ranks import WarmRanks, free_port
+from rank_process import free_port
+from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.runtime.run_data import read_events, read_maps, read_metrics

@@ -4,18 +4,10 @@ What runs in a rank is the same as under torchrun: the module's ``main()`` with 
 variables. :class:`WarmRanks` starts the server below (``python -m warm_ranks``) and sends it jobs, each a line of JSON.
 """
 
-import argparse
-import atexit
-import contextlib
-import ctypes
-import functools
 import importlib
 import json
-import multiprocessing
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from launch import cpu_environment, succeeded
+from rank_process import free_port, read_help_of_options_once, run_as_rank
 
 from snip_megatron.reporting import report
 from snip_megatron.runtime import sidecar, solving
@@ -111,31 +103,11 @@ def main() -> None:
     prepare([], [])
     for name in PRELOADED:
         importlib.import_module(name)
-    _read_help_of_options_once()
+    read_help_of_options_once()
     report._template()
     for line in sys.stdin:
         codes = _run(json.loads(line))
         print(json.dumps(codes), flush=True)
-
-
-def _read_help_of_options_once() -> None:
-    """Megatron builds its parser three times a run, and each time parses the source of its configurations for help."""
-    from megatron.training import argument_utils
-    from megatron.training.arguments import add_megatron_arguments
-
-    factory = argument_utils.ArgumentGroupFactory
-    read = functools.partial(factory._get_field_docstrings, object.__new__(factory))
-    factory._get_field_docstrings = staticmethod(functools.cache(read))
-    add_megatron_arguments(argparse.ArgumentParser())
-
-
-def free_port() -> int:
-    """Below the range from which the system takes ports for connections: one found free there stays free."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 def _run(job: dict[str, Any]) -> list[int]:
@@ -150,8 +122,7 @@ def _run(job: dict[str, Any]) -> list[int]:
 
 
 def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
-    code = 1
-    try:
+    def prepare() -> None:
         os.chdir(job["tmp"])
         for descriptor, kind in ((0, None), (1, "out"), (2, "err")):
             path = os.devnull if kind is None else f"rank{rank}.{kind}"
@@ -159,24 +130,12 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> None:
         world = str(job["nproc"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job["env"]}
-        sys.argv = [job["module"], *job["args"]]
         _separate_wandb_media()
         if "WHOLE_MOCK_DATA" not in job["env"]:
             _shorten_mock_data()
         sidecar.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedSolver})
-        if "--save" in job["args"]:
-            _fork_the_writers_queue()
-        module, _, function = job["module"].partition(":")
-        code = getattr(importlib.import_module(module), function or "main")() or 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_as_rank(job["module"], job["args"], prepare)
 
 
 class ForkedSolver(subprocess.Popen[bytes]):
@@ -220,23 +179,6 @@ def _separate_wandb_media() -> None:
     """wandb stages tables in a folder made when it is imported, here in the server, and removed when a rank ends."""
     if private := sys.modules.get("wandb.sdk.data_types._private"):
         private.MEDIA_TMP.name = tempfile.mkdtemp(suffix="wandb-media")
-
-
-def _fork_the_writers_queue() -> None:
-    """Megatron spawns a process for the results of its checkpoint writer, which imports torch and Megatron again.
-
-    A fork has them. It comes first, so that the process holds no connection of the rank, and ends with a killed rank.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(_end_with_the_parent)
-    filesystem_async._results_queue = manager.Queue()
-
-
-def _end_with_the_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(pids: list[int], deadline: float, grace: float) -> list[int]:

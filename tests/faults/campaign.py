@@ -87,7 +87,7 @@ class Job:
             self.world, args, module="faults.trainer", env=env, tmp=folder / "ranks", timeout=self.timeout
         )
         self.error = done.stderr[-300:]
-        if processes := _orphans(f"{MARK}={folder}"):
+        if processes := orphans(f"{MARK}={folder}"):
             raise LostError(f"process left behind: {processes[0]}")
         if done.returncode == 124:
             raise LostError(f"{name}: still running after {self.timeout:g} s")
@@ -217,7 +217,7 @@ def _merged(removed: Sequence[Path], run: Path, whole: Path) -> Path:
     return whole
 
 
-def _orphans(mark: str) -> list[str]:
+def orphans(mark: str) -> list[str]:
     """Return and end the processes that a training left behind, after ten seconds of grace.
 
     The queue server that Megatron's checkpoint writer starts by ``multiprocessing`` does not count: a SIGKILL of its

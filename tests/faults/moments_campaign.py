@@ -7,12 +7,10 @@ must do so in one line, with all records before it. The exit code is 1 if a faul
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from typing import Any
 from launch import error_lines, run_ranks, tiny_llama_args
 from warm_ranks import WarmRanks
 
+from faults.campaign import LostError, lines_of, orphans
 from faults.moments import ENDS, MOMENTS, Case, all_cases
 from faults.moments_trainer import FIRST, INTERVAL, LAG
 from snip_megatron.runtime.run_data import read_events, read_metrics
@@ -49,10 +48,6 @@ _SNIP = shlex.split(
 )
 _TINY = ("--num-layers", "2", "--exit-signal-handler")
 _GRACE_S = 3.0  # for the other ranks after one has ended
-
-
-class LostError(AssertionError):
-    """A fault cost the training something."""
 
 
 class Job:
@@ -117,12 +112,12 @@ class Job:
             done = self._warm.run(self._world, args, module=TRAINER, env=env, tmp=tmp, timeout=timeout, grace=_GRACE_S)
             self._hung = time.monotonic() - began > timeout
         self._losses_said |= "records were lost" in done.stderr or "are missing" in done.stderr
-        if processes := _orphans(f"{MARK}={self._folder}"):
+        if processes := orphans(f"{MARK}={self._folder}"):
             raise LostError(f"process left behind: {processes[0]}")
         return done
 
     def _injected(self) -> dict[int, dict[str, Any]]:
-        return {line["index"]: line for line in _lines(self._folder, "injected*.jsonl")}
+        return {line["index"]: line for line in lines_of(self._folder, "injected")}
 
     # -- the judge -------------------------------------------------------------------------------------------------
     def _judge_end(self, index: int, done: subprocess.CompletedProcess[str]) -> None:
@@ -200,16 +195,6 @@ def run_cases(
     return job.results(layout)
 
 
-def _lines(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """Return the lines of all files, without the torn last line of a killed process."""
-    lines = []
-    for path in sorted(folder.glob(pattern)):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
-    return lines
-
-
 def curve_of(folder: Path, start: str) -> dict[int, tuple[str, str, str]]:
     """Return step → (loss, gradient norm, map), to the bit. Without steps that a rank did not live to see.
 
@@ -219,7 +204,7 @@ def curve_of(folder: Path, start: str) -> dict[int, tuple[str, str, str]]:
     processes = {path.name.partition("-")[0] for path in folder.glob(f"trace{start}*.jsonl")}
     for process in sorted(processes, key=lambda name: int(name.rpartition(".")[2])):  # torchrun's restarts
         seen: dict[int, tuple[set[str | None], set[tuple[str, str]]]] = {}
-        for line in _lines(folder, f"{process}-*.jsonl"):
+        for line in lines_of(folder, f"{process}-"):
             losses, others = seen.setdefault(line["step"], ({None}, set()))
             losses.add(line["loss"])
             others.add((line["norm"], line["map"]))
@@ -243,30 +228,6 @@ def _of_update(events: Sequence[Mapping[str, Any]], step: int) -> str:
     return ", ".join(dict.fromkeys(found)) or "training went on"
 
 
-def _orphans(mark: str) -> list[str]:
-    """Return and end the processes that a training left behind, after ten seconds of grace.
-
-    The queue server that Megatron's checkpoint writer starts by ``multiprocessing`` does not count: a SIGKILL of its
-    rank orphans it with SNIP or without.
-    """
-    end = time.monotonic() + 10.0
-    while True:
-        commands = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark.encode() in (path / "environ").read_bytes().split(b"\0"):
-                    commands[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        ours = [command for command in commands.values() if command and "from multiprocessing" not in command]
-        if not ours or time.monotonic() > end:
-            break
-        time.sleep(0.1)
-    for pid in commands:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return ours
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 def ends(case: Case) -> bool:
     """Return whether a case ends its process, or needs a checkpoint near it."""
     always = case.fault in ("rank killed", "SIGTERM") or case.moment in ("start", "end", "checkpoint")

@@ -18,20 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from faults.moments import IN_SOLVER, MOMENTS, Case
+from faults.trainer import Lines, figures, use_solver
 
 FIRST, INTERVAL, LAG = 2, 4, 2
 """Of updates. Checkpoints have the same interval."""
-_write, _open = os.write, os.open  # the record must survive the faults
-
-
-class Lines:
-    """A file of JSON lines, one write a line, so that a SIGKILL loses none."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def add(self, **fields: Any) -> None:
-        _write(self._descriptor, (json.dumps(fields) + "\n").encode())
 
 
 class Rank:
@@ -131,9 +121,7 @@ def _wrap(rank: Rank, moment: str) -> None:
 
 def _follow(rank: Rank) -> None:
     """Let ``rank`` know where the training is, and trace every step."""
-    from snip_megatron.runtime import coordinator
     from snip_megatron.runtime.controller import Controller
-    from snip_megatron.runtime.sidecar import SidecarClient
 
     start = f"{os.environ['START']}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     trace = Lines(rank.folder / f"trace{start}-{rank.number}.jsonl")
@@ -146,16 +134,11 @@ def _follow(rank: Rank) -> None:
         before_step(controller, step, *args, **kwargs)
 
     def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        registry = controller._registry
-        values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
-        codes = registry.current.to_codes(registry.names).tobytes().hex()
-        trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        trace.add(step=step, **figures(controller, loss, grad_norm))
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
-    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve="faults.moments:solve", restart_backoff_s=0.2
-    )
+    use_solver("faults.moments:solve")
 
 
 if __name__ == "__main__":

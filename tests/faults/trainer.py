@@ -68,6 +68,23 @@ class Rank:
             self.undo.pop()()
 
 
+def figures(controller: Any, loss: Any, grad_norm: Any) -> dict[str, str | None]:
+    """Return the loss and the gradient norm of a step to the bit, and the codes of its map."""
+    registry = controller._registry
+    values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
+    return {"loss": values[0], "norm": values[1], "map": registry.current.to_codes(registry.names).tobytes().hex()}
+
+
+def use_solver(solve: str) -> None:
+    """Let the solver process call ``solve``, as ``module:function``, and be started again soon after it ends."""
+    from snip_megatron.runtime import coordinator
+    from snip_megatron.runtime.sidecar import SidecarClient
+
+    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
+        SidecarClient, solve=solve, restart_backoff_s=0.2
+    )
+
+
 def resources(run: Path | None) -> dict[str, int]:
     """Return what this process holds, and the size of its run directory if it writes one."""
     import torch
@@ -95,9 +112,7 @@ def main() -> int:
 
 
 def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
-    from snip_megatron.runtime import coordinator
     from snip_megatron.runtime.controller import Controller
-    from snip_megatron.runtime.sidecar import SidecarClient
 
     plan = json.loads((folder / "plan.json").read_text())
     trace, injected = Lines(folder / f"trace{number}.jsonl"), Lines(folder / f"injected{number}.jsonl")
@@ -117,10 +132,7 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
         before_step(controller, step, *args, **kwargs)
 
     def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        registry = controller._registry
-        values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
-        codes = registry.current.to_codes(registry.names).tobytes().hex()
-        trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        trace.add(step=step, **figures(controller, loss, grad_norm))
         if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
             coordinator = controller._coordinator
             held.add(step=step, **resources(None if coordinator is None else coordinator._run.path))
@@ -129,9 +141,7 @@ def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
         after_step(controller, step, loss, grad_norm, *args, **kwargs)
 
     Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
-    coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve="faults.table:solve", restart_backoff_s=0.2
-    )
+    use_solver("faults.table:solve")
 
 
 if __name__ == "__main__":

@@ -4,26 +4,18 @@ That process touches no GPU. Where a fork of it cannot use the GPU, ranks are st
 import everything again for 20 s of processor time.
 """
 
-import atexit
-import contextlib
-import ctypes
 import functools
-import importlib
 import multiprocessing
 import os
-import random
-import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from rank_process import free_port, run_as_rank
 
 _TESTS = Path(__file__).resolve().parents[1]
 REPOSITORY = _TESTS.parent
@@ -38,15 +30,6 @@ DETERMINISTIC = {
 }
 """Variables of all trainings. Some are read when libraries are imported."""
 _PRELOADED = ("forked_ranks_imports",)
-
-
-def _free_port() -> int:
-    """Return a port below those that the system gives to connections, so that none takes it before the ranks do."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def run_ranks(
@@ -70,7 +53,7 @@ def run_ranks(
     folders = [*map(str, paths), *_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join(folders), **DETERMINISTIC, **environment,
     }  # fmt: skip
     ranks = []
@@ -153,41 +136,15 @@ def _use_gpu() -> None:
     os._exit(0)
 
 
-def _fork_the_writers_queue() -> None:
-    """Fork the process for the results of Megatron's checkpoint writer, which otherwise imports everything again."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(_end_with_the_parent)
-    filesystem_async._results_queue = manager.Queue()
-
-
-def _end_with_the_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-
-
 def _be_rank(
     module: str, arguments: list[str], environment: dict[str, str], folder: Path, outputs: tuple[Path, Path]
 ) -> None:
-    code = 1
-    try:
+    def prepare() -> None:
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the entry sets it as the arguments need it
         os.environ |= environment
         os.chdir(folder)
         for descriptor, path in ((0, Path(os.devnull)), (1, outputs[0]), (2, outputs[1])):
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-        sys.argv = [module, *arguments]
-        if "--save" in arguments:
-            _fork_the_writers_queue()
-        code = importlib.import_module(module).main() or 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_as_rank(module, arguments, prepare)

@@ -1,9 +1,9 @@
 """What the process imports from which ranks are forked (forked_ranks.py)."""
 
-import argparse
 import contextlib
-import functools
 import importlib
+
+from rank_process import read_help_of_options_once
 
 from snip_megatron.megatron.startup import prepare
 
@@ -17,11 +17,4 @@ for name in (
     with contextlib.suppress(Exception):  # not on this machine, or broken: a training says which
         importlib.import_module(name)
 
-# Megatron builds its parser three times a run, and each time parses the source of its configurations for help.
-from megatron.training import argument_utils  # noqa: E402
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-
-_factory = argument_utils.ArgumentGroupFactory
-_read = functools.partial(_factory._get_field_docstrings, object.__new__(_factory))
-_factory._get_field_docstrings = staticmethod(functools.cache(_read))
-add_megatron_arguments(argparse.ArgumentParser())
+read_help_of_options_once()
