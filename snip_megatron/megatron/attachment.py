@@ -17,7 +17,7 @@ from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.startup import Startup, check_sources, say
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
-from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, own_device, together
+from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import backend_of, dominated
 from snip_megatron.timing.cost_model import load_cost_model
@@ -35,15 +35,8 @@ SHARED_ARGUMENTS = (
     *("padded_vocab_size", "untie_embeddings_and_output_weights", "position_embedding_type", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "micro_batch_size", "global_batch_size"),
     *("train_iters", "train_samples", "rampup_batch_size", "seed", "eval_iters", "eval_micro_batch_size"),
-    *(
-        "eval_global_batch_size",
-        "full_validation",
-        "multiple_validation_sets",
-        "log_interval",
-        "optimizer",
-        "clip_grad",
-    ),
-    *("lr", "min_lr", "lr_decay_style", "calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32"),
+    *("eval_global_batch_size", "full_validation", "multiple_validation_sets", "log_interval", "optimizer"),
+    *("clip_grad", "lr", "min_lr", "lr_decay_style", "calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32"),
     *("grad_reduce_in_bf16", "ddp_average_in_collective", "overlap_grad_reduce", "overlap_param_gather"),
     *("gradient_accumulation_fusion", "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
     *("num_distributed_optimizer_instances", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),
@@ -104,7 +97,7 @@ def prepare_run(args: argparse.Namespace) -> tuple[Callable[[Any], AbstractConte
 
     Raises SnipError if the configuration cannot work.
     """
-    with own_device():
+    with rank_device():
         config, lines = configuration(args)
         if not config.enabled:
             return nullcontext, Terms({"--snip": "no"})
@@ -126,7 +119,7 @@ def terms_of(config: SnipConfig, args: argparse.Namespace, use_library: Callable
     versions = {"megatron-core": release if release == installed_version("megatron-core") else version}
     if "transformer_engine" in (config.gemm, args.transformer_impl):
         versions["transformer-engine"] = str(installed_version("transformer-engine"))
-    with own_device():
+    with rank_device():
         backend = select_backend(config.gemm, formats_in_use(config), library=config.gemm_library, checks=False).backend
         table = configuration_table(config, backend.name, backend.products, versions)
     values = {name: getattr(args, name) for name in SHARED_ARGUMENTS if hasattr(args, name)}

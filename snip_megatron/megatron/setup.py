@@ -335,24 +335,24 @@ class SnipRun:
         args, config, linears, backend = self._args, self._config, self._linears, registry.context.gemm_backend
         static_map = load_map(config.map, registry.names) if config.map is not None else None
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
-        own: MeasuredTimes | None = None
+        times: MeasuredTimes | None = None
         measure: Callable[[], OptionTimes] | None = None
         if config.budget.timed and config.updates and request.times is None:
             assert self._host is not None
             folder, writer = (None, Writer(cache_folder())) if run is None else (run.path, run.writer)
             timed = transformer_engine_gemms() if registry.context.use_te_recipe else registry.context.backend
-            own = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device, writer=writer)
-            request = dataclasses.replace(request, times=own.known())
+            times = MeasuredTimes(config, args, linears.covered, timed, folder, self._host.device, writer=writer)
+            request = dataclasses.replace(request, times=times.known())
             if request.times is not None:
                 check_reachable(linears.covered, request)
                 if run is not None:
                     run.set_fact("request", request.as_dict())
-            own.watch(registry)
+            times.watch(registry)
             if request.times is None:
-                measure = own.measure
-            elif own.spans:
-                measure = own.renew
-        self._unmeasured = own if request.times is None else None
+                measure = times.measure
+            elif times.spans:
+                measure = times.renew
+        self._unmeasured = times if request.times is None else None
         tokens = args.global_batch_size * args.seq_length
         emulated = backend in EMULATIONS
         ramps = compat.batch_size_ramp(args) is not None

@@ -72,8 +72,8 @@ def configuration_table(config: SnipConfig, backend: str, library: str, versions
     """
     import torch
 
-    own = " ".join(filter(None, (snip_megatron.__version__, commit())))
-    table = {"snip_megatron": own, **versions, "torch": torch.__version__}
+    release = " ".join(filter(None, (snip_megatron.__version__, commit())))
+    table = {"snip_megatron": release, **versions, "torch": torch.__version__}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         table["card"] = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
@@ -109,7 +109,7 @@ def commit() -> str | None:
         return None
 
 
-def own_device() -> AbstractContextManager[Any]:
+def rank_device() -> AbstractContextManager[Any]:
     """Return a context in which the current CUDA device is the one that Megatron will choose for this rank."""
     import torch
 
@@ -181,10 +181,10 @@ class StoreChannel:
 
     def leave(self) -> None:
         key, until = f"{self._prefix}/left", time.monotonic() + 10
-        left = self._store.add(key, 1)
-        while self.rank == 0 and left < self._ranks and time.monotonic() < until:
+        departed = self._store.add(key, 1)
+        while self.rank == 0 and departed < self._ranks and time.monotonic() < until:
             time.sleep(0.01)
-            left = self._store.add(key, 0)
+            departed = self._store.add(key, 0)
 
 
 Channel = GroupChannel | StoreChannel
