@@ -19,7 +19,7 @@ from snip_megatron.numerics.products.selection import native_backend, select_bac
 from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
-from snip_megatron.runtime.defaults import backend_of, dominated
+from snip_megatron.runtime.defaults import FASTEST, LOSS, backend_of, dominated
 from snip_megatron.timing.cost_model import load_cost_model
 
 if TYPE_CHECKING:
@@ -74,9 +74,13 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     lines = [dominated(config.budget, config.formats, native)]
     if args.snip_budget is None:
         free = "" if native else ": formats are emulated on this machine, which saves no time"
-        lines.insert(
-            0, f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
-        )
+        budget = f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
+        if config.budget == FASTEST:
+            budget = (
+                f"--mock-data has no loss to protect: the fastest map over {','.join(config.formats)}; on your data the"
+                f" default is --snip-budget {LOSS}"
+            )
+        lines.insert(0, budget)
     return config, [line for line in lines if line]
 
 

@@ -20,6 +20,7 @@ from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import LinearRow
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import SnipConfig
+from snip_megatron.runtime.options import given_options
 from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.sensitivity.request import SolveRequest
@@ -50,7 +51,7 @@ def open_run_directory(
             " --snip-dir"
         )
     # The fields of a run that a resume must not change.
-    identity = replace(config, dir=None, overwrite=False, no_compat=()).as_dict()
+    identity = replace(config, dir=None, overwrite=False, no_compat=(), **_lengthwise_default(args)).as_dict()
     schedule = config.phases
     if schedule is not None:
         identity["schedule"] = schedule.to_json().strip()  # and not the name of a file, which may change
@@ -74,6 +75,7 @@ def open_run_directory(
         "micro_batch_size": args.micro_batch_size,
         "sequence_parallel": args.sequence_parallel,
         "train_iters": args.train_iters,
+        "first_update": config.first_update,
         "schedule": config.schedule,
         "request": request.as_dict(),  # what `snip solve RUN` starts from
         "predicted_times": _predicted_times(config, args, linears.covered, backend),
@@ -83,6 +85,13 @@ def open_run_directory(
     }
     resume = step if args.load or step > 0 else None
     return RunDirectory(path, identity, overwrite=config.overwrite, resume_step=resume, facts=facts)
+
+
+def _lengthwise_default(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a constant first update if the user left it to the length of the run, which a resumed run may change."""
+    if not hasattr(args, "snip_first_update"):  # another host than Megatron's entry, with options of its own
+        return {}
+    return {} if "first_update" in given_options(args, SnipConfig) else {"first_update": SnipConfig.first_update}
 
 
 def _predicted_times(

@@ -19,8 +19,8 @@ from snip_megatron.runtime.run_data import COSTS
 
 SETTLING = 3
 """Steps ignored after a start and after an adoption, because they compile and allocate."""
-STEPS = 16
-"""Minimum number of steps for a median."""
+STEPS = 6
+"""Minimum number of steps for a median. A run of 50 steps has so many in bf16 before its first map."""
 TOLERANCE = 1.03
 """Factor within which two medians count as equal. On an idle machine they are repeatable within 2 %."""
 WINDOW = 256

@@ -14,7 +14,7 @@ from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_
 from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError, cut
 from snip_megatron.precision.phases import Schedule
-from snip_megatron.runtime.defaults import SHARE, defaults, in_nats
+from snip_megatron.runtime.defaults import FIRST_UPDATE, SHARE, defaults, in_nats
 from snip_megatron.runtime.options import (
     add_options,
     add_settings,
@@ -50,7 +50,8 @@ class SnipConfig:
         " bound, 0 or more; speedup=FACTOR: this predicted speedup of the decoder linears over bf16, 1 or more;"
         " fp4=SHARE: this share of the decoder linears' FLOPs runs in four bits, 0 to 1",
         metavar="KIND=VALUE",
-        shown="loss=0.002 on Hopper and Blackwell, fp4=0.75 where formats are emulated",
+        shown="loss=0.002 on Hopper and Blackwell, fp4=0.75 where formats are emulated; with --mock-data, which has no"
+        " loss to protect, the fastest map",
     )
     schedule: str = option(
         "static",
@@ -84,7 +85,12 @@ class SnipConfig:
         "gemm", "gemm: one format per GEMM; layer: one format per linear, as in the paper", choices=GRANULARITIES
     )
     update_interval: int = option(1000, "training steps between two updates of the map; 0: no updates", least=0)
-    first_update: int = option(100, "training step, counted from 0, before which the first update starts", least=0)
+    first_update: int = option(
+        FIRST_UPDATE,
+        "training step, counted from 0, before which the first update starts",
+        least=0,
+        shown="100, or a tenth of a shorter run, but at least 5",
+    )
     lag: int = option(10, "training steps from the probe of an update to the adoption of its map", least=1)
     wait: float = option(
         0.0,
@@ -251,7 +257,15 @@ class SnipConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def resolve(options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()) -> SnipConfig:
+def resolve(
+    options: Mapping[str, Any],
+    backend: str | None,
+    *,
+    ends: bool,
+    steps: int | None = None,
+    mock: bool = False,
+    recipe: tuple[str, ...] = (),
+) -> SnipConfig:
     """Return the configuration of a training under SNIP.
 
     Options that are not set get the value that suits the machine.
@@ -259,7 +273,9 @@ def resolve(options: Mapping[str, Any], backend: str | None, *, ends: bool, reci
     Args:
         options: Fields of :class:`SnipConfig` that the user has set, by name. A tuple may be a text with commas.
         backend: GEMM backend whose cards multiply the formats. None if formats are emulated.
-        ends: Whether the number of training steps is known.
+        ends: Whether training ends.
+        steps: The number of training steps. None if it is not known.
+        mock: Whether the data are random tokens.
         recipe: Candidate formats that replace the backend's.
 
     Raises:
@@ -274,13 +290,15 @@ def resolve(options: Mapping[str, Any], backend: str | None, *, ends: bool, reci
             values[name] = tuple(value.split(",") if isinstance(value, str) else value)
     if "budget" in values:
         values["budget"] = _parse_budget(values["budget"])
-    return SnipConfig(enabled=True, **(defaults(values, backend, ends=ends, recipe=recipe) | values))
+    chosen = defaults(values, backend, ends=ends, steps=steps, mock=mock, recipe=recipe)
+    return SnipConfig(enabled=True, **(chosen | values))
 
 
 def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> SnipConfig:
     """Return the configuration that parsed arguments ask for, as :func:`resolve` does.
 
-    Megatron's arguments beside SNIP's tell whether training ends, and which recipe of its own FP8 or FP4 it names. A
+    Megatron's arguments beside SNIP's tell when training ends, whether its data are random tokens, and which recipe of
+    its own FP8 or FP4 it names. A
     namespace without SNIP's arguments gives a configuration that is not enabled. Raises SnipError as :func:`resolve`
     does, and if an argument is given without ``--snip``.
     """
@@ -291,8 +309,15 @@ def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> S
             argument = f"--snip-{without_effect[0].replace('_', '-')}"
             raise SnipError(f"{argument} has no effect without --snip: add --snip, or leave it out")
         return SnipConfig(**options)
-    ends = any(getattr(args, name, None) for name in ("train_iters", "train_samples"))
-    return resolve(options, backend, ends=ends, recipe=getattr(args, "snip_recipe", ()))
+    steps = training_steps(args)
+    mock, recipe = bool(getattr(args, "mock_data", False)), getattr(args, "snip_recipe", ())
+    return resolve(options, backend, ends=steps is not None, steps=steps, mock=mock, recipe=recipe)
+
+
+def training_steps(args: argparse.Namespace) -> int | None:
+    """Return the number of training steps. None if Megatron's arguments do not give it."""
+    batch = getattr(args, "global_batch_size", None) or 1
+    return getattr(args, "train_iters", None) or (getattr(args, "train_samples", None) or 0) // batch or None
 
 
 def _parse_budget(value: Budget | str) -> Budget:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snip_megatron.precision import FOUR_BIT, Format
-from snip_megatron.precision.budget import Budget
+from snip_megatron.precision.budget import MAX_LOSS, Budget
 from snip_megatron.timing.cost_model import CostModel
 
 MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
@@ -16,8 +16,19 @@ MULTIPLIED: Mapping[str | None, tuple[str, ...]] = {
 LOSS = Budget("loss", 0.002)
 """The default budget where formats save time: the largest predicted rise of the loss, in nats."""
 
+FASTEST = Budget("loss", MAX_LOSS)
+"""The default budget on mock data, whose loss needs no protection: no bound, so the fastest map."""
+
 SHARE = Budget("fp4", 0.75)
 """The default budget where all formats are emulated."""
+
+FIRST_UPDATE, EARLIEST_UPDATE = 100, 5
+"""The default step of the first update, and that of a very short run."""
+
+
+def first_update(steps: int | None) -> int:
+    """Return the default step of the first update in a run of ``steps`` steps. None if the number is not known."""
+    return FIRST_UPDATE if steps is None else max(EARLIEST_UPDATE, min(FIRST_UPDATE, steps // 10))
 
 
 def backend_of(model: CostModel) -> str | None:
@@ -48,9 +59,15 @@ def candidates(kind: str, backend: str | None, recipe: tuple[str, ...] = ()) -> 
 
 
 def defaults(
-    options: Mapping[str, Any], backend: str | None, *, ends: bool, recipe: tuple[str, ...] = ()
+    options: Mapping[str, Any],
+    backend: str | None,
+    *,
+    ends: bool,
+    steps: int | None = None,
+    mock: bool = False,
+    recipe: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the defaults of budget, formats and schedule.
+    """Return the defaults of budget, formats, schedule and first update.
 
     The schedule is ``auto`` beside the default budget of the loss, if the run can have phases. At the default share of
     FP4, phases gain nothing (docs/results.md).
@@ -58,15 +75,17 @@ def defaults(
     Args:
         options: Fields of a SnipConfig that the user has set.
         backend: See :func:`candidates`.
-        ends: Whether the number of training steps is known.
+        ends: Whether training ends.
+        steps: The number of training steps. None if it is not known.
+        mock: Whether the data are random tokens.
         recipe: See :func:`candidates`.
     """
-    multiplied, values = MULTIPLIED.get(backend, ()), dict[str, Any]()
+    multiplied, values = MULTIPLIED.get(backend, ()), dict[str, Any](first_update=first_update(steps))
     nats = in_nats(options.get("policy", "snip"), options.get("q", "split"))
     if "budget" not in options:
         saves = bool(multiplied) and nats and set(options.get("formats", recipe)) <= set(multiplied)
-        values["budget"] = LOSS if saves else SHARE
-        if saves and ends and not _has_one_phase(options):
+        values["budget"] = SHARE if not saves else FASTEST if mock else LOSS
+        if values["budget"] is LOSS and ends and not _has_one_phase(options):
             values["schedule"] = "auto"
     kind = {**values, **options}["budget"].kind
     values["formats"] = candidates(kind, None if options.get("timings") == "flops" else backend, recipe)

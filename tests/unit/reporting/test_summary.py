@@ -166,10 +166,10 @@ def test_speed_that_means_nothing_is_not_judged(tmp_path: Path, facts: dict[str,
 
 
 def test_too_few_steps_in_bf16_or_under_a_map(tmp_path: Path) -> None:
-    few = summarise(load_run(synthetic_run.write_run(tmp_path / "a", seconds=(2.0, 1.0), facts=HOPPER)))
+    few = summarise(load_run(synthetic_run.write_run(tmp_path / "a", first=3, seconds=(2.0, 1.0), facts=HOPPER)))
     assert few.verdict == "not judged"
     assert "--snip-first-update" in few.why
-    path = synthetic_run.write_run(tmp_path / "b", first=30, steps=50, seconds=(2.0, 1.0), facts=HOPPER)
+    path = synthetic_run.write_run(tmp_path / "b", first=30, steps=42, seconds=(2.0, 1.0), facts=HOPPER)
     assert summarise(load_run(path)).verdict == "too early"
     none = synthetic_run.write_run(tmp_path / "c", updates=0, seconds=(2.0, 1.0), facts=HOPPER)
     assert summarise(load_run(none)).verdict == "no map"

@@ -67,9 +67,9 @@ def test_the_latest_steps_in_bf16_are_those_whose_parts_are_timed() -> None:
 def test_the_line_of_a_run() -> None:
     account = Account()
     assert account.line(None, unjudged=None) is None
-    at = steps(account, 0, *[0.2] * 10)
+    at = steps(account, 0, *[0.2] * 8)
     assert account.line(None, unjudged=None) == "snip: bf16 | measuring steps"
-    at = steps(account, at, *[0.2] * 10)
+    at = steps(account, at, *[0.2] * 12)
     assert account.line(None, unjudged=None) == "snip: bf16 | 200.0 ms a step"
     account.adopted(at, 3, quantised=True)
     account.event("adopt", {"wait_s": 1.0})

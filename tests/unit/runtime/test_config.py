@@ -16,7 +16,7 @@ from snip_megatron.precision.budget import Budget
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.precision.phases import AUTO
 from snip_megatron.runtime.config import SnipConfig, add_arguments, parse_snip_arguments, resolve_arguments
-from snip_megatron.runtime.defaults import dominated
+from snip_megatron.runtime.defaults import FASTEST, dominated
 from snip_megatron.runtime.options import is_option
 
 FIELDS = {f.name: f for f in dataclasses.fields(SnipConfig) if f.name != "enabled"}
@@ -91,6 +91,37 @@ def test_what_is_left_open_follows_from_the_card(argv: str, backend: str | None,
     parser.add_argument("--train-iters", type=int)
     config = resolve_arguments(parser.parse_args(["--snip", "--train-iters", "1000", *argv.split()]), backend)
     assert (str(config.budget), ",".join(config.formats), config.schedule) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "backend", "expected"),
+    [
+        ("", "hopper", (str(FASTEST), "static")),
+        ("", "blackwell", (str(FASTEST), "static")),
+        ("", None, ("fp4=0.75", "static")),  # emulated: no map is faster
+        ("--snip-budget loss=0.01", "hopper", ("loss=0.01", "static")),
+    ],
+)
+def test_mock_data_has_no_loss_to_protect(argv: str, backend: str | None, expected: tuple[str, str]) -> None:
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--snip", *argv.split()])
+    config = resolve_arguments(argparse.Namespace(**vars(args), mock_data=True, train_iters=50), backend)
+    assert (str(config.budget), config.schedule) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "length", "expected"),
+    [
+        ("", {}, 100),
+        ("", {"train_iters": 100_000}, 100),
+        ("", {"train_iters": 600}, 60),
+        ("", {"train_samples": 6400, "global_batch_size": 64}, 10),
+        ("", {"train_iters": 20}, 5),
+        ("--snip-first-update 30", {"train_iters": 50}, 30),
+    ],
+)
+def test_a_short_run_updates_early(argv: str, length: dict[str, int], expected: int) -> None:
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--snip", *argv.split()])
+    assert resolve_arguments(argparse.Namespace(**vars(args), **length)).first_update == expected
 
 
 def test_without_an_end_of_training_there_are_no_phases() -> None:
