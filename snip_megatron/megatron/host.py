@@ -262,6 +262,7 @@ class MegatronStep:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(compat.routers_restored(call.model))
             stack.enter_context(compat.attention_logits_restored(call.model))
+            stack.enter_context(compat.separate_offloading(call.config))
             sequences = self._args.micro_batch_size if self._sequences is None else self._sequences
             stack.enter_context(compat.changed(self._args, micro_batch_size=sequences))
             call.forward_backward_func(

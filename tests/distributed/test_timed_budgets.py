@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from launch import error_lines, tiny_llama_args
+from test_entry_data import write_documents
 from timings import write_timings
 from warm_ranks import WarmRanks
 
@@ -73,7 +74,9 @@ def test_snip_alone_takes_the_fastest_map_within_a_small_loss_on_the_named_card(
 ) -> None:
     """Phases included: their maps are those of the plan, and the record says what the arguments left open."""
     named = ("--snip-timings", str(write_timings(tmp_path / "timings.json")), "--snip-dir", str(tmp_path / "run"))
-    done = warm.succeed(1, tiny_llama_args(*SNIP, *named, iters=14), tmp=tmp_path, timeout=300)
+    write_documents(tmp_path / "train", 40, seed=1)  # mock data have no loss to protect
+    data = ("--train-data-path", str(tmp_path / "train"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "255")
+    done = warm.succeed(1, tiny_llama_args(*SNIP, *named, *data, iters=14, mock_data=False), tmp=tmp_path, timeout=300)
     said = "snip: --snip-budget loss=0.002 over bf16,fp8,fp8_tensor, schedule auto: formats are emulated"
     assert done.stdout.count(said) == 1
     config = read_config(tmp_path / "run")["config"]
@@ -92,7 +95,8 @@ def test_snip_alone_on_blackwell(warm: WarmRanks, tmp_path: Path) -> None:
     args = tiny_llama_args(*SNIP, "--snip-dir", str(run), iters=14)
     env = {"ALTER": "blackwell", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = warm.succeed(1, args, module="altered_pretrain", tmp=tmp_path, timeout=300, env=env)
-    assert "snip: --snip-budget loss=0.002 over bf16,mxfp8,nvfp4, schedule auto\n" in done.stdout
+    assert "snip: --mock-data has no loss to protect: the fastest map over bf16,mxfp8,nvfp4;" in done.stdout
+    assert str(read_config(run)["config"]["budget"]).startswith("loss=1e")  # no bound
     assert "GEMMs by transformer_engine (by Transformer Engine's linears on Some Blackwell, sm_100" in done.stdout
     assert "timed the GEMMs of this model (4 shapes, bf16, nvfp4, mxfp8) on cpu" in done.stdout
     record = read_config(run)

@@ -28,6 +28,7 @@ from snip_megatron.megatron.compat.loop import (
     quiet_schedule,
     random_states,
     rerun_disabled,
+    separate_offloading,
     wrap_evaluate,
     wrap_train_step,
 )

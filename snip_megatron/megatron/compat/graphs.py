@@ -34,6 +34,7 @@ check_names(
 )
 _RECORD: Any = core._CudagraphGlobalRecord
 check_names(_RECORD, "cudagraph_created", "_create_cudagraphs", "_enable_saved_tensors_observer")
+check_names(core, "alloc_tensor_from_graph_mempool")
 check_names(core.CudaGraphManager, "global_mempool")
 check_names(
     core.TECudaGraphHelper,
@@ -167,7 +168,9 @@ class LocalGraphs(Graphs):
     def __init__(self) -> None:
         super().__init__()
         self._metadata: list[weakref.ref[Any]] = []  # which a recording attaches to tensors
+        self._pool_uses = 0
         create, apply = _RECORD._create_cudagraphs, core._apply_cudagraph_buffer_metadata
+        allocate = core.alloc_tensor_from_graph_mempool
 
         def timed(record: Any) -> Any:
             if figures := create():
@@ -179,6 +182,11 @@ class LocalGraphs(Graphs):
             self._metadata.append(weakref.ref(metadata))
             return metadata
 
+        def counted(metadata: Any) -> Any:
+            self._pool_uses += 1
+            return allocate(metadata)
+
+        self._replace(core, "alloc_tensor_from_graph_mempool", counted)
         self._replace(_RECORD, "_create_cudagraphs", classmethod(timed))
         self._replace(core, "_apply_cudagraph_buffer_metadata", remembered)
 
@@ -191,18 +199,29 @@ class LocalGraphs(Graphs):
     ) -> None:
         # The next step is recorded.
         torch.cuda.synchronize()
+        pool = core.CudaGraphManager.global_mempool  # the deletion forgets it
         for chunk in model:
             for module in chunk.modules():
                 if isinstance(module, core.CudaGraphManager):
+                    for runner in module.cudagraph_runners:
+                        # The grad_fn of its outputs refers to it and to the layer before, in cycles of which a
+                        # collection of garbage frees one layer.
+                        vars(runner).clear()
                     module.cudagraph_runners.clear()
                     module.custom_cudagraphs_lookup_table.clear()
-        core.delete_cuda_graphs()
-        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
-            parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
         # Tensors that outlive a step, such as rotary embeddings, would otherwise count as inputs of the old graphs.
         for metadata in filter(None, (reference() for reference in self._metadata)):
             vars(metadata).update(vars(core.CudagraphBufferMetadata()))
         self._metadata.clear()
+        core.delete_cuda_graphs()
+        # Each tensor that Megatron allocates from the pool adds a use of the pool, which Megatron never releases. The
+        # allocator frees a pool only when it has no use.
+        for _ in range(self._pool_uses):
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        self._pool_uses = 0
+        torch.cuda.empty_cache()
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+            parameter.__dict__.pop("_cudagraph_wgrad_ready_event", None)
         core.fwd_buffer_reuse_ref_count = core.bwd_buffer_reuse_ref_count = 0
         # The constructor of a manager does this, and the deletion does not undo it.
         core.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()

@@ -12,6 +12,7 @@ import megatron.training.training as training
 import numpy as np
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine, get_rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
@@ -28,6 +29,8 @@ check_signature(
 check_names(training.evaluate_and_print_results, "evaluate")
 check_signature(OptimizerParamScheduler.get_lr, "self", "param_group")
 check_names(OptimizerParamScheduler.get_lr, "num_steps")
+check_names(PipelineOffloadManager, "OFFLOAD_MGR", "post_warmup_callback")
+check_names(PipelineOffloadManager.reset, "post_warmup_callback", "_is_warmup")
 
 TrainStep = Callable[..., Any]
 
@@ -106,6 +109,19 @@ def quiet_schedule(model_config: Any) -> AbstractContextManager[None]:
         overlap_moe_expert_parallel_comm=False,
         defer_embedding_wgrad_compute=False,
     )
+
+
+def separate_offloading(model_config: Any) -> AbstractContextManager[None]:
+    """Give the one pass inside this context a manager of offloaded activations of its own.
+
+    Megatron's manager learns from its first pass which activations it offloads in every later one. If that pass were a
+    probe, as in a run that resumes at an update, only as many microbatches as the probe has would ever be offloaded.
+    """
+    if not getattr(model_config, "fine_grained_activation_offloading", False):
+        return contextlib.nullcontext()
+    manager = PipelineOffloadManager()
+    manager.post_warmup_callback = nothing  # it exchanges a table between all ranks, and prints it
+    return changed(PipelineOffloadManager, OFFLOAD_MGR=manager)
 
 
 def gather_parameters(model: Sequence[Any]) -> None:
