@@ -23,6 +23,7 @@ from snip_megatron.numerics.products.backend import (
     assemble,
     flatten,
     matrix,
+    restored,
     unflattened,
     unrounded,
 )
@@ -176,7 +177,7 @@ class QuantizedLinear(torch.autograd.Function):
             raise SnipError(f"{handle.name}: its weight was changed between the forward and the backward")
         fprop, dgrad, wgrad = ctx.formats
         grad_weight: Tensor | None
-        x: FlatOperand = ctx.saved_tensors, ctx.structure
+        x = restored((ctx.saved_tensors, ctx.structure))
         main_grad = main_grad_of(handle, weight)
         _, w = weight_operands(call, weight, fprop, dgrad, refresh=False)
         if not isinstance(g, PrequantizedTensor) and ctx.recorder is None and call.is_alone:

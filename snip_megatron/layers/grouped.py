@@ -25,7 +25,7 @@ from snip_megatron.layers.autograd import (
     unreduced_gradient,
 )
 from snip_megatron.layers.context import LinearHandle, signs_of
-from snip_megatron.numerics.products.backend import assemble, flatten
+from snip_megatron.numerics.products.backend import assemble, flatten, restored_operands
 from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, group_rows
 from snip_megatron.numerics.quantize.formats import SPECS, TILE
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
@@ -190,7 +190,7 @@ class GroupedLinear(torch.autograd.Function):
         if override is not None:
             d = _by_expert(splits, partial(perturbed, override, Gemm.DGRAD), g, weights, d)
             report_error(override, g, getattr(ctx, "error", None))
-        grads = call.wgrad(columnwise, assemble((tuple(saved), ctx.structure)))
+        grads = call.wgrad(columnwise, restored_operands(assemble((tuple(saved), ctx.structure))))
         if x is not None:
             _record(ctx.recorders, call, splits, x, g, d)
         return d, None, None, *grads

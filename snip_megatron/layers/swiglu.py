@@ -16,7 +16,7 @@ from torch import Tensor
 from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradient_keys
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, refuse_second_derivatives
-from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix
+from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix, restored_operands
 from snip_megatron.numerics.products.grouped import GroupRows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
@@ -163,7 +163,7 @@ class _FusedExperts(torch.autograd.Function):
         for call in ctx.calls:
             call.check()
         y, probs, *tensors = ctx.saved_tensors
-        of_x, of_hidden = assemble((tuple(tensors), ctx.structure))
+        of_x, of_hidden = restored_operands(assemble((tuple(tensors), ctx.structure)))
         g, rows = grad_outputs[0].contiguous(), ctx.rows
         rowwise, columnwise = fc2.products.quantize_unpadded(g, rows, gradient_spec(fc2, g))
         d = fc2.products.multiply(Gemm.DGRAD, rowwise, fc2.operands[1], g.dtype)

@@ -71,6 +71,32 @@ def assemble(flat: FlatOperand) -> Any:
     return map_tuples(flat[1], lambda value: next(tensors) if value is ... else value)
 
 
+def restored(flat: FlatOperand) -> FlatOperand:
+    """Return what autograd saved of an operand, with the scales of tiles in the layout of :class:`Operand`.
+
+    Hooks of saved tensors, such as those that offload activations, bring a tensor back contiguous. Libraries read the
+    memory of scales in columns, and would take contiguous scales for others.
+    """
+    tensors, structure = flat
+    if type(structure) is not Operand or structure.scaling != "tile" or tensors[1].stride(0) == 1:
+        return flat  # without a new operand: every backward of a quantised linear comes here
+    return flatten(restored_operands(assemble(flat)))
+
+
+def restored_operands(operands: Any) -> Any:
+    """Return assembled operands of any nesting after :func:`restored`."""
+    if isinstance(operands, Operand):
+        if operands.scaling != "tile" or operands.scale.stride(0) == 1:
+            return operands
+        rows, tiles = operands.scale.shape
+        # One column more: cuBLASLt reads the scales after the last ones, which it does not use.
+        columns = operands.scale.new_empty((tiles + 1, rows)).t()[:, :tiles]
+        return operands._replace(scale=columns.copy_(operands.scale))
+    if isinstance(operands, tuple):
+        return tuple.__new__(type(operands), [restored_operands(each) for each in operands])
+    return operands
+
+
 # -- the reference's products ------------------------------------------------------------------------------------
 def numbers(operand: UnquantizedOperand) -> Tensor:
     """Return the numbers that a GEMM multiplies: the matrix itself in bf16, otherwise Q of it in FP32."""

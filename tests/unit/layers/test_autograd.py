@@ -1,6 +1,7 @@
 """The quantised linear on one rank: every GEMM in every format, gradients, main_grad, recomputation."""
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from snip_megatron.layers.context import LinearState, StepContext
 from snip_megatron.numerics.products.check import decibel
 from snip_megatron.precision import ALL_BF16, Format, Formats
 from snip_megatron.precision.errors import SnipError
+from tests.unit.numerics.products.products import hopper
 
 BF16, FP8, FP4 = Format.BF16, Format.FP8, Format.FP4
 ONE_GEMM: list[Formats] = [
@@ -219,6 +221,25 @@ def test_recomputation_gives_the_same_bits(
         results.append([*outputs, main_grad])
     for plain, recomputed in zip(*results, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("formats", [(FP8, FP8, FP8), (FP8, FP4, FP8), (Format.FP8_TENSOR,) * 3], ids=name)
+def test_saved_tensors_may_come_back_in_rows(group: dist.ProcessGroup, context: StepContext, formats: Formats) -> None:
+    """Offloading of activations brings a saved tensor back contiguous. Scales of tiles are read in columns."""
+    context.backend = hopper()
+    gradients = []
+    for offloaded in (False, True):
+        linear = our_linear(group, context, formats, 256, 384, dtype=torch.bfloat16)
+        with_main_grad(linear)
+        torch.manual_seed(1)
+        x = (torch.randn(128, 2, 384) * torch.logspace(-2, 2, 384)).bfloat16().requires_grad_()
+        hooks = (lambda tensor: tensor.detach().contiguous().clone(), lambda tensor: tensor)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks) if offloaded else nullcontext():
+            y, _ = linear(x)
+        y.backward(torch.randn(y.shape).bfloat16())
+        gradients.append((x.grad, linear.weight.main_grad.clone()))
+    for kept, moved in zip(*gradients, strict=True):
+        assert torch.equal(kept, moved)
 
 
 def test_draws_depend_on_seed_step_microbatch_rank_and_gemm(group: dist.ProcessGroup) -> None:

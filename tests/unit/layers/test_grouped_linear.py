@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +242,21 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     least = 12 if FP4 in (*of_fc1, *of_fc2) else 20
     for actual, exact in zip((y, x.grad, probs.grad, *found), (expected, *gradients), strict=True):
         assert not exact.any() or decibel(exact.detach(), actual.detach()) > least
+
+
+def test_saved_tensors_may_come_back_in_rows() -> None:
+    """Offloading of activations brings a saved tensor back contiguous. Scales of tiles are read in columns."""
+    gradients, splits = [], [256, 128]
+    for offloaded in (False, True):
+        experts = Experts(2, (FP8, FP8, FP8), hopper(groups=emulated_grouped), n=256, k=384)
+        x = torch.randn(384, 384, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        hooks = (lambda tensor: tensor.detach().contiguous().clone(), lambda tensor: tensor)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks) if offloaded else nullcontext():
+            y = experts(x, splits)
+        y.backward(torch.ones_like(y))
+        gradients.append([weight.main_grad for weight in experts.parameters()])
+    for kept, moved in zip(*gradients, strict=True):
+        assert torch.equal(kept, moved)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokens", [130, 256])
