@@ -9,8 +9,6 @@ from snip_megatron.precision.errors import SnipError, cut, located, quoted
 
 MAX_SPEEDUP = 1e6
 MAX_LOSS = 1e100
-BUDGETS = ("fp4", "speedup", "loss")
-"""The kinds of budget."""
 _SYNTAX = "expected fp4=SHARE, speedup=FACTOR or loss=NATS, for example fp4=0.75"
 _RANGES = {
     "fp4": (0.0, 1.0, "the share must be a number between 0 and 1"),
