@@ -118,6 +118,7 @@ def _break_disk(rank: Any, fails: Callable[[str], None]) -> None:
         genuine["replace"](source, target, **kwargs)
 
     os.open, os.write, os.replace = open_file, write, rename  # type: ignore[assignment]
+    rank.undo.append(rank.write_records)  # called last: the next fault finds no records that wait for another try
     rank.undo.append(lambda: [setattr(os, name, function) for name, function in genuine.items()])
 
 

@@ -247,7 +247,12 @@ def chunks(layout: str) -> list[tuple[list[Case], bool]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults.moments_campaign", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="result file, written after every training")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="result file, written after every training; cases that it has are not run again",
+    )
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--moments", nargs="*", default=list(MOMENTS), choices=MOMENTS, metavar="MOMENT")
     parser.add_argument("--faults", nargs="*", help="faults of the table (default: all)")
@@ -256,11 +261,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
     parser.add_argument("--commit", default=os.environ.get("SNIP_COMMIT"), help="commit for the result file")
     args = parser.parse_args()
-    began, results, lock, local = time.monotonic(), list[dict[str, Any]](), threading.Lock(), threading.local()
+    began, lock, local = time.monotonic(), threading.Lock(), threading.local()
+    results = json.loads(args.out.read_text())["results"] if args.out.exists() else []
+    results = [line for line in results if not line["lost"]]
+    done = {(line["layout"], line["moment"], line["fault"]) for line in results}
     servers: list[WarmRanks] = []
 
     def train(layout: str, cases: list[Case], torchrun: bool) -> None:
         cases = [each for each in cases if each.moment in args.moments and each.fault in (args.faults or [each.fault])]
+        cases = [each for each in cases if (layout, *each) not in done]
         if not cases or time.monotonic() - began > args.limit:
             return
         if not hasattr(local, "warm"):
@@ -269,7 +278,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             lines = run_cases(local.warm, Path(folder) / "job", layout, cases, args.delay, torchrun)
         with lock:
-            results.extend(lines)
+            results.extend(line | {"commit": args.commit} for line in lines)
             lost = [line for line in lines if line["lost"]]
             print(f"{time.monotonic() - began:6.0f} s  {layout}: {len(lines)} cases, {len(lost)} lost", flush=True)
             for line in lost:

@@ -82,6 +82,9 @@ class Rank:
         while self.undo:
             self.undo.pop()()
 
+    def write_records(self) -> None:
+        self.controller._coordinator._run.writer.flush()
+
     def kill_solver(self) -> None:
         pid = self.controller._coordinator._sidecar.pid
         if pid is not None:
