@@ -9,16 +9,16 @@ Text: bytes of Python's standard library. Formats are emulated where the card do
 from __future__ import annotations
 
 import argparse
-import json
-from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_megatron.plain import PlainSnip, convert
+from snip_megatron.plain import convert
 from snip_megatron.reporting.report import write_report
+from snip_megatron.reporting.sensitivity import lines, rank_run
+from snip_megatron.runtime.run_data import load_run
 
 LENGTH, BATCH = 128, 8
 
@@ -33,22 +33,6 @@ def batch(data: Tensor, step: int) -> Tensor:
     """Tokens [BATCH, LENGTH] of a step."""
     starts = torch.randint(0, len(data) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.stack([data[start : start + LENGTH] for start in starts.tolist()]).long()
-
-
-def show(snip: PlainSnip, folder: Path) -> None:
-    """Print the predicted harm of NVFP4 by kind of linear, summed over blocks, with the share that the map gives it."""
-    scores = json.loads(max((folder / "scores").glob("*.json"), key=lambda path: path.stat().st_mtime).read_text())
-    harm: dict[str, float] = defaultdict(float)
-    four_bits: dict[str, list[bool]] = defaultdict(list)
-    for option, by_format in scores["scores"].items():
-        kind = option.split(".", 3)[3]
-        harm[kind] += by_format["nvfp4"]["q"]
-        four_bits[kind].append(snip.map.choices[option].value == "nvfp4")
-    print("harm of NVFP4     by GEMM, summed over blocks              blocks in NVFP4")
-    worst = max(harm.values())
-    for kind, value in sorted(harm.items(), key=lambda item: -item[1]):
-        bar = "#" * round(24 * value / worst)
-        print(f"{value:9.2e}  {kind:30} {bar:24} {sum(four_bits[kind])}/{len(four_bits[kind])}")
 
 
 def main() -> None:
@@ -90,7 +74,7 @@ def main() -> None:
         optimizer.step()
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {value.item():.3f}", flush=True)
-    show(snip, args.dir)
+    print(*lines(rank_run(load_run(args.dir)), "nats of training loss"), sep="\n")
     print(f"the map as a picture: {write_report(args.dir)}")
 
 

@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", metavar="FILE", type=Path, help="file for the page; default: RUN/report.html")
     text = "instead of a page, print as JSON (snip.worth/1) whether the run was worth it"
     output.add_argument("--json", action="store_true", help=text)
+    text = "instead of a page, print which linears are sensitive, the most harmful GEMMs first"
+    output.add_argument("--sensitivity", action="store_true", help=text)
     output.add_argument("--live", action="store_true", help="serve the page of a running job here, until Ctrl-C")
     text = "port of --live on 127.0.0.1; 0: any free port; default: 8765"
     parser.add_argument("--port", metavar="N", type=int, help=text)
@@ -30,6 +32,15 @@ def run(args: argparse.Namespace) -> int:
         from snip_megatron.runtime.storage import dump_json
 
         print(dump_json(summarise(load_run(args.run)).as_dict()), end="")
+    elif args.sensitivity:
+        from snip_megatron.reporting.sensitivity import lines, rank_run, unit_of
+        from snip_megatron.runtime.run_data import load_run
+
+        recorded = load_run(args.run)
+        print(
+            *lines(rank_run(recorded), unit_of(str(recorded.config.get("policy")), str(recorded.config.get("q")))),
+            sep="\n",
+        )
     elif args.live:
         _serve(args.run, args.port)
     else:

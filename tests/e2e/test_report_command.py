@@ -42,6 +42,18 @@ def test_json_says_whether_it_was_worth_it(recorded, tmp_path):
     assert not (recorded / "report.html").exists()
 
 
+def test_sensitivity_ranks_what_the_map_chose_about(recorded, tmp_path):
+    absent = refused("report", str(recorded), "--sensitivity")
+    assert "no map with scores" in absent
+    done = snip_alone("report", "examples/recorded_run", "--sensitivity")
+    assert (done.returncode, done.stderr) == (0, "")
+    head, *rows = done.stdout.splitlines()
+    assert "in nats of training loss" in head
+    assert rows[0].split()[2:] == ["self_attention.linear_qkv:fprop", "#" * 24, "22", "fp8_tensor"]
+    assert rows[12] == "The 20 most sensitive of 264:"
+    assert rows[14].endswith(" decoder.layers.0.self_attention.linear_qkv:fprop")
+
+
 def test_live_serves_the_page_until_it_is_interrupted(recorded, tmp_path):
     command = [*SNIP, "report", "run", "--live", "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

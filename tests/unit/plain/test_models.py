@@ -133,6 +133,8 @@ def test_the_example_shows_which_linears_matter(
     load("hf_nvfp4").main()
     shown = capsys.readouterr().out
     assert "step 4: map 2, 75% of the FLOPs in NVFP4" in shown
-    assert len([line for line in shown.splitlines() if line.endswith("/4")]) == 3 * 7
+    by_kind, ranked = shown.partition("nats of training loss")[2].split("The 20 most sensitive of 84:")
+    assert len([line for line in by_kind.splitlines() if "_proj:" in line]) == 3 * 7
+    assert ranked.count("decoder.layers.") == 20
     assert shown.endswith(f"the map as a picture: {tmp_path / 'run' / 'report.html'}\n")
     assert "mlp.down_proj" in (tmp_path / "run" / "report.html").read_text()
