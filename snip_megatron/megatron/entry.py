@@ -16,7 +16,7 @@ from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
 from snip_megatron.megatron.validate import check_layers_of_experts
-from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.errors import SnipError, with_suggestion
 from snip_megatron.runtime.agreement import Terms, of_launcher, together
 from snip_megatron.runtime.config import add_arguments as add_snip_arguments
 
@@ -65,14 +65,14 @@ def _train(args: argparse.Namespace, model_config: Any, under_snip: Callable[[An
 # -- arguments -------------------------------------------------------------------------------------------------
 def provide_arguments(startup: Startup, shown: list[str], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add SNIP's arguments and set defaults for this machine. ``shown`` gets the lines about these defaults."""
-    parser.error = _raise_error  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
+
+    def refuse(message: str) -> NoReturn:
+        raise SnipError(with_suggestion(message, parser._option_string_actions))
+
+    parser.error = refuse  # type: ignore[method-assign]  # one line instead of 1,000 lines of usage
     parser.set_defaults(tokenizer_type="GPT2BPETokenizer")  # as Megatron's pretrain_gpt.py has it
     shown[:] = compat.set_defaults(parser, startup)
     return add_snip_arguments(parser)
-
-
-def _raise_error(message: str) -> NoReturn:
-    raise SnipError(message)
 
 
 # -- step ------------------------------------------------------------------------------------------------------

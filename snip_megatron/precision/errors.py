@@ -1,8 +1,10 @@
 """The exception for errors of the user, which commands print as a single line, and the parts of such lines."""
 
 import contextlib
+import difflib
 import importlib.metadata
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 QUOTED = 80
 """Largest number of characters that an error line repeats of the user's input."""
@@ -82,6 +84,19 @@ def cut(text: object) -> str:
     """
     whole = str(text)
     return whole if len(whole) <= QUOTED else whole[: QUOTED - 3] + "..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"`` for the known name that is closest to ``word``. Empty if none is close."""
+    names = {name.removeprefix("--snip-"): name for name in known}  # which would make all of them alike
+    closest = difflib.get_close_matches(word.removeprefix("--snip-"), list(names), n=1)
+    return f"; did you mean {names[closest[0]]}?" if closest else ""
+
+
+def with_suggestion(message: str, known: Iterable[str]) -> str:
+    """Return argparse's message about an unknown argument or choice, with the known name that is closest to it."""
+    word = re.search(r"(?:unrecognized arguments: |invalid choice: ')([^\s=']+)", message)
+    return message if word is None else message + did_you_mean(word[1], known)
 
 
 def first_line(error: Exception) -> str:

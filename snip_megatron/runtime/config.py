@@ -12,7 +12,7 @@ from typing import Any
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
 from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_fault
 from snip_megatron.precision.budget import Budget
-from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut, did_you_mean
 from snip_megatron.precision.phases import Schedule
 from snip_megatron.runtime.defaults import FIRST_UPDATE, SHARE, defaults, in_nats
 from snip_megatron.runtime.options import (
@@ -283,7 +283,8 @@ def resolve(
     """
     defined = {field.name: field for field in dataclasses.fields(SnipConfig)}
     if unknown := sorted(set(options) - set(defined)):
-        raise SnipError(f"unknown option {unknown[0]}=; the options are the fields of SnipConfig")
+        close = did_you_mean(unknown[0], defined)
+        raise SnipError(f"unknown option {cut(unknown[0])}=; the options are the fields of SnipConfig{close}")
     values = dict(options)
     for name, value in options.items():
         if isinstance(defined[name].default, tuple):
@@ -415,7 +416,7 @@ def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse SNIP's arguments among others, without torch and Megatron.
 
     ``snip`` and ``snip_no_compat`` of the result are needed before Megatron is imported. :func:`resolve_arguments`
-    checks the values. Raises SnipError if a value has the wrong type, or an argument was removed.
+    checks the values. Raises SnipError if a value has the wrong type, or an argument is unknown or was removed.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -425,6 +426,9 @@ def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for word in others:
         if (argument := word.partition("=")[0]) in _REMOVED:
             raise SnipError(f'{argument} was removed: {_REMOVED[argument]} (CHANGELOG.md, "Removed")')
+        if argument.startswith("--snip-"):
+            close = did_you_mean(argument, parser._option_string_actions)
+            raise SnipError(f"unrecognized arguments: {cut(argument)}{close}")
     args.snip_no_compat = tuple(args.snip_no_compat or ())
     return args
 

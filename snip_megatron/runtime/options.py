@@ -7,12 +7,12 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from snip_megatron.precision import Format
-from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.precision.errors import SnipError, cut, did_you_mean
 from snip_megatron.precision.phases import AUTO, Schedule
 
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
@@ -133,16 +133,25 @@ def _settings(text: str, configuration: Any) -> dict[str, Any]:
     """Parse a value of ``--snip-settings``, which may set any field of the configuration."""
     name, equals, value = text.partition("=")
     values = _json(text) if text.startswith("{") else {name: _json(value)} if equals else None
+    if not isinstance(values, dict):
+        raise SnipError(f"--snip-settings {cut(text)}: expected NAME=VALUE, or a JSON object")
+    return _checked_values(values, configuration, "--snip-settings ")
+
+
+def _checked_values(values: Mapping[str, Any], configuration: Any, where: str) -> dict[str, Any]:
+    """Return values of fields as their types. ``where`` begins the SnipError about an unknown name or another type."""
     fields = {f.name: f for f in dataclasses.fields(configuration)[1:]}
-    if not isinstance(values, dict) or not values.keys() <= fields.keys():
-        raise SnipError(f"--snip-settings {cut(text)}: expected NAME=VALUE, or a JSON object, of known settings")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in values.items():
+    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in checked.items():
+        if name not in fields:
+            raise SnipError(f"{where}{cut(name)}: unknown{did_you_mean(name, fields)}")
         default = fields[name].default
-        kind = type(default) if isinstance(default, (bool, int, float, str, tuple)) else None
-        if kind is not None and type(value) is not kind and not (kind is float and type(value) is int):
-            raise SnipError(f"--snip-settings {name}: expected {kind.__name__}, not {cut(json.dumps(value))}")
-    return values
+        kind = type(default) if isinstance(default, (bool, int, float, tuple)) else str
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise SnipError(f"{where}{name}: expected {kind.__name__}, not {cut(json.dumps(value))}")
+        if kind is tuple and not all(isinstance(item, str) for item in value):
+            raise SnipError(f"{where}{name}: expected a list of texts, not {cut(json.dumps(value))}")
+    return checked
 
 
 def _json(text: str) -> Any:

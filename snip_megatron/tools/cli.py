@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from snip_megatron import __version__
-from snip_megatron.precision.errors import SnipError, cut, quoted
+from snip_megatron.precision.errors import SnipError, cut, quoted, with_suggestion
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("snip_megatron.tools.doctor", "report what this machine can run, and what is missing for the rest"),
@@ -40,6 +40,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, without the usage, which ``--help`` prints."""
 
     def error(self, message: str) -> NoReturn:
+        choices = [name for action in self._actions for name in action.choices or ()]
+        message = with_suggestion(message, [*self._option_string_actions, *choices])
         words = " ".join(map(cut, message.split(" ")))  # argparse quotes arguments of any length
         self.exit(2, f"{self.prog}: {words} (see {self.prog} --help)\n")
 

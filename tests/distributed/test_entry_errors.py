@@ -43,6 +43,7 @@ def test_what_ranks_that_communicate_find_is_one_line_over_all_ranks(
     ("extra", "message"),
     [
         (["--snip-lag", "soon"], "argument --snip-lag: invalid int value: 'soon'"),
+        (["--snip-buget", "1"], "unrecognized arguments: --snip-buget; did you mean --snip-budget?"),
         (["--snip-no-compat", "cpu"], "no CUDA device is visible and --snip-no-compat cpu forbids running on the CPU"),
         (["--yaml-cfg", "run.yaml", "--snip"], "--yaml-cfg is not supported: "),
     ],
@@ -56,7 +57,7 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
     [
         (["--snip", "--snip-budget", "fp4=1.7"], "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
         (["--snip-policy", "fisher"], "--snip-policy has no effect without --snip: add --snip, or leave it out"),
-        (["--snip-colour", "blue"], "unrecognized arguments: --snip-colour blue"),
+        (["--num-layer", "2"], "unrecognized arguments: --num-layer 2; did you mean --num-layers?"),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
         (["--hidden-size", "66"], "Megatron refuses the arguments: assert args.hidden_size % args.num_attention_heads"),
         (["--recompute-granularity", "full"], "Megatron refuses the arguments: Using recompute_granularity: full so"),

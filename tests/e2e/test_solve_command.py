@@ -115,7 +115,8 @@ def test_mistakes_on_the_command_line(written: Path, tmp_path: Path) -> None:
         (["solve", written, "--out", tmp_path / "none" / "map.json"], "there is no folder"),
         (["solve", written, "--out", tmp_path], "is a folder; name a file"),
         (["solve"], "PROBLEM.json"),
-        (["sovle"], "sovle"),
+        (["sovle"], "; did you mean solve? (see snip --help)"),
+        (["solve", written, "--bugdet", "fp4=0.5"], "; did you mean --budget? (see snip solve --help)"),
     ]:
         assert words in refused(*arguments)
     assert "COMMAND" in snip().stderr

@@ -57,10 +57,25 @@ def test_an_argument_that_was_removed_says_so() -> None:
             parse_snip_arguments(["--snip", *argv])
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--snip-buget", "fp4=0.5"], "unrecognized arguments: --snip-buget; did you mean --snip-budget?"),
+        (["--snip-first_update=3"], "unrecognized arguments: --snip-first_update; did you mean --snip-first-update?"),
+        (["--snip-xyz"], "unrecognized arguments: --snip-xyz"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_closest_one(argv: list[str], message: str) -> None:
+    assert refusal(parse_snip_arguments, ["--snip", *argv]) == message
+
+
 def test_settings() -> None:
     config = parse("--snip", "--snip-settings", "probe_tokens=64", "--snip-settings", '{"deadline": 7.0, "lag": 3}')
     assert config == SnipConfig(enabled=True, probe_tokens=64, deadline=7.0, lag=3)
     assert parse("--snip", "--snip-settings", "lag=5", "--snip-lag", "4").lag == 4  # an argument wins
+    assert refusal(parse, "--snip", "--snip-settings", "lga=5") == "--snip-settings lga: unknown; did you mean lag?"
+    wrong = refusal(parse, "--snip", "--snip-settings", '{"map": 5}')
+    assert wrong == "--snip-settings map: expected str, not 5"
 
 
 def test_nothing_given_is_the_default_and_disabled() -> None:
@@ -199,7 +214,7 @@ BAD = [
     ("--snip-settings probe_tokens=0", "--snip-settings probe_tokens=0", "at least 1"),
     ("--snip-settings deadline=NaN", "--snip-settings deadline=nan", "positive"),
     ("--snip-settings lag=fast", "--snip-settings lag", "expected int"),
-    ("--snip-settings speed=1", "--snip-settings speed=1", "known settings"),
+    ("--snip-settings speed=1", "--snip-settings speed: unknown", ""),
     ("--snip-settings probe_tokens", "--snip-settings probe_tokens", "NAME=VALUE"),
     ("--snip-guard-sigma 0", "--snip-guard-sigma 0", "positive"),
     ("--snip-map a.json --snip-replay b", "--snip-map", "--snip-replay"),
