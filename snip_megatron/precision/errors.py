@@ -88,8 +88,12 @@ def cut(text: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean X?"`` for the known name that is closest to ``word``. Empty if none is close."""
-    names = {name.removeprefix("--snip-"): name for name in known}  # which would make all of them alike
-    closest = difflib.get_close_matches(word.removeprefix("--snip-"), list(names), n=1)
+
+    def without_prefix(name: str) -> str:  # which would make all of them alike
+        return name.removeprefix("--snip-").lstrip("-")
+
+    names = {without_prefix(name): name for name in known}
+    closest = difflib.get_close_matches(without_prefix(word), list(names), n=1, cutoff=0.7)
     return f"; did you mean {names[closest[0]]}?" if closest else ""
 
 

@@ -149,7 +149,7 @@ def _checked_values(values: Mapping[str, Any], configuration: Any, where: str) -
         kind = type(default) if isinstance(default, (bool, int, float, tuple)) else str
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise SnipError(f"{where}{name}: expected {kind.__name__}, not {cut(json.dumps(value))}")
-        if kind is tuple and not all(isinstance(item, str) for item in value):
+        if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
             raise SnipError(f"{where}{name}: expected a list of texts, not {cut(json.dumps(value))}")
     return checked
 
