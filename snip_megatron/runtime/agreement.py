@@ -40,6 +40,10 @@ Table = Mapping[str, str]
 _LIBRARY = "GEMM library"
 _LIBRARIES = {"DeepGEMM": "auto", "cuBLASLt": "cublas", "torch": "torch"}
 """Library, the fastest first → the ``gemm_library`` with which all ranks use it."""
+_PACKAGE, _CUBLASLT = "snip_megatron", "cuBLASLt"
+WHERE_KNOWN = {_PACKAGE, _CUBLASLT}
+"""Fields that only ranks which have them compare. The first rank of each node has the package's. A rank without
+cuBLASLt has another :data:`_LIBRARY`."""
 
 _LOCAL = {"enabled", "dir", "timings", "replay"}
 """Fields of SnipConfig that may differ between ranks. Only rank 0 uses these files."""
@@ -72,14 +76,22 @@ def configuration_table(config: SnipConfig, backend: str, library: str, versions
     """
     import torch
 
-    release = " ".join(filter(None, (snip_megatron.__version__, commit())))
-    table = {"snip_megatron": release, **versions, "torch": torch.__version__}
+    from snip_megatron.numerics.products import cublaslt
+
+    table: dict[str, str] = {}
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        table[_PACKAGE] = " ".join(filter(None, (snip_megatron.__version__, commit())))
+    table |= {**versions, "torch": torch.__version__}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         table["card"] = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+        if torch.distributed.is_nccl_available():
+            table["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     if backend != "reference":
         table["triton"] = str(installed_version("triton"))
     table |= {"GEMM backend": backend, _LIBRARY: library or "torch"}
+    if table[_LIBRARY] != "torch" and (loaded := cublaslt.cublaslt()) is not None:
+        table[_CUBLASLT] = str(loaded.version)
     fields = {field.name: field for field in dataclasses.fields(config)}
     for name, value in config.as_dict().items():
         if name not in _LOCAL:
@@ -98,7 +110,10 @@ def _digest(content: bytes) -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """Return the commit of a checkout from which the package runs. None if it is installed."""
+    """Return the commit of a checkout from which the package runs. None if it is installed.
+
+    Git reads files of the checkout. One rank of each node is enough: the nodes may share their file system.
+    """
     root = Path(snip_megatron.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -293,7 +308,7 @@ def _compare(terms: Terms | None, failure: Exception | None, channel: Channel, p
 
 def differences(table: Table, first: Table) -> dict[str, str]:
     """Return the fields of ``table`` that differ from ``first``, the table of rank 0. A missing field is "none"."""
-    names = dict.fromkeys((*first, *table))
+    names = [n for n in dict.fromkeys((*first, *table)) if n not in WHERE_KNOWN or (n in first and n in table)]
     return {name: table.get(name, "none") for name in names if table.get(name) != first.get(name)}
 
 

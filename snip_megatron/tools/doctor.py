@@ -162,7 +162,7 @@ def compare_ranks() -> int:
 
     The table is that of a training with ``--snip`` alone.
     """
-    from snip_megatron.runtime.agreement import EXIT_DISAGREEMENT, describe, of_launcher
+    from snip_megatron.runtime.agreement import EXIT_DISAGREEMENT, describe, differences, of_launcher
 
     channel = of_launcher()
     if channel is None:
@@ -172,7 +172,7 @@ def compare_ranks() -> int:
     except Exception as error:  # a broken or unsupported package can raise anything
         table = {"error": describe(error)}
     ranks: list[tuple[str, dict[str, str]]] | None = channel.collect((socket.gethostname(), table))
-    differ = channel.share(ranks and any(table != ranks[0][1] or "error" in table for _, table in ranks))
+    differ = channel.share(ranks and any("error" in table or differences(table, ranks[0][1]) for _, table in ranks))
     if ranks is not None:
         print(rank_table(ranks))
         print("ranks differ: a training would not start" if differ else f"{len(ranks)} ranks agree", flush=True)
@@ -202,11 +202,15 @@ def rank_table(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
 
     ``ranks`` has the host and the table of each rank.
     """
+    from snip_megatron.runtime.agreement import WHERE_KNOWN
+
     lines = []
     names = dict.fromkeys(name for _, table in ranks for name in table)
     for name in names:
         values: dict[str, dict[str, list[int]]] = {}
         for rank, (host, table) in enumerate(ranks):
+            if name in WHERE_KNOWN and name not in table:
+                continue
             values.setdefault(table.get(name, "none"), {}).setdefault(host, []).append(rank)
         for value, hosts in values.items():
             where = ", ".join(f"{host} (rank {', '.join(map(str, members))})" for host, members in hosts.items())

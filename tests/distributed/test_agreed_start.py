@@ -43,7 +43,7 @@ def only_line(process: subprocess.CompletedProcess[str]) -> str:
         ("argument=--clip-grad 2", "--clip-grad", "2.0", "1.0"),
         ("release=megatron.core==0.19.9", "megatron-core", "0.19.9", CORE),
         ("release=torch==2.9.9", "torch", "2.9.9", torch.__version__),
-        ("commit=0123456789ab", "snip_megatron", f"{VERSION} 0123456789ab", f"{VERSION} abcdef"),
+        ("commit=0123456789ab\n1:node=", "snip_megatron", f"{VERSION} 0123456789ab", f"{VERSION} abcdef"),
     ],
 )
 def test_a_rank_that_differs_ends_the_start(
@@ -52,6 +52,13 @@ def test_a_rank_that_differs_ends_the_start(
     snip = (*SNIP, "--snip-formats", "fp8,fp4", "--snip-budget", "fp4=0.75")
     line, codes = start(warm, tmp_path, "all:commit=abcdef", f"1:{unlike}", snip=snip)
     assert line == f"ranks differ: on rank 1 ({HOST}) {field} is {value}, on rank 0 ({HOST}) {expected}"
+    assert codes == "19 19"
+
+
+def test_libraries_of_a_card_that_differ_end_the_start(warm: WarmRanks, tmp_path: Path) -> None:
+    unlike = ("all:hopper=cuBLASLt", "0:gpu=2.28.9", "1:gpu=2.27.3", "0:cublaslt=120901", "1:cublaslt=130100")
+    line, codes = start(warm, tmp_path, *unlike, snip=(*SNIP, "--snip-budget", "fp4=0.75"))
+    assert line == (f"ranks differ: on rank 1 ({HOST}) NCCL is 2.27.3, on rank 0 ({HOST}) 2.28.9; cuBLASLt differs too")
     assert codes == "19 19"
 
 
@@ -118,8 +125,9 @@ def test_a_rank_without_triton_ends_the_start(warm: WarmRanks, tmp_path: Path) -
 
 
 def test_a_library_that_one_rank_lacks_is_switched_off_on_all(warm: WarmRanks, tmp_path: Path) -> None:
+    """The second rank of a node does not run git, which would read a shared file system."""
     snip = (*SNIP, "--snip-budget", "fp4=0.75", "--snip-dir", "run")
-    unlike = "all:hopper=DeepGEMM\n1:hopper=cuBLASLt"
+    unlike = "all:hopper=DeepGEMM\n1:hopper=cuBLASLt\n1:broken=snip_megatron.runtime.agreement:commit"
     process = warm.succeed(
         2, tiny_llama_args(*snip, iters=3), tmp=tmp_path, module="unlike_pretrain", env={"UNLIKE": unlike}
     )
@@ -164,7 +172,7 @@ def test_the_doctor_shows_what_ranks_must_agree_about(warm: WarmRanks, tmp_path:
 
 
 def test_the_doctor_says_which_ranks_differ(tmp_path: Path) -> None:
-    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": "all:commit=abcdef\n1:commit=0123456789ab"}
+    environment = {"ENTRY": "snip_megatron.tools.cli", "UNLIKE": "all:commit=abcdef\n1:commit=0123456789ab\n1:node="}
     process = run_ranks(2, ["doctor", "--ranks"], module="unlike_pretrain", env=environment, tmp=tmp_path)
     assert {
         f"snip_megatron {VERSION} abcdef on {HOST} (rank 0)",
