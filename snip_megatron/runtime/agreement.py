@@ -86,7 +86,8 @@ def configuration_table(config: SnipConfig, backend: str, library: str, versions
         major, minor = torch.cuda.get_device_capability()
         table["card"] = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
         if torch.distributed.is_nccl_available():
-            table["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            table["NCCL"] = ".".join(map(str, version))
     if backend != "reference":
         table["triton"] = str(installed_version("triton"))
     table |= {"GEMM backend": backend, _LIBRARY: library or "torch"}
