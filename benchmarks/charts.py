@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from benchmarks import maps
 from benchmarks.common import ROOT
 from benchmarks.quality import pareto
 from benchmarks.quality.gaps import policy_rows
@@ -37,10 +38,6 @@ DENSE = {
     "Llama of 1.1 B, H200": "job_1b-default_h200_2026-11-26",
     "four blocks of Llama 8B, H100": "job_8b-blocks-default_h100_2026-11-26",
     "four blocks of Llama 8B, H200": "job_8b-blocks-default_h200_2026-11-26",
-}
-GAIN = {
-    "Llama of 1.1 B, H200": "job_1b-default_h200_2026-11-26",
-    "four layers of Qwen3-30B-A3B, H200": "job_qwen3-moe-deepgemm_h200_2026-11-26",
 }
 MIXTURES = {
     "like Qwen3-30B-A3B, H100": ("job_qwen3-moe_h100_2026-11-26", "job_qwen3-moe-blockwise_h100_2026-11-26"),
@@ -116,17 +113,6 @@ def _steps(group: str, file: str) -> Iterator[Bar]:
 def dense_speed() -> str:
     """Speeds of dense trainings."""
     bars = [bar for group, file in DENSE.items() for bar in _steps(group, file)]
-    return bar_chart("Speed of a step over the fastest in BF16 (milliseconds)", bars)
-
-
-def gain() -> str:
-    """The two trainings of README: bf16, Megatron's fastest FP8 and ``--snip``."""
-    bars = []
-    for group, file in GAIN.items():
-        steps = list(_steps(group, file))
-        fp8 = max((bar for bar in steps if bar.name.startswith("Megatron")), key=lambda bar: bar.value)
-        bars += [max((bar for bar in steps if bar.name.startswith("BF16")), key=lambda bar: bar.value), fp8]
-        bars += [bar for bar in steps if bar.ours]
     return bar_chart("Speed of a step over the fastest in BF16 (milliseconds)", bars)
 
 
@@ -234,7 +220,7 @@ def reliability() -> str:
 
 CHARTS: dict[str, Callable[[], str]] = {
     "pareto": lambda: pareto.picture(list(pareto.measured()), list(pareto.forecast())),
-    "gain": gain,
+    "maps": maps.picture,
     "dense-speed": dense_speed,
     "mixtures": mixtures,
     "quality-of-maps": quality_of_maps,
