@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "snip_megatron.tools.plan",
         "predict memory, time and speedup of a configuration before it is launched",
     ),
+    "trial": ("snip_megatron.tools.trial", "train a job for 60 steps in bf16, in Megatron's FP8 and under --snip"),
     "launch": ("snip_megatron.tools.launch", "train a known configuration with torchrun, on one node or several"),
     "calibrate": ("snip_megatron.tools.calibrate", "measure how long GEMMs take on this GPU, for time budgets"),
     "report": ("snip_megatron.tools.report", "write the HTML report of a run directory"),

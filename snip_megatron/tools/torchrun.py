@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
@@ -115,9 +116,17 @@ def failure_file(save: Path) -> Path | None:
 
 
 def supervise(
-    command: Sequence[str], variables: Mapping[str, str], failed: Path | None = None
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    failed: Path | None = None,
+    *,
+    output: IO[bytes] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> tuple[int, str | None]:
-    """Run torchrun's command until it ends. ``failed`` is the result of :func:`failure_file`.
+    """Run torchrun's command until it ends.
+
+    ``failed`` is the result of :func:`failure_file`. The ranks write to ``output``, or to this process's own standard
+    output and error if it is None. ``watch`` is called five times a second.
 
     Returns the exit code (that of the rank that failed, or 128 + n after signal n), and the name of the first signal
     that asked the job to end. The name is None if there was no such signal.
@@ -136,8 +145,10 @@ def supervise(
         code_file = Path(folder) / "code"
         environment = {**os.environ, **variables, EXIT_CODE_FILE: str(code_file)}
         try:
-            process = subprocess.Popen(command, env=environment, preexec_fn=_set_signals_of_torchrun)
-            code = _wait(process, received, failed)
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, preexec_fn=_set_signals_of_torchrun
+            )
+            code = _wait(process, received, failed, watch)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -155,7 +166,12 @@ def _set_signals_of_torchrun() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait(process: subprocess.Popen[bytes], received: Sequence[str], failed: Path | None) -> int:
+def _wait(
+    process: subprocess.Popen[bytes],
+    received: Sequence[str],
+    failed: Path | None,
+    watch: Callable[[], None] | None,
+) -> int:
     """Wait until torchrun ends, and return its exit code. Once a stop signal is received, pass it on to the ranks."""
     signalled: set[int] = set()
     while (code := process.poll()) is None:
@@ -170,6 +186,8 @@ def _wait(process: subprocess.Popen[bytes], received: Sequence[str], failed: Pat
             return _read_code(failed) or 1
         if received:
             _signal_ranks(process.pid, signalled)
+        if watch is not None:
+            watch()
         time.sleep(_POLL_S)
     return code
 
