@@ -10,7 +10,9 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import os
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -26,6 +28,8 @@ from typing import Any
 from snip_megatron import __version__
 from snip_megatron.precision.errors import SnipError, cut, installed_version
 from snip_megatron.runtime.defaults import FASTEST
+from snip_megatron.tools import torchrun
+from snip_megatron.tools.argument_check import check_arguments
 from snip_megatron.tools.launch import last_value
 
 SCHEMA = "snip.trial/1"
@@ -193,9 +197,6 @@ def make_trial(words: Sequence[str], steps: int, machine: Machine, ranks: int, f
 
     Megatron and SNIP check the job's arguments first. Raises SnipError if they refuse them.
     """
-    from snip_megatron.tools import torchrun
-    from snip_megatron.tools.argument_check import check_arguments
-
     kept, precision, snip = split_arguments(words)
     job_steps = last_value(words, "--train-iters")
     schedule = _schedule(words)
@@ -242,7 +243,6 @@ def _schedule(words: Sequence[str]) -> list[str]:
 
 def train(run: Run, trial: Trial, log: Path) -> str | None:
     """Train one run. Returns the name of the signal that ended the trial, if one did."""
-    from snip_megatron.tools import torchrun
 
     said, looked = 0, time.monotonic()
 
@@ -344,12 +344,13 @@ def verdict(trial: Trial, chosen: Map) -> str:
 
 def table(trial: Trial, chosen: Map) -> str:
     """Return the table of a trial, with its notes."""
-    device = f"{trial.ranks} × {trial.machine.device}" if trial.machine.gpus else f"CPU, {trial.ranks} ranks"
     bf16 = trial.runs[0].ms
     rows = [("", "step", "tokens/s", "x bf16", "loss", "memory")]
     for run in trial.runs:
         if run.ms is None or run.error:
-            rows.append((run.name, f"{run.skipped or 'failed: ' + run.error}", "", "", "", ""))
+            rows.append(
+                (run.name, f"  not run: {run.skipped}" if run.skipped else f"  failed: {run.error}", "", "", "", "")
+            )
             continue
         tokens = "" if trial.tokens is None else f"{1e3 * trial.tokens / run.ms:,.0f}"
         gain = "" if bf16 is None else f"{bf16 / run.ms:.2f}"
@@ -357,12 +358,16 @@ def table(trial: Trial, chosen: Map) -> str:
         rows.append(
             (run.name, f"{run.ms:,.1f} ms", tokens, gain, "" if run.loss is None else f"{run.loss:.4f}", memory)
         )
-    lines = [f"{trial.steps} steps on {device}; medians of the last {trial.steps // 3}", ""]
+    lines = [f"{trial.steps} steps on {_device(trial)}; medians of the last {trial.steps // 3}", ""]
     for name, step, *others in rows:
         others = [text.rjust(width) for text, width in zip(others, (12, 8, 10, 11), strict=True)]
         lines.append(f"{name:26s}{step:>12s}{''.join(others)}".rstrip())
     lines += ["", _map_line(trial, chosen), *(f"In this trial: {note}." for note in trial.notes)]
     return "\n".join(lines)
+
+
+def _device(trial: Trial) -> str:
+    return f"{trial.ranks} × {trial.machine.device or 'CPU'}"
 
 
 def _map_line(trial: Trial, chosen: Map) -> str:
@@ -380,7 +385,7 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
     bf16 = trial.runs[0].ms
     runs = [
         asdict(run)
-        | {"ms": run.ms, "loss": run.loss}
+        | {"arguments": shlex.join(run.arguments), "ms": run.ms, "loss": run.loss}
         | {"speedup": None if bf16 is None or run.ms is None else bf16 / run.ms}
         for run in trial.runs
     ]
@@ -389,6 +394,7 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
         "schema": SCHEMA,
         "command": list(command),
         "version": __version__,
+        "commit": os.environ.get("SNIP_COMMIT") or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": versions,
         "device": trial.machine.device or "cpu",
@@ -402,6 +408,10 @@ def as_dict(trial: Trial, chosen: Map, sentence: str, command: Sequence[str]) ->
         "over_fp8": None if fp8 is None or snip is None else fp8 / snip,
         "verdict": sentence,
     }
+
+
+def _one_field_a_line(result: dict[str, Any]) -> str:
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()) + "\n}\n"
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -439,7 +449,7 @@ def run(args: argparse.Namespace) -> int:
             if args.out is not None:
                 command = ["snip", *sys.argv[1:]]
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(as_dict(trial, chosen, sentence, command), indent=1) + "\n", "utf-8")
+                args.out.write_text(_one_field_a_line(as_dict(trial, chosen, sentence, command)), encoding="utf-8")
             failure = next((_failure(each, folder) for each in trial.runs if each.error), None)
         failed = failure is not None
     finally:
@@ -456,7 +466,7 @@ def _train_all(trial: Trial, folder: Path) -> str | None:
         if each.skipped:
             _say(f"{each.name}: not run, {each.skipped}")
             continue
-        _say(f"{each.name}: {trial.steps} steps on {trial.ranks} {'GPU' if trial.machine.gpus else 'CPU rank'}(s)")
+        _say(f"{each.name}: {trial.steps} steps on {_device(trial)}")
         if (signal := train(each, trial, _log(folder, index))) is not None:
             return f"ended on {signal} during the run of {each.name}"
         if each.error and index != 1:
