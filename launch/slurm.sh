@@ -46,6 +46,7 @@ submit() {
             exec "${snip[@]}" launch "$@"
         fi
     done
+    command -v sbatch >/dev/null || refuse "there is no sbatch here; run this where SLURM's commands are, or use snip launch"
     exec "${sbatch[@]}"
 }
 

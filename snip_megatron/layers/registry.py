@@ -8,7 +8,7 @@ import torch
 from snip_megatron.layers.context import GEMM_INDEX, GraphedState, LinearHandle, StepContext, signs_of
 from snip_megatron.layers.weights import GraphedWeight
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
-from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap
+from snip_megatron.precision import Format, Gemm, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 
 _GEMMS = GEMM_INDEX[Gemm.DGRAD], GEMM_INDEX[Gemm.WGRAD]
@@ -41,6 +41,16 @@ def load_map(path: str, names: Sequence[str], *, argument: str = "--snip-map") -
     precision_map = PrecisionMap.load(path, argument)
     check_map_fits(precision_map, names, f"{argument} {path}")
     return precision_map
+
+
+def describe_left_out(precision_map: PrecisionMap, names: Sequence[str]) -> str | None:
+    """Return a line about GEMMs that a map has no format for, which run in bf16. None if it has one for each."""
+    gemms = [option_id(name, gemm) for name in names if name not in precision_map.choices for gemm in Gemm]
+    left_out = [gemm for gemm in gemms if gemm not in precision_map.choices]
+    if not left_out:
+        return None
+    first = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+    return f"the map names no format for {len(left_out)} of {3 * len(names)} GEMMs, which run in bf16: {first}"
 
 
 class DeviceStep:

@@ -13,7 +13,7 @@ import torch
 from megatron.training import get_tensorboard_writer, get_wandb_writer
 
 from snip_megatron.layers import LinearRegistry
-from snip_megatron.layers.registry import check_map_fits, load_map
+from snip_megatron.layers.registry import check_map_fits, describe_left_out, load_map
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.compat.checkpoints import KEY as SNIP_STATE_KEY
 from snip_megatron.megatron.compat.checkpoints import SnipState
@@ -334,6 +334,8 @@ class SnipRun:
     def _make_coordinator(self, registry: LinearRegistry, request: SolveRequest, step: int) -> RankZeroCoordinator:
         args, config, linears, backend = self._args, self._config, self._linears, registry.context.gemm_backend
         static_map = load_map(config.map, registry.names) if config.map is not None else None
+        if static_map is not None and (line := describe_left_out(static_map, registry.names)):
+            say(f"--snip-map {config.map}: {line}")
         run = open_run_directory(config, args, step, request, linears, backend, what_stays(registry.stock))
         times: MeasuredTimes | None = None
         measure: Callable[[], OptionTimes] | None = None

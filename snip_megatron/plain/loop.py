@@ -13,7 +13,7 @@ from torch import nn
 
 from snip_megatron import __version__
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.registry import LinearRegistry, check_map_fits, load_map
+from snip_megatron.layers.registry import LinearRegistry, check_map_fits, describe_left_out, load_map
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
 from snip_megatron.plain.model import Structure, convert_linears, find_structure
@@ -108,6 +108,8 @@ class PlainSnip:
         self._restored: ControllerState | None = None
         if fixed is not None:
             self.registry.adopt(fixed)
+        if self._fixed is not None and (line := describe_left_out(self._fixed, names)):
+            print(f"snip: map={config.map}: {line}", flush=True)
         if structure.others:
             print(f"snip: linears that stay as they are: {', '.join(structure.others)}", flush=True)
 

@@ -15,6 +15,7 @@ Neither export imports Megatron or Transformer Engine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from snip_megatron.numerics.products.transformer_engine import QUANTIZERS
-from snip_megatron.precision import Format, Formats, Gemm, LinearId, PrecisionMap
+from snip_megatron.precision import FOUR_BIT, Format, Formats, Gemm, LinearId, PrecisionMap
 from snip_megatron.precision.errors import SnipError, cut
+from snip_megatron.runtime.run_data import read_config, step_files
 from snip_megatron.runtime.storage import write_atomically
 
 MODULE = "snip_te_map"
@@ -70,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " te: a map as a Python module with a quantizer factory for Transformer Engine's CustomRecipe"
     )
     parser.add_argument("--format", choices=("megatron", "te"), required=True, help=text)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the map to export")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="the map to export, or a run directory: its last map"
+    )
     text = "folder for the output; created if it does not exist"
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help=text)
     add = parser.add_argument_group("--format megatron").add_argument
@@ -85,12 +89,23 @@ def run(args: argparse.Namespace) -> int:
 
     Raises SnipError if the map cannot be read or expressed in the format, or the folder cannot be written.
     """
+    if args.source.is_dir():
+        args.source = _last_map(args.source)
     formats = _read_formats(args.source)
     if args.format == "te":
         _export_te(args, formats)
     else:
         _export_megatron(args, formats)
     return 0
+
+
+def _last_map(run: Path) -> Path:
+    """Return the file of the map that a run adopted last. Raises SnipError if it is not a run with a map."""
+    read_config(run)  # a directory of something else is refused here
+    maps = step_files(run, "maps")
+    if not maps:
+        raise SnipError(f"{run}: the run adopted no map")
+    return maps[max(maps)]
 
 
 def _read_formats(path: Path) -> dict[LinearId, Formats]:
@@ -172,6 +187,12 @@ def _export_megatron(args: argparse.Namespace, formats: dict[LinearId, Formats])
         print(f"{linear}: {names} → {widest[linear].value}")
     if mixed:
         print(f"{len(mixed)} of {len(widest)} linears collapsed to the widest of their formats")
+        if FOUR_BIT.isdisjoint(widest.values()) and (lost := FOUR_BIT.intersection(itertools.chain(*formats.values()))):
+            names = " and ".join(sorted(lost))
+            print(
+                f"no linear is left in four bits, because each with GEMMs in {names} has a wider one too: a map of"
+                " snip solve RUN --granularity layer has one format a linear, and keeps them"
+            )
     count = Counter(widest.values())
     for fmt, text in _SUBSTITUTIONS.items():
         if count[fmt]:

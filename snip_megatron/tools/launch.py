@@ -347,6 +347,8 @@ def run(args: argparse.Namespace) -> int:
     from snip_megatron.tools import torchrun
     from snip_megatron.tools.argument_check import check_arguments
 
+    # A trial on CPUs is one of this machine.
+    alone = {"nodes": 1} if args.cpu and args.smoke and args.nodes is None and args.rendezvous is None else {}
     job = make_job(
         args.configuration,
         data=args.data,
@@ -355,7 +357,7 @@ def run(args: argparse.Namespace) -> int:
         snip=args.snip,
         smoke=args.smoke,
         extra=args.extra,
-        **{name: getattr(args, name) for name in _CHANGES},
+        **{name: getattr(args, name) for name in _CHANGES} | alone,
     )
     if args.hardware:
         print(job.nodes, job.configuration.gpus_per_node)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, plain_arguments
+from snip_megatron.precision.phases import PrecisionPlan
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.runtime.options import add_options, given_options, parse_pins, parse_tolerance
 from snip_megatron.runtime.storage import check_folder, deliver
@@ -15,7 +19,7 @@ from snip_megatron.tools.cli import positive
 
 if TYPE_CHECKING:
     from snip_megatron.runtime.stored_problems import StoredUpdate
-    from snip_megatron.solver import Problem
+    from snip_megatron.solver import Problem, Solution
 
 _REPLACEABLE = ("policy", "estimator", "q", "granularity", "formats", "stage_tolerance", "pin")
 """Options of a training that may be replaced when its statistics are solved again."""
@@ -39,18 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solve and write the map, or the plan of a problem over phases. Returns 0. Raises SnipError (3 if infeasible)."""
+    """Solve and write the map, or the plan of a problem over phases. Returns 0. Raises SnipError (3 if infeasible).
+
+    A summary goes to standard output, or to standard error if the map goes there.
+    """
     from snip_megatron.solver import solve
 
     check_folder("--out", args.out)
     problem, stored = _problem(args)
     solution = solve(problem, time_limit_s=args.time_limit, solver=args.solver).met(str(args.problem))
+    result: PrecisionMap | PrecisionPlan = solution.to_precision_map()
     if problem.phases:  # a plan, whose steps are counted from 0
-        deliver("--out", args.out, solution.to_plan().to_json())
-        return 0
-    precision_map = solution.to_precision_map()
-    deliver("--out", args.out, (precision_map if stored is None else stored.with_fp4_share(precision_map)).to_json())
+        result = solution.to_plan()
+    elif stored is not None:
+        result = stored.with_fp4_share(solution.to_precision_map())
+    deliver("--out", args.out, result.to_json())
+    print("\n".join(_summary(solution)), file=sys.stderr if args.out is None else sys.stdout)
     return 0
+
+
+def _summary(solution: Solution) -> list[str]:
+    """Return lines that say what was solved, and how many options each format has."""
+    reached = solution.speedup if solution.speedup is not None else solution.achieved or 0.0
+    what = "speedup of the linears" if solution.budget.timed else "share in four bits"
+    loss = 0.0 if solution.loss is None else solution.loss
+    lines = [f"{solution.status} for --budget {solution.budget}: {what} {reached:.4g}, sum of losses {loss:.4g}"]
+    for number, part in enumerate(solution.phases or (solution,)):
+        counts = Counter(fmt.value for fmt in part.choices.values())
+        where = f"phase {number}, {solution.steps[number]} steps: " if solution.phases else ""
+        lines.append(f"{where}{', '.join(f'{count} in {fmt}' for fmt, count in sorted(counts.items()))}")
+    return lines
 
 
 def _problem(args: argparse.Namespace) -> tuple[Problem, StoredUpdate | None]:

@@ -100,7 +100,7 @@ def check_devices(gpus_per_node: int) -> None:
     if count < gpus_per_node:
         raise SnipError(
             f"--gpus-per-node {gpus_per_node}: this node has {count} GPUs"
-            " (a trial without GPUs: --cpu --smoke --nodes 1 --gpus-per-node 2 and --tp, --pp that divide 2)"
+            " (a trial without GPUs: --cpu --smoke --gpus-per-node 2 and --tp, --pp that divide 2)"
         )
 
 

@@ -34,7 +34,7 @@ def test_a_dry_run_prints_a_script(tmp_path: Path) -> None:
 
 def test_what_is_printed_runs(tmp_path: Path) -> None:
     """The command of a dry run, with Megatron's help in place of training."""
-    wishes = ["1b", "--smoke", "--cpu", "--nodes", "1", "--gpus-per-node", "1", "--dry-run", "--save"]
+    wishes = ["1b", "--smoke", "--cpu", "--gpus-per-node", "1", "--dry-run", "--save"]
     printed = snip_alone("launch", *wishes, tmp_path).stdout
     script = printed.replace("-m torch.distributed.run", "-c 'import sys; print(sys.argv[1:])'")
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)

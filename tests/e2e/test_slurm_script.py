@@ -4,6 +4,7 @@ Stand-ins take the place of sbatch and of scontrol, which lists host names. test
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,15 @@ def test_bad_input_is_one_line_and_submits_nothing(cluster: dict[str, str]) -> N
     assert refused.stderr.startswith("snip launch: 64 GPUs (--nodes 8 × --gpus-per-node 8) are no multiple of --tp 5")
     assert refused.stderr.count("\n") == 1
     assert log(cluster) == []
+
+
+def test_without_sbatch_one_line_says_so(cluster: dict[str, str], tmp_path: Path) -> None:
+    shell = shutil.which("bash")
+    assert shell is not None
+    command = [shell, str(SCRIPT), "7b", "--data", "mock", "--save", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=cluster | {"PATH": str(tmp_path)}, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.startswith("slurm.sh: there is no sbatch here")) == (2, True)
 
 
 def test_bad_input_in_the_job_starts_nothing(cluster: dict[str, str]) -> None:

@@ -50,7 +50,9 @@ def written(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("solver", ["cpsat", "greedy"])
 def test_a_map_on_standard_output(written: Path, solver: str) -> None:
     done = snip("solve", written, "--solver", solver)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert ": share in four bits 0.75" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[1] == "24 in fp4, 8 in fp8"
     body = json.loads(done.stdout)
     assert list(body) == [
         "schema", "version", "choices", "status", "objective", "bound", "target", "achieved", "achieved_per_stage",
@@ -75,7 +77,8 @@ def test_out_writes_the_whole_file_and_nothing_else(written: Path, tmp_path: Pat
     out = tmp_path / "map.json"
     out.write_text("old")
     done = snip("solve", written, "--out", out, "--time-limit", 30)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("optimal for --budget fp4=0.75: share in four bits 0.75")
     assert PrecisionMap.from_json(out.read_text()).status == "optimal"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.json", "problem.json"]
 
@@ -137,7 +140,11 @@ def test_phases_give_a_plan(tmp_path: Path) -> None:
     path, out = tmp_path / "problem.json", tmp_path / "plan.json"
     path.write_text(json.dumps(phased()))
     done = snip("solve", path, "--out", out)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()[1:]] == [
+        "phase 0, 300 steps",
+        "phase 1, 100 steps",
+    ]
     plan = PrecisionPlan.from_json(out.read_text())
     assert [(phase.begin, steps) for phase, steps in zip(plan.phases, plan.steps, strict=True)] == [
         (0, 300),
@@ -174,7 +181,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def solved(done: subprocess.CompletedProcess[str]) -> dict:
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     body: dict = json.loads(done.stdout)
     assert len(body["choices"]) == 12 * LAYERS
     return body

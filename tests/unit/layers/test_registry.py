@@ -7,7 +7,7 @@ from dense_names import dense_names
 from handles import handle_of
 
 from snip_megatron.layers.context import StepContext
-from snip_megatron.layers.registry import LinearRegistry
+from snip_megatron.layers.registry import LinearRegistry, describe_left_out
 from snip_megatron.precision import ALL_BF16, Format, Gemm, LinearId, LinearRow, PrecisionMap, option_id
 from snip_megatron.precision.errors import SnipError
 
@@ -76,3 +76,10 @@ def test_adopt_refuses_an_unknown_linear_and_changes_nothing() -> None:
         registry.adopt(PrecisionMap(choices=bad, version=9))
     assert registry.current is before
     assert registry[str(linear)].formats == ALL_BF16
+
+
+def test_gemms_that_a_map_leaves_out_are_counted() -> None:
+    whole = dict.fromkeys(NAMES[1:], Format.FP8)
+    assert describe_left_out(PrecisionMap({**whole, NAMES[0]: Format.FP8}), NAMES) is None
+    line = describe_left_out(PrecisionMap({**whole, f"{NAMES[0]}:fprop": Format.FP8}), NAMES)
+    assert line == (f"the map names no format for 2 of 36 GEMMs, which run in bf16: {NAMES[0]}:dgrad, {NAMES[0]}:wgrad")

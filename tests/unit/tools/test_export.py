@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from snip_command import refused, snip
 
 from snip_megatron.precision import DENSE_LAYER, Format, Formats, Gemm, LinearId, PrecisionMap, option_id
+from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.tools.export import RECIPES, collapse, factory_source, stage_layers
 
 EXPECTED = {
@@ -127,6 +128,21 @@ def test_maps_of_single_gemms_need_collapse_and_say_what_changed(tmp_path: Path)
     assert out[-1] == str(path)
     assert recipe_of(path, "decoder.layers.1.mlp.linear_fc1") == EXPECTED[Format.FP8]
     assert recipe_of(path, "decoder.layers.0.mlp.linear_fc2") == EXPECTED[Format.FP4]
+    assert "no linear is left in four bits" not in "".join(out)
+    source.write_text(PrecisionMap(choices | {"decoder.layers.0.mlp.linear_fc2:fprop": Format.FP8}).to_json())
+    assert "no linear is left in four bits, because each with GEMMs in fp4 has" in snip(*arguments, "--collapse").stdout
+
+
+def test_a_run_gives_the_map_that_it_adopted_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RunDirectory(run, {}, overwrite=False, resume_step=None) as records:
+        command = ("export", "--format", "megatron", run, "--out", tmp_path / "recipes")
+        assert refused(*command) == f"{run}: the run adopted no map"
+        for step, fmt in ((10, Format.FP8), (9, Format.NVFP4)):
+            records.write("maps", step, PrecisionMap(dict.fromkeys(dense_names(2), fmt)).to_json())
+    done = snip(*command)
+    assert done.returncode == 0, done.stderr
+    assert recipe_of(tmp_path / "recipes" / "stage_0.yaml", dense_names(2)[0]) == EXPECTED[Format.FP8]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -156,7 +172,7 @@ def test_sources_that_are_no_map(tmp_path: Path, text: str) -> None:
     assert str(source) in refused(*command, source)
     source.write_text(PrecisionMap({"decoder.layers.1.mlp.linear_fc1": Format.FP8}).to_json())
     assert "says nothing about decoder layer 0" in refused(*command, source)
-    assert "cannot be read" in refused(*command, tmp_path)
+    assert "not a run directory" in refused(*command, tmp_path)
 
 
 # -- --format te -----------------------------------------------------------------------------------------------
