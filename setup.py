@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = [
     "torch>=2.8",
     "triton>=3.4; platform_system == 'Linux'",
-    "megatron-core>=0.19.2,<0.20",
+    "megatron-core>=0.19.2,<0.21",
     "omegaconf>=2.3",  # imported by megatron.training, not declared by megatron-core itself
     "ortools>=9.15,<10",
     "numpy>=2",

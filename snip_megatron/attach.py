@@ -87,7 +87,8 @@ def _is_active(enabled: bool, current: startup.Startup) -> bool:
     """
     try:
         if enabled or current.on_cpu:
-            startup.check_installed()
+            with startup.names_checked():
+                from snip_megatron.megatron import attachment  # noqa: F401 - imports all modules with Megatron's names
     except SnipError:
         if enabled:
             raise

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from snip_megatron.megatron.startup import note_exit_code, prepare, report
+from snip_megatron.megatron.startup import names_checked, note_exit_code, prepare, report
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.agreement import Terms, of_launcher, together
 from snip_megatron.runtime.config import parse_snip_arguments
@@ -30,7 +30,8 @@ def _train() -> int:
 
 def _prepare() -> tuple[Callable[[], None], Terms]:
     startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
-    from snip_megatron.megatron import entry
+    with names_checked():
+        from snip_megatron.megatron import entry
 
     return entry.prepare(startup)
 

@@ -14,7 +14,7 @@ import megatron.core
 
 from snip_megatron.megatron import compat, validate
 from snip_megatron.megatron.compat import pretraining
-from snip_megatron.megatron.startup import Startup, check_sources, say
+from snip_megatron.megatron.startup import Startup, check_sources, say, untested
 from snip_megatron.numerics.products.selection import native_backend, select_backend
 from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
@@ -40,6 +40,7 @@ SHARED_ARGUMENTS = (
     *("grad_reduce_in_bf16", "ddp_average_in_collective", "overlap_grad_reduce", "overlap_param_gather"),
     *("gradient_accumulation_fusion", "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
     *("num_distributed_optimizer_instances", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"),
+    *("megatron_fsdp_version",),  # since 0.20
     *("data_parallel_sharding_strategy", "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps"),
     *("recompute_granularity", "recompute_method", "recompute_modules", "recompute_num_layers", "tp_comm_overlap"),
     *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm", "finetune", "ckpt_format", "ckpt_step"),
@@ -55,7 +56,7 @@ def prepare_megatron(args: argparse.Namespace, startup: Startup, shown: Sequence
     earlier.
     """
     compat.check(args, startup)
-    for line in (*shown, *compat.apply(args, startup)):
+    for line in filter(None, (untested(), *shown, *compat.apply(args, startup))):
         say(line, "compat")
 
 

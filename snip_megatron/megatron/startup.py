@@ -10,16 +10,16 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snip_megatron.precision.errors import AgreedError, SnipError, quoted
+from snip_megatron.precision.errors import AgreedError, SnipError, first_line, quoted
 
-OLDEST, BEYOND = (0, 19, 2), (0, 20, 0)
-"""The first supported release, and the first later one that is not supported."""
+OLDEST, BEYOND = (0, 19, 2), (0, 21, 0)
+"""The first supported release, and the first later one that is not tested."""
 
-SUPPORTED = ">=0.19.2,<0.20"
+SUPPORTED = ">=0.19.2,<0.21"
 
 #: Compatibility sets, which ``megatron/README.md`` describes. ``--snip-no-compat NAME`` switches one off.
 COMPAT_SETS = (
@@ -60,21 +60,43 @@ class Startup:
 
 
 def check_version(text: str) -> tuple[int, int]:
-    """Return (major, minor) of a version such as ``0.19.2rc1+abc``. Raises SnipError if it is not supported."""
+    """Return (major, minor) of a version such as ``0.19.2rc1+abc``. Raises SnipError if it is too old.
+
+    Later releases are accepted. :func:`names_checked` refuses those that differ in a name.
+    """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
         raise SnipError(f"megatron-core has version {quoted(text)}, which cannot be read; supported: {SUPPORTED}")
     version = int(match[1]), int(match[2]), int(match[3] or 0)
-    if not OLDEST <= version < BEYOND:
+    if version < OLDEST:
         raise SnipError(f"megatron-core {text} is installed; snip_megatron supports {SUPPORTED}")
     return version[:2]
 
 
-def check_installed() -> tuple[int, int]:
-    """Check the installed release before names are imported that another one may lack. Raises as check_version()."""
+def untested() -> str | None:
+    """Return a notice if the installed release is later than the supported ones, else None.
+
+    Raises SnipError if it is earlier.
+    """
     from megatron.core.package_info import __version__
 
-    return check_version(__version__)
+    newer = check_version(__version__) >= BEYOND[:2]
+    return f"megatron-core {__version__} is newer than the releases that were tested ({SUPPORTED})" if newer else None
+
+
+@contextlib.contextmanager
+def names_checked() -> Iterator[None]:
+    """Import modules that use Megatron's names inside this context.
+
+    Raises SnipError if the installed release is too old, or if it is newer than the tested ones and lacks a name.
+    """
+    notice = untested()
+    try:
+        yield
+    except ImportError as error:
+        if notice is None:
+            raise
+        raise SnipError(f"{notice} and differs: {first_line(error)}") from error
 
 
 def is_rank_zero() -> bool:

@@ -241,11 +241,13 @@ def _check_full_sharding(config: SnipConfig, args: argparse.Namespace) -> None:
     strategy, instances = args.data_parallel_sharding_strategy, args.num_distributed_optimizer_instances
     stages, implementation = args.pipeline_model_parallel_size, compat.graph_implementation(args)
     overlaps = getattr(args, "overlap_moe_expert_parallel_comm", False)
+    version = getattr(args, "megatron_fsdp_version", 1)  # Megatron 0.19 has no other
     unsharded = argument == "--use-megatron-fsdp" and strategy in ("no_shard", "optim")
     for refused, option, way in (
         (unsharded, f"--data-parallel-sharding-strategy {strategy}", "use optim_grads_params"),
         # Megatron cannot load an optimizer from it
         (getattr(args, "ckpt_format", None) == "torch_dcp", "--ckpt-format torch_dcp", "use torch_dist"),
+        (version != 1, f"--megatron-fsdp-version {version}", "use 1"),
         (instances > 1, f"--num-distributed-optimizer-instances {instances}", "use 1"),
         (stages > 1, f"--pipeline-model-parallel-size {stages}", "use 1"),
         (implementation is not None, f"--cuda-graph-impl {implementation}", "leave it out"),

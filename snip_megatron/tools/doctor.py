@@ -380,16 +380,11 @@ def _check_solver() -> Check:
 
 def _check_megatron() -> Check:
     """Import the modules that check Megatron's version and the private names that SNIP uses."""
-    from snip_megatron.megatron.startup import prepare
+    from snip_megatron.megatron.startup import names_checked, prepare
 
     prepare([], [])
-    # The version is checked first, because the compat modules may fail to import with another one. The imported
-    # Megatron can be a vendored copy instead of the installed package.
-    import megatron.core
-
-    if not admits(MEGATRON, megatron.core.__version__):
-        return fail("megatron", f"{megatron.core.__version__} is imported", f"supported: {MEGATRON.specifier}")
-    from snip_megatron.megatron.compat import MEGATRON_VERSION
+    with names_checked():  # of the imported Megatron, which can be a vendored copy instead of the installed package
+        from snip_megatron.megatron.compat import MEGATRON_VERSION
 
     version = ".".join(str(part) for part in MEGATRON_VERSION)
     return ok("megatron", f"{version}: every private name that the step hook needs is as expected")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    [*ROOT.glob("scripts/*.sh"), *ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*/*.sh"), ROOT / ".ci" / "run"]
+)
 
 
 def shellcheck(script: Path) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from snip_megatron.megatron.compat import token_prediction
 from snip_megatron.precision.errors import SnipError, cut
 
 
@@ -129,4 +130,5 @@ def _seeming_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="meta"))
         for module, names in _KERNELS.items():
             stack.enter_context(mock.patch.multiple(module, **names))
+        stack.enter_context(token_prediction.repaired())
         yield

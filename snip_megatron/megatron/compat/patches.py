@@ -13,7 +13,7 @@ import megatron.training.training as training
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from snip_megatron.megatron.compat import distributed_optimizer
+from snip_megatron.megatron.compat import distributed_optimizer, token_prediction
 from snip_megatron.megatron.compat.loop import hooks_in_source
 from snip_megatron.megatron.compat.versions import changed, check_signature, nothing
 from snip_megatron.megatron.startup import Startup
@@ -38,6 +38,7 @@ def apply(args: argparse.Namespace, startup: Startup) -> list[str]:
         "dataset-helpers": (dataset_helpers_are_prebuilt(), _skip_dataset_build),
         "step-hook": (args.snip, _step_hook),
         "torch-norm-sequence-parallel": (torch_norms, _allow_torch_norms),
+        "missing-extensions": (token_prediction.is_broken(), token_prediction.repair),
         "distributed-optimizer-resume": (torch_adamw or torch_fsdp, resume),
     }
     if args.snip and not startup.allows("step-hook") and not hooks_in_source():

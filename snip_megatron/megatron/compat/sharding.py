@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +24,12 @@ from snip_megatron.megatron.compat.versions import check_names
 from snip_megatron.sensitivity.reduction import ProbeGroups
 
 check_names(LanguageModule.__init__, "embd_group")  # ranks that hold the embedding's weight or the tied output's
+
+# Since 0.20 FullyShardedDataParallel is a function, which makes an instance of one of two classes. The second one has
+# other buffers: ``validate`` refuses it.
+_MegatronFSDP: Any = getattr(
+    mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel
+)
 
 
 def process_groups(model_chunk: torch.nn.Module) -> ProbeGroups:
@@ -57,7 +63,7 @@ class ShardedParameters:
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         chunks = list(chunks)
-        self._chunks = [chunk for chunk in chunks if isinstance(chunk, FullyShardedDataParallel)]
+        self._chunks = [chunk for chunk in chunks if isinstance(chunk, _MegatronFSDP)]
         self._shards: dict[torch.nn.Parameter, Any] = {
             shard.orig_param: shard
             for chunk in self._chunks

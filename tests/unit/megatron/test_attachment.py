@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llama_arguments import arguments
+from megatron.core import package_info
 from megatron.training import global_vars
 
 from snip_megatron.megatron import attachment
-from snip_megatron.megatron.attachment import run_attached
+from snip_megatron.megatron.attachment import prepare_megatron, run_attached
 from snip_megatron.megatron.compat.pretraining import bound_call, hooked_model
-from snip_megatron.megatron.startup import Startup
+from snip_megatron.megatron.startup import COMPAT_SETS, SUPPORTED, Startup
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.config import add_arguments
 
@@ -90,8 +92,9 @@ def test_ranks_compare_the_arguments_that_snip_reads() -> None:
 ANOTHER_RELEASE = """
 import argparse, sys
 import megatron.core.package_info as info
-info.__version__ = "0.20.0"
-sys.modules["snip_megatron.megatron.compat"] = None  # its names may be gone: an import would be an error
+info.__version__ = "1.2.3"
+import megatron.core.rerun_state_machine as rerun
+del rerun.RerunDataIterator
 from snip_megatron.attach import attach, snip_arguments
 snip_arguments()(argparse.ArgumentParser()).parse_args()
 attach(print)("trained")
@@ -99,7 +102,9 @@ attach(print)("trained")
 
 
 @pytest.mark.parametrize(("start", "snip"), [((), False), (("-m", "snip_megatron.attach"), True)])
-def test_only_snip_refuses_another_release(start: tuple[str, ...], snip: bool, tmp_path: Path) -> None:
+def test_only_snip_refuses_a_newer_release_that_lacks_a_name(
+    start: tuple[str, ...], snip: bool, tmp_path: Path
+) -> None:
     script = tmp_path / "own.py"
     script.write_text(ANOTHER_RELEASE)
     command = [sys.executable, *start, str(script), *(["--snip"] if snip else [])]
@@ -107,8 +112,23 @@ def test_only_snip_refuses_another_release(start: tuple[str, ...], snip: bool, t
     lines = [line for line in done.stderr.splitlines() if line.startswith("own: ")]
     if snip:
         assert done.returncode == 2, done.stderr
-        assert lines == ["own: megatron-core 0.20.0 is installed; snip_megatron supports >=0.19.2,<0.20"]
+        newer = f"own: megatron-core 1.2.3 is newer than the releases that were tested ({SUPPORTED}) and differs: "
+        assert len(lines) == 1
+        assert lines[0].startswith(f"{newer}ImportError: cannot import name 'RerunDataIterator'")
     else:
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("trained\n")
     assert "Traceback" not in done.stderr
+
+
+def test_a_newer_release_that_lacks_nothing_runs_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments(snip=False, transformer_impl="local")
+    startup = Startup(on_cpu=False, disabled=frozenset(COMPAT_SETS))
+    prepare_megatron(args, startup)
+    monkeypatch.setattr(package_info, "__version__", "0.21.0")
+    assert capsys.readouterr().out == ""
+    prepare_megatron(args, startup)
+    notice = f"compat: megatron-core 0.21.0 is newer than the releases that were tested ({SUPPORTED})\n"
+    assert capsys.readouterr().out == notice

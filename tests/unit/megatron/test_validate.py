@@ -91,6 +91,8 @@ OF_FP8 = "--snip-gradient-reduction fp8"
          f"{FSDP}--data-parallel-sharding-strategy optim under --snip; use", "use --use-distributed-optimizer alone"),
         (FULLY_SHARDED | {"num_distributed_optimizer_instances": 2}, {},
          f"{FSDP}--num-distributed-optimizer-instances 2 under --snip; use 1", ""),
+        (FULLY_SHARDED | {"megatron_fsdp_version": 2}, {},
+         f"{FSDP}--megatron-fsdp-version 2 under --snip; use 1", ""),
         (FULLY_SHARDED | PP, {}, f"{FSDP}--pipeline-model-parallel-size 2 under --snip; use 1", ""),
         (FULLY_SHARDED, OWN_GEMMS, f"{FSDP}--snip-gemm transformer_engine under --snip; use --snip-gemm hopper", ""),
         ({"use_torch_fsdp2": True, "ckpt_format": "torch_dcp"}, {},

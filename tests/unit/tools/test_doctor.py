@@ -34,7 +34,7 @@ def test_a_missing_and_an_old_package_say_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     checks = {check.name: check for check in doctor.check_packages()}
     assert checks["megatron-core"].status is Status.FAIL
-    assert "pip install 'megatron-core<0.20,>=0.19.2'" in checks["megatron-core"].advice
+    assert "pip install 'megatron-core<0.21,>=0.19.2'" in checks["megatron-core"].advice
     assert (checks["torch"].status, checks["torch"].result) == (Status.FAIL, "not installed")
     assert (checks["wandb"].status, checks["apex"].status) == (Status.NOTE, Status.NOTE)
 
