@@ -42,6 +42,10 @@ _SYNTHETIC = (
     " first and the last layers): they show what a budget costs in time and memory, not which options are good;"
     " --statistics uses a run's own"
 )
+_UNIFORM = (
+    "losses are not known before a run: the map is the fastest uniform one, which every measured dense model took at"
+    " the default budget; mixtures of experts kept some GEMMs in wider formats; --statistics uses a run's own losses"
+)
 _UPDATES = (
     "probes: each pass is a bf16 forward and backward of a microbatch, each call fills the pipeline once; what"
     " recording adds to the statistics pass, and what capturing CUDA graphs anew takes, is not modelled; gradients go"
@@ -70,6 +74,11 @@ class PlanRequest:
     config: SnipConfig
     statistics: Path | None = None
     train_iters: int | None = None
+
+    @property
+    def takes_fastest(self) -> bool:
+        """Whether losses decide the map and are not known, so that the plan has the fastest uniform map."""
+        return self.config.budget.kind == "loss" and self.statistics is None
 
     def training_arguments(self) -> str:
         """Return the arguments with which a training solves this request."""
@@ -183,8 +192,12 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
     """
     layout, config = step.layout, request.config
     unit = " (times in seconds a step)" if config.budget.kind == "speedup" else ""
-    solution = solve(build_problem(request, step), time_limit_s=_MAP_SOLVE_SECONDS)
-    solution = solution.met(f"--budget {cut(str(config.budget))}", unit)
+    problem = build_problem(request, step)
+    if request.takes_fastest:
+        solution = _fastest_uniform(problem, step, config)
+    else:
+        solution = solve(problem, time_limit_s=_MAP_SOLVE_SECONDS)
+        solution = solution.met(f"--budget {cut(str(config.budget))}", unit)
     precision_map = solution.to_precision_map()
     variants: dict[str, FormatsOf] = {"bf16": lambda row: ALL_BF16}
     if Format.FP8 in step.model.formats:
@@ -210,6 +223,16 @@ def make_plan(step: StepModel, request: PlanRequest, *, gpu_memory: float | None
         | update_scale(layout, config, precision_map),
         "assumptions": _assumptions(step, request),
     }
+
+
+def _fastest_uniform(problem: Problem, step: StepModel, config: SnipConfig) -> Solution:
+    """Return the fastest of the candidates for every GEMM that is not pinned to another format."""
+    fastest = min(map(Format, config.formats), key=lambda fmt: step.step(lambda row: (fmt,) * 3).linears)
+    choices = {}
+    for item in problem.items:
+        formats = [choice.format for choice in item.choices]
+        choices[item.id] = fastest if fastest in formats else formats[0]
+    return Solution(choices, "static", problem.budget)
 
 
 def _fields(instance: Model | Layout, excluded: str) -> Body:
@@ -295,7 +318,7 @@ def _budget(step: StepModel, request: PlanRequest, solution: Solution, steps: Ma
         "dominated": dominated(config.budget, config.formats, backend_of(step.model)),
         "formats": list(config.formats),
         "granularity": config.granularity,
-        "losses": "synthetic" if request.statistics is None else str(request.statistics),
+        "losses": str(request.statistics) if request.statistics else None if request.takes_fastest else "synthetic",
         "status": solution.status,
         "loss": solution.loss,
         "bound": solution.bound,
@@ -321,8 +344,8 @@ def _assumptions(step: StepModel, request: PlanRequest) -> list[str]:
     if outside:
         lines.insert(1, f"extrapolated, shapes outside of the measured ones: {', '.join(outside)}")
     lines += [*memory.ASSUMPTIONS, _UPDATES]
-    lines += [] if request.train_iters is None else [_PHASES]
-    return lines if request.statistics is not None else [*lines, _SYNTHETIC]
+    lines += [] if request.train_iters is None or request.takes_fastest else [_PHASES]
+    return lines if request.statistics is not None else [*lines, _UNIFORM if request.takes_fastest else _SYNTHETIC]
 
 
 # -- updates ---------------------------------------------------------------------------------------------------
@@ -448,11 +471,12 @@ def _fixed_map(config: SnipConfig) -> str:
 def _plan_phases(step: StepModel, request: PlanRequest, one_map: Solution) -> Body | None:
     """Plan the phases of a run, over which the budget is the average: the plan of an update before the first step.
 
-    ``one_map`` is the solution of one map under the same budget, for comparison. Returns None if the run has no phases.
+    ``one_map`` is the solution of one map under the same budget, for comparison. Returns None if the run has no
+    phases, or losses decide them and are not known.
     Raises SnipError (exit code 3) if nothing meets the budget.
     """
     config, steps = request.config, request.train_iters
-    if config.phases is None or steps is None:
+    if config.phases is None or steps is None or request.takes_fastest:
         return None
     rates = [1.0 + math.cos(math.pi * i / _RATES) for i in range(_RATES + 1)]
     standing = STANDING_WEIGHTS[config.deployed]

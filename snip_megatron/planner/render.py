@@ -99,12 +99,16 @@ def _steps(plan: Body) -> str:
 def _budget(plan: Body) -> str:
     budget = plan["budget"]
     gemms = ", ".join(f"{count} {fmt}" for fmt, count in sorted(budget["gemms"].items()))
-    return (
-        f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}, losses"
-        f" {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss {budget['loss']:.4g}\n"
-        f"  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked\n"
-        f"  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}"
-        + (f"\n  {budget['dominated']}" if budget["dominated"] else "")
+    head = f"budget {budget['asked']} over {','.join(budget['formats'])} by {budget['granularity']}"
+    if budget["losses"] is None:
+        head += ": the fastest uniform map, because losses are not known before a run\n"
+    else:
+        head += (
+            f", losses {budget['losses']}: {budget['status']} in {budget['solve_seconds']:.2f} s, Σ loss"
+            f" {budget['loss']:.4g}\n  planned {budget['planned']:.4g} of {budget['asked'].partition('=')[2]} asked\n"
+        )
+    return f"{head}  GEMMs: {gemms}; fp4 share {budget['fp4_share']:.4f}; in training: {budget['snip_arguments']}" + (
+        f"\n  {budget['dominated']}" if budget["dominated"] else ""
     )
 
 

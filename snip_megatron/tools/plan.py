@@ -67,7 +67,10 @@ def _add_model(add: Callable[..., Any]) -> None:
 
 
 def _add_losses(add: Callable[..., Any]) -> None:
-    text = "statistics of a run (stats/step_<N>.npz) from which losses are computed; default: synthetic losses"
+    text = (
+        "statistics of a run (stats/step_<N>.npz) from which losses are computed; without it, loss= gives the fastest"
+    )
+    text += " uniform map, and other budgets take synthetic losses"
     add("--statistics", type=Path, metavar="FILE.npz", help=text)
     text = "training steps of the run, over which phases are planned; default: those of --megatron"
     add("--train-iters", type=_count, metavar="N", help=text)
@@ -85,7 +88,10 @@ def _add_hardware(add: Callable[..., Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print tables and write JSON. Returns 0. Raises SnipError (exit code 3 if the budget is out of reach)."""
+    """Plan, print tables and write JSON. Returns 0, or 3 if the model does not fit into a GPU.
+
+    Raises SnipError (exit code 3 if the budget is out of reach).
+    """
     from snip_megatron.planner.plan import make_plan, parse_request
     from snip_megatron.planner.render import render
     from snip_megatron.planner.step_time import Links, StepModel
@@ -116,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         deliver("--json", args.json, json.dumps(plan, indent=1, allow_nan=False) + "\n")
     print(render(plan), end="")
-    return 0
+    return 3 if plan["memory"]["fits"] is False else 0
 
 
 def _named_layout(args: argparse.Namespace) -> Layout:

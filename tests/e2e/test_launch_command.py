@@ -46,9 +46,7 @@ def without_clock(plan: str) -> list[str]:
 
 
 def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path: Path) -> None:
-    """Its linears are those of the table of known models, and the default of a training whose end is known is a plan of
-    phases. The loggers of the training stay closed.
-    """
+    """Its linears are those of the table of known models. The loggers of the training stay closed."""
     wanted = ("70b", "--cpu", "--data", "mock", "--save", "/nowhere/c", "--check")
     logged = (
         "--wandb-project",
@@ -70,7 +68,7 @@ def test_a_check_says_what_to_expect_of_the_model_that_megatron_builds(tmp_path:
     layout = replace(layout, model=replace(layout.model, vocabulary=129_024))  # as Megatron pads it
     table = load_cost_model("h200")
     known = render(make_plan(StepModel(layout, table), parse_request({}, table, train_iters=progress(job)[1])))
-    assert "phases of --schedule auto over 3576279 steps" in known
+    assert "by gemm: the fastest uniform map, because" in known
     assert without_clock(expected.partition("\n")[2]) == without_clock(known)
     assert refused("launch", *wanted, "--megatron", "--nonsense") == "unrecognized arguments: --nonsense"
 

@@ -13,8 +13,9 @@ GIB = 2**30
 
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
     out = tmp_path / "plan.json"
-    assert main(["plan", "--model", "1b", "--json", str(out), *arguments]) == 0
+    code = main(["plan", "--model", "1b", "--json", str(out), *arguments])
     memory: dict[str, Any] = json.loads(out.read_text())["memory"]
+    assert code == (0 if memory["fits"] else 3)
     return memory, capsys.readouterr().out
 
 

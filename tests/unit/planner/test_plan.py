@@ -62,10 +62,19 @@ def test_the_speedup_of_linears_in_a_plan_is_that_of_its_budget() -> None:
     assert found["phases"]["achieved"] >= 1.4 * (1 - 1e-9)
 
 
-def test_a_bound_on_the_loss() -> None:
-    loose, tight = plan("loss=0.01", "bf16,fp8,fp4"), plan("loss=0.0001", "bf16,fp8,fp4")
-    assert loose["budget"]["loss"] <= 0.01
-    assert tight["budget"]["loss"] <= 0.0001
+def test_a_bound_on_losses_that_are_not_known_takes_the_fastest_uniform_map() -> None:
+    found = plan("loss=0.01", "bf16,fp8")
+    assert found["budget"]["losses"] is None
+    assert found["budget"]["gemms"] == {"fp8": 3 * len(layout(**PIPELINE).model.rows)}
+    assert (found["budget"]["status"], found["phases"]) == ("static", None)
+    assert any("--statistics uses a run's own" in line for line in found["assumptions"])
+
+
+def test_a_bound_on_the_loss(tmp_path: Path) -> None:
+    path = statistics(tmp_path / "step_100.npz")
+    loose, tight = (plan(f"loss={bound}", "bf16,fp8,fp4", statistics=path) for bound in ("0.5", "1e-6"))
+    assert loose["budget"]["loss"] <= 0.5
+    assert tight["budget"]["loss"] <= 1e-6
     assert loose["steps"]["map"]["seconds"] < tight["steps"]["map"]["seconds"]
 
 
