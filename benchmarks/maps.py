@@ -19,7 +19,6 @@ from benchmarks.common import ROOT, header, write
 from benchmarks.svg import OTHER, OWN, document, text
 from snip_megatron.precision.linears import split_option_id
 from snip_megatron.reporting.figures import FORMAT_COLOURS
-from snip_megatron.reporting.summary import summarise
 from snip_megatron.runtime.run_data import Adoption, load_run
 
 RESULTS = ROOT / "benchmarks/results"
@@ -69,9 +68,6 @@ def grids(adoption: Adoption, fmt: str) -> tuple[Grid[str], Grid[float]]:
 
 def models() -> list[Model]:
     """Return the three columns: a dense model and a mixture on Hopper, and a rehearsal of Blackwell's formats."""
-    recorded = load_run(RECORDED)
-    judged = summarise(recorded).judged
-    assert judged is not None
     job, experts, rehearsal = (
         json.loads((RESULTS / path).read_text(encoding="utf-8")) for path in (MIXTURE, EXPERTS, REHEARSAL)
     )
@@ -86,14 +82,14 @@ def models() -> list[Model]:
             "Dense model, Hopper",
             "Llama of 1.1 B, 22 layers, on an H100",
             "harm of each GEMM in fp8_tensor: tiny",
-            f"the fastest FP8 everywhere: {judged.speedup:.2f}×",
-            *grids(recorded.adoptions[-1], "fp8_tensor"),
+            "the fastest FP8 everywhere",
+            *grids(load_run(RECORDED).adoptions[-1], "fp8_tensor"),
         ),
         Model(
             "Mixture of experts, Hopper",
             "4 layers of Qwen3-30B-A3B, on an H200",
             "milliseconds of the MLP of 128 experts",
-            f"what is fastest for each GEMM: {job['ms']['bf16_graphs'] / job['ms']['snip_default_graphs']:.2f}×",
+            "what is fastest for each GEMM",
             chosen,
             bars={"bf16": ms["bf16"], "fp8 in every GEMM": ms["snip_fp8"], "the map below": ms["snip"]},
         ),
@@ -186,7 +182,7 @@ def picture() -> str:
     used = ("bf16", "fp8", "fp8_tensor", "mxfp8", "nvfp4")
     parts += legend(lower + HEIGHT + 17, {fmt: COLOURS[fmt] for fmt in used})
     notes = (
-        "A column of cells is a layer, from the first to the last. × is the speed of a step over bf16.",
+        "A column of cells is a layer, from the first to the last.",
         "Harm is the predicted rise of the loss; that of dgrad and wgrad is a score on the same scale.",
     )
     parts += [text(12, lower + HEIGHT + 42 + 15 * i, note, size=10.5) for i, note in enumerate(notes)]
