@@ -218,7 +218,7 @@ class LinearHandle:
     @functools.cached_property
     def shard(self) -> tuple[int, int, torch.dtype]:
         """Rows, columns and dtype of the local shard of the weight, read at the first pass."""
-        n, k = self.weight.shape
+        n, k = self.weight.shape[-2:]  # of one expert, where one parameter holds all of them
         return n, k, self.weight.dtype
 
     @property

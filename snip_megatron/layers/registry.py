@@ -1,5 +1,6 @@
 """The converted linears of this rank, the precision map that sets their formats, and what CUDA graphs read."""
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -136,7 +137,7 @@ class LinearRegistry:
             raise SnipError(f"{handle.name}: registered twice or not a linear of this model")
         handle.state.position = self._position[handle.name]
         self._handles[key] = handle
-        self._ordered = sorted(self._handles.values(), key=lambda each: (each.state.position, each.expert or 0))
+        bisect.insort(self._ordered, handle, key=lambda each: (each.state.position, each.expert or 0))
 
     def __iter__(self) -> Iterator[LinearHandle]:
         return iter(self._ordered)

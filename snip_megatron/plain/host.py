@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from snip_megatron.plain.model import Structure
-from snip_megatron.precision import LinearId, LinearRow, Role
+from snip_megatron.plain.model import SnipExperts, Structure
+from snip_megatron.precision import LinearRow, Role
 from snip_megatron.precision.errors import SnipError
 from snip_megatron.runtime.host import Change, Chunk, Host, LocalSink, StreamReader, StreamSegment
 from snip_megatron.sensitivity.recorder import TokenShard
@@ -50,14 +50,13 @@ class _Trace:
         #: Norms that ran in this block, by the address of their output: (norm, address of its input, output).
         self._outputs: dict[int, tuple[nn.Module, int, torch.Tensor]] = {}
         with ExitStack() as stack, torch.no_grad():
-            for layer, block in enumerate(structure.blocks):
+            for block in structure.blocks:
                 stack.callback(block.register_forward_pre_hook(self._on_block, with_kwargs=True).remove)
                 for module in filter(_is_norm, block.modules()):
                     stack.callback(module.register_forward_hook(self._on_norm).remove)
-                prefix = str(LinearId("decoder", layer, ""))
-                for name, module in structure.linears.items():
-                    if name.startswith(prefix):
-                        stack.callback(module.register_forward_pre_hook(self._on_linear(layer, name)).remove)
+            for row, module in structure.linears.items():
+                hook = self._on_linear(row.id.layer, row.name)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             forward()
 
     def _on_block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -72,11 +71,13 @@ class _Trace:
             self._outputs[output.data_ptr()] = module, args[0].data_ptr(), output
 
     def _on_linear(self, layer: int, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if isinstance(module.weight, DTensor):
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
                 raise SnipError(f"{name} is sharded while it runs: tensor parallelism needs Megatron")
-            branches = self.branches[layer]
-            norm, stream, _ = self._outputs.get(args[0].data_ptr(), (None, None, None))
+            branches, x = self.branches[layer], args[0] if args else next(iter(kwargs.values()))
+            norm, stream, _ = self._outputs.get(x.data_ptr(), (None, None, None))
+            if name.endswith(".down_proj") and isinstance(module, SnipExperts):  # its input is inside of the module
+                norm = stream = None
             if stream is not None and (not branches or branches[-1].stream != stream):
                 branches.append(_Branch(stream))
             if not branches:
@@ -100,7 +101,7 @@ def make_host(structure: Structure, forward: Loss, device: torch.device) -> tupl
     # While the model runs, fully_shard has other parameters in the place of those that are trained.
     weights = {id(module): getattr(module, "weight", None) for module in structure.model.modules()}
     trace = _Trace(structure, forward)
-    rows = {row.name: row for row in structure.rows()}
+    rows = {row.name: row for row in structure.linears}
     readers: list[StreamReader] = []
     missing = set(rows)
     for block, branches in zip(structure.blocks, trace.branches, strict=True):
@@ -267,6 +268,17 @@ class PlainStep:
         if isinstance(optimizer, torch.optim.SGD):
             return SgdState.of(group, state, 0, weight.numel(), self.step)
         return AdamWState.of(group, state, 0, weight.numel())
+
+
+def check_trains(optimizer: torch.optim.Optimizer, structure: Structure) -> None:
+    """Raise SnipError if the optimizer does not hold all converted parameters that are trained."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    weights = {name: weight for name, weight in structure.weights() if weight.requires_grad}
+    if missing := [name for name, weight in weights.items() if id(weight) not in held]:
+        raise SnipError(
+            f"the optimizer does not hold {len(missing)} of the {len(weights)} weights that SNIP converts, first"
+            f" {missing[0]}: make it from this model's parameters, after fully_shard and .to(device), or freeze them"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +18,13 @@ from snip_megatron import __version__
 from snip_megatron.layers.context import StepContext
 from snip_megatron.layers.registry import LinearRegistry, check_map_fits, describe_left_out, load_map
 from snip_megatron.numerics.products.selection import native_backend, select_backend
-from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, make_host
+from snip_megatron.plain.host import Loss, PlainStep, check_optimizer, check_trains, make_host
 from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
-from snip_megatron.precision.errors import SnipError
+from snip_megatron.precision.errors import SnipError, python_arguments
+from snip_megatron.reporting.report import write_report
 from snip_megatron.reporting.sinks import Sinks
+from snip_megatron.reporting.summary import lines, summarise
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
 from snip_megatron.runtime.config import SnipConfig, resolve
 from snip_megatron.runtime.controller import Controller
@@ -28,6 +33,7 @@ from snip_megatron.runtime.defaults import dominated
 from snip_megatron.runtime.exchange import MapChannel, StepReport
 from snip_megatron.runtime.host import ProbeResult, Unmeasured
 from snip_megatron.runtime.probe import ProbeRunner
+from snip_megatron.runtime.run_data import load_run
 from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
@@ -38,16 +44,19 @@ from snip_megatron.sensitivity.table import StatisticsTable
 #: Fields of SnipConfig that have an effect in Megatron's loop only.
 _MEGATRON_ONLY = (
     "enabled", "replay", "timings", "gradient_reduction", "fusions", "wait",
-    "deadline", "no_compat", "stage_tolerance", "probe_microbatches", "guard_steps", "guard_sigma",
+    "deadline", "no_compat", "stage_tolerance", "probe_microbatches",
 )  # fmt: skip
 
 
+@python_arguments()
 def convert(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     blocks: Sequence[nn.Module] | None = None,
     microbatches: int = 1,
+    steps: int | None = None,
+    allow_partial: bool = False,
     **options: Any,
 ) -> PlainSnip:
     """Convert the linears of a transformer in place, and return the object that chooses their formats during training.
@@ -57,25 +66,32 @@ def convert(
             loss = lambda: cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
             snip.step(loss)
             optimizer.zero_grad()
-            loss().backward()
+            value = loss()
+            value.backward()
             optimizer.step()
+            snip.record(value)
+        snip.close()
 
     Parameters, their names and the model's ``state_dict`` do not change. Until the first update everything runs as
     before. DDP and ``torch.compile`` may wrap the model before or after, and ``fully_shard`` may shard it before.
-    Raises SnipError if no blocks are found, or an option is unknown or cannot work in a plain loop.
+    Raises SnipError if no blocks are found, if less than half of them is in reach, if the optimizer does not train what
+    is converted, or if an option is unknown or cannot work in a plain loop.
 
     Args:
         model: A transformer of pre-norm blocks. Frozen linears are converted as well, and have no wgrad.
         optimizer: torch's Adam, AdamW or SGD over its parameters.
         blocks: The blocks in order. By default the longest list of modules that have four linears or more.
         microbatches: Number of batches whose gradients one optimizer step adds up.
+        steps: Number of training steps, if it is known. By default the first update is then after a tenth of them.
+        allow_partial: Convert a model of whose matrices less than half is in reach.
         options: Fields of :class:`runtime.SnipConfig`: budget, formats, first_update, update_interval,
             policy, pin, map, gemm, seed, dir and others.
     """
-    config = _configuration(options)
     if microbatches < 1:
         raise SnipError(f"microbatches={microbatches}: must be at least 1")
-    return PlainSnip(find_structure(model, blocks), optimizer, config, microbatches)
+    config = _configuration(options, steps)
+    structure = find_structure(model, blocks, allow_partial=allow_partial)
+    return PlainSnip(structure, optimizer, config, microbatches, steps)
 
 
 class PlainSnip:
@@ -85,39 +101,54 @@ class PlainSnip:
     """
 
     def __init__(
-        self, structure: Structure, optimizer: torch.optim.Optimizer, config: SnipConfig, microbatches: int
+        self,
+        structure: Structure,
+        optimizer: torch.optim.Optimizer,
+        config: SnipConfig,
+        microbatches: int,
+        last: int | None,
     ) -> None:
         self._structure, self._optimizer, self._config, self._microbatches = structure, optimizer, config, microbatches
-        self._request, self._steps = config.request(), 0
-        rows = structure.rows()
+        flops = structure.unquantised_flops  # for one token
+        self._request = config.request(unquantised_stage_flops={0: flops} if flops else None)
+        self._steps, self._last = 0, last
+        self._began: float | None = None  # when the training step began whose time is not recorded yet
+        self._open = False  # whether a step has begun whose loss is not recorded yet
+        rows = tuple(structure.linears)
         names = [row.name for row in rows]
         self._fixed = None if config.map is None else load_map(config.map, names, argument="map")
         self._weight_divergence = needs_forward_noise(self._request)
         if config.updates:
             check_reachable(rows, self._request)
+            check_trains(optimizer, structure)
             if self._weight_divergence:
                 check_optimizer(optimizer)
+                if any(row.experts > 1 for row in rows):
+                    raise SnipError("estimator='noise' compares tokens of two passes, which experts may route apart")
+        if os.environ.get("RANK", "0") == "0":
+            for line in structure.describe():
+                print(f"snip: {line}", flush=True)
         formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
         context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
         context.bf16_eval = config.eval == "bf16"
         fixed = self._fixed or fixed_map(config.policy, names, config.pins, config.formats)
-        self.registry: LinearRegistry = convert_linears(structure.linears, rows, context)
+        self.registry: LinearRegistry = convert_linears(structure.linears, context)
         self.table: StatisticsTable | None = None
         self._probes: ProbeRunner | None = None
         self._controller: Controller | None = None
+        self._coordinator: RankZeroCoordinator | None = None
         self._restored: ControllerState | None = None
         if fixed is not None:
             self.registry.adopt(fixed)
         if self._fixed is not None and (line := describe_left_out(self._fixed, names)):
             print(f"snip: map={config.map}: {line}", flush=True)
-        if structure.others:
-            print(f"snip: linears that stay as they are: {', '.join(structure.others)}", flush=True)
 
     @property
     def map(self) -> PrecisionMap:
         """The precision map in force. Before the first update it is all bf16."""
         return self.registry.current
 
+    @python_arguments()
     def step(self, loss: Loss) -> bool:
         """Begin a training step. Call this on all ranks, before the forward of the step's first batch.
 
@@ -140,14 +171,40 @@ class PlainSnip:
                 self.table = result.table
             return result
 
+        self._end_step()
         step, previous = self._steps, self.map
         if self._controller is None:
             self._controller = self._start(loss)
         self._steps += 1
         self._controller.before_step(step, probe)
         self._controller.decide_now(step)
-        self._controller.after_step(step, None, None)
+        self._open, self._began = True, time.perf_counter()
         return self.map is not previous
+
+    def record(self, loss: torch.Tensor | float) -> None:
+        """End a training step with its loss. Call this on all ranks, after the optimizer's step, or never.
+
+        The run directory then shows the loss, and the guard takes a map back under which it spikes.
+        """
+        if not self._open or self._controller is None:
+            raise SnipError("record() ends a step that step() has begun: call each of them once")
+        self._open = False
+        self._controller.after_step(self._steps - 1, torch.as_tensor(loss), None)
+
+    def close(self) -> None:
+        """End the run on all ranks: record the last step, and write the report into the run directory."""
+        self._end_step()
+        if self._controller is not None:
+            self._controller.close(together=True)
+            self._controller, self._coordinator = None, None
+
+    def _end_step(self) -> None:
+        """Record the duration of the step that has begun, and end it without a loss if none was recorded."""
+        if self._began is not None and self._coordinator is not None:
+            self._coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
+        if self._open and self._controller is not None:
+            self._controller.after_step(self._steps - 1, None, None)
+        self._open, self._began = False, None
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
         return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, loss)
@@ -163,9 +220,18 @@ class PlainSnip:
             with self._step(self._steps, loss).undisturbed():
                 host, registry.rows = make_host(self._structure, loss, device)
             self._probes = ProbeRunner(host, registry, config, weighs_updates=self._weight_divergence)
-        coordinator = on_rank_zero(lambda: self._make_coordinator(device))
-        channel, report = MapChannel(registry.names, device), StepReport(device)
-        return Controller(config, registry, channel, report, coordinator, Sinks(), 0.0, self._restored)
+        self._coordinator = on_rank_zero(lambda: self._make_coordinator(device))
+        return Controller(
+            config,
+            registry,
+            MapChannel(registry.names, device),
+            StepReport(device),
+            self._coordinator,
+            Sinks(),
+            clip_grad=0.0,
+            restored=self._restored,
+            unquantised=self._structure.unquantised_flops,
+        )
 
     def _terms(self) -> tuple[bool, Terms]:
         """Return what all ranks must agree about, and that this rank can start."""
@@ -175,7 +241,14 @@ class PlainSnip:
     def _make_coordinator(self, device: torch.device) -> RankZeroCoordinator:
         run = None if self._config.dir is None else self._run_directory(self._config.dir, device)
         return RankZeroCoordinator(
-            self._config, self._request, self.registry.rows, self._fixed, run, solver=SolverInProcess()
+            self._config,
+            self._request,
+            self.registry.rows,
+            self._fixed,
+            run,
+            tokens_per_step=1,
+            finished=_finish,
+            solver=SolverInProcess(),
         )
 
     def _run_directory(self, path: str, device: torch.device) -> RunDirectory:
@@ -187,7 +260,9 @@ class PlainSnip:
             "gemm_backend": self.registry.context.backend.name,
             "world_size": self.registry.context.dp_size,
             "request": self._request.as_dict(),
-            "stays_bf16": self._structure.others,
+            "train_iters": self._last,
+            "unquantised_flops": {0: self._structure.unquantised_flops},
+            "stays_bf16": [f"{row.name} ({type(module).__name__})" for row, module in self._structure.others.items()],
         }
         identity = dataclasses.replace(self._config, dir=None, overwrite=False).as_dict()
         resumed = None if self._restored is None else self._steps
@@ -200,6 +275,7 @@ class PlainSnip:
         saved = state.to_bytes() if self._controller is None else self._controller.state_to_save()
         return {"steps": self._steps, "state": saved.decode()}
 
+    @python_arguments()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`. A map that the options fix replaces that of the state.
 
@@ -215,15 +291,28 @@ class PlainSnip:
             if self._config.updates:
                 self.registry.adopt(saved)
         self._steps, self._restored, self._controller = steps, restored, None
+        self._open, self._began = False, None
+
+
+def _finish(run: Path) -> None:
+    """Print the summary of a run, and write its report."""
+    try:
+        for line in lines(summarise(load_run(run))):
+            print(f"snip: {line}", flush=True)
+        print(f"snip: report: {write_report(run)}", flush=True)
+    except Exception as error:  # the record is on disk already
+        print(f"snip: no report: {error}; later: snip report {run}", flush=True)
 
 
 # -- configuration -------------------------------------------------------------------------------------------------
-def _configuration(options: Mapping[str, Any]) -> SnipConfig:
+def _configuration(options: Mapping[str, Any], steps: int | None) -> SnipConfig:
     for name in options:
         if name in _MEGATRON_ONLY:
             raise SnipError(f"{name}= has no effect in a plain loop: leave it out")
     native = native_backend(options.get("gemm", SnipConfig.gemm))
-    config = resolve({"lag": 1, **options}, native, ends=False)
+    config = resolve({"lag": 1, **options}, native, ends=False, steps=steps)
+    if steps is not None and config.updates and config.first_update >= steps:
+        raise SnipError(f"first_update={config.first_update}: a training of steps={steps} ends before its first update")
     if config.budget.timed and config.updates:
         default = "" if "budget" in options else f", the default on {torch.cuda.get_device_name()}"
         raise SnipError(f"budget={config.budget}{default}: a plain loop knows no times, and takes budget='fp4=SHARE'")

@@ -69,6 +69,26 @@ def plain_arguments() -> Iterator[None]:
         raise SnipError(str(error).replace("--snip-", "--"), exit_code=error.exit_code) from None
 
 
+_ARGUMENT = re.compile(
+    r"--snip-(?:settings )?([a-z][a-z_-]*)(?:[ =](?!(?:and|or|is|cannot|has|with)\b)([^\s;]*[^\s;:,]))?"
+)
+
+
+@contextlib.contextmanager
+def python_arguments() -> Iterator[None]:
+    """Name arguments in errors from inside as a script has them: ``first_update=5`` for ``--snip-first-update 5``."""
+    try:
+        yield
+    except SnipError as error:
+        error.args = (_ARGUMENT.sub(_python_argument, str(error)),)  # an agreed error stays one
+        raise
+
+
+def _python_argument(match: re.Match[str]) -> str:
+    name, value = match[1].replace("-", "_"), match[2] or ""
+    return f"{name}={value if not value or is_number(value) or value == 'None' else repr(value)}"
+
+
 @contextlib.contextmanager
 def located(where: str) -> Iterator[None]:
     """Begin the message of an error from inside with ``where`` and a colon."""

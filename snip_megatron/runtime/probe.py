@@ -262,7 +262,7 @@ class ProbeRunner:
         stream.finish_statistics(microbatches, once=tokens is None)
         if tokens is not None:
             return tokens
-        rows = {recorder.rows for recorder in recorders}
+        rows = {recorder.rows for recorder in recorders if recorder.handle.expert is None}
         if len(rows) != 1 or 0 in rows:
             raise SnipError("the linears of the blocks see different numbers of tokens, or none; SNIP takes one stream")
         return rows.pop() // microbatches

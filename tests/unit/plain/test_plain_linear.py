@@ -23,7 +23,7 @@ def linear() -> Any:
     module = nn.Linear(128, 128, bias=False)
     context = StepContext(backend=EmulatedBackend(quantize_exact))
     row = LinearRow("decoder.layers.0.mlp.up", 0, 128, 128)
-    for handle in convert_linears({row.name: module}, (row,), context):
+    for handle in convert_linears({row: module}, context):
         handle.state.formats = (Format.FP8,) * 3
     return module
 

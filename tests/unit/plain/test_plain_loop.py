@@ -13,6 +13,8 @@ from torch import nn
 from snip_megatron.plain import PlainSnip, convert
 from snip_megatron.precision import Format, Gemm
 from snip_megatron.precision.errors import SnipError
+from snip_megatron.reporting.summary import summarise
+from snip_megatron.runtime.run_data import load_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,11 +31,13 @@ example = load("plain_loop")
 
 
 class Training:
-    """The example's model, trained step by step."""
+    """The example's model, trained step by step. ``block`` is the class of its blocks."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, block: Any = None, **options: Any) -> None:
         torch.manual_seed(3)
         self.model = example.Model()
+        if block is not None:
+            self.model.blocks = nn.ModuleList(block() for _ in range(2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.snip = convert(self.model, self.optimizer, **options) if options else None
         self.batches = example.batches(40)
@@ -43,7 +47,7 @@ class Training:
         logits = self.model(batch[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    def run(self, steps: range) -> list[float]:
+    def run(self, steps: range, *, records: bool = False) -> list[float]:
         losses = []
         for step in steps:
             if self.snip is not None:
@@ -53,6 +57,8 @@ class Training:
             value.backward()
             self.optimizer.step()
             losses.append(value.item())
+            if self.snip is not None and records:
+                self.snip.record(value)
         return losses
 
 
@@ -216,6 +222,58 @@ def test_a_fixed_map_replaces_that_of_the_checkpoint() -> None:
     assert resumed.snip.state_dict()["steps"] == 3
 
 
+def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also over a checkpoint, and the summary reads them."""
+    options = {"first_update": 8, "update_interval": 100, "dir": str(tmp_path / "run"), "steps": 20}
+    first = Training(**options)
+    losses = first.run(range(12), records=True)
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.snip.state_dict()))
+    first.snip.close()
+    second = Training(**options)
+    for target, state in zip((second.model, second.optimizer, second.snip), saved, strict=True):
+        target.load_state_dict(state)
+    losses += second.run(range(12, 20), records=True)
+    second.snip.close()
+    run = load_run(tmp_path / "run")
+    assert [row["loss"] for row in run.metrics] == losses
+    assert [row["step"] for row in run.metrics] == list(range(20))
+    assert all(0 < row["step_s"] < 100 for row in run.metrics)
+    summary = summarise(run)
+    assert summary.total_steps == summary.steps == 20
+    assert summary.bf16_s is not None
+    assert (tmp_path / "run" / "report.html").exists()
+    said = capsys.readouterr().out
+    assert f"snip: report: {tmp_path / 'run' / 'report.html'}" in said
+    with pytest.raises(SnipError, match=r"record\(\) ends a step"):
+        second.snip.record(1.0)
+
+
+def test_the_guard_takes_a_map_back_under_which_recorded_losses_spike(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(first_update=12, update_interval=100)
+    training.run(range(15), records=True)
+    assert training.snip.map.version == 1
+    for _ in range(5):
+        training.snip.step(lambda: training.loss(15))
+        training.snip.record(float("nan"))
+    assert training.snip.map.version == 0
+    assert "the guard has taken back map 1" in capsys.readouterr().out
+
+
+def test_the_first_update_and_the_optimizer_are_checked() -> None:
+    model = example.Model()
+    adam = torch.optim.AdamW(model.parameters())
+    for options in ({"first_update": 60}, {"steps": 3}):
+        with pytest.raises(SnipError, match=r"first_update=\d+: a training of steps=\d+ ends before its first update"):
+            convert(model, adam, **{"steps": 50, **options})
+    other = torch.optim.AdamW([*model.blocks[0].parameters(), *example.Model().parameters()])
+    with pytest.raises(SnipError, match=r"does not hold 8 of the 12 weights .* first decoder.layers.1.qkv"):
+        convert(model, other)
+    assert type(model.blocks[0].qkv) is nn.Linear
+    for block in model.blocks[1:]:
+        block.requires_grad_(False)
+    assert convert(model, other, steps=50)._config.first_update == 5
+
+
 @pytest.mark.parametrize(
     "state", [{}, {"steps": 3}, {"steps": "many", "state": "{}"}, {"steps": -1, "state": "{}"}, []]
 )
@@ -266,9 +324,13 @@ def _shared() -> nn.Module:
         (_shared(), {}, r"decoder.layers.2.qkv is also decoder.layers.0.qkv"),
         (nn.Linear(4, 4), {}, "no blocks found in Linear"),
         (example.Model(), {"budget": "speedup=1.2"}, "takes budget=.fp4=SHARE"),
-        (example.Model(), {"budget": "fp4=0.9", "pin": ("*=fp8",)}, "fp4=0.9 is unreachable"),
+        (
+            example.Model(),
+            {"budget": "fp4=0.9", "pin": ("*=fp8",)},
+            "budget='fp4=0.9' is unreachable with formats='fp8,fp4'",
+        ),
         (example.Model(), {"colour": "blue"}, "unknown option colour="),
-        (example.Model(), {"guard_steps": 5}, "guard_steps= has no effect in a plain loop"),
+        (example.Model(), {"probe_microbatches": 5}, "probe_microbatches= has no effect in a plain loop"),
         (example.Model(), {"stage_tolerance": "none"}, "stage_tolerance= has no effect in a plain loop"),
         (example.Model(), {"schedule": "auto"}, "schedule='auto' is not supported in a plain loop"),
         (example.Model(), {"policy": "late-all"}, "policy='late-all' is not supported in a plain loop"),
@@ -297,9 +359,7 @@ class Parallel(example.Block):
 
 
 def test_attention_beside_the_mlp_is_one_branch() -> None:
-    training = Training()
-    training.model.blocks = nn.ModuleList(Parallel() for _ in range(2))
-    training.snip = convert(training.model, training.optimizer, first_update=0)
+    training = Training(Parallel, first_update=0)
     training.run(range(1))
     places = {row.id.path: (row.sub_block, row.role) for row in training.snip.registry.rows if row.id.layer == 1}
     assert places == {"qkv": (1, "reads"), "proj": (1, "between"), "up": (1, "reads"), "down": (1, "writes")}
@@ -308,9 +368,7 @@ def test_attention_beside_the_mlp_is_one_branch() -> None:
 
 
 def test_blocks_that_cannot_be_measured_are_refused_at_the_first_step() -> None:
-    training = Training()
-    training.model.blocks = nn.ModuleList(PostNorm() for _ in range(2))
-    training.snip = convert(training.model, training.optimizer, first_update=5)
+    training = Training(PostNorm, first_update=5)
     with pytest.raises(SnipError, match="qkv runs before any norm"):
         training.run(range(1))
     training.snip = convert(copy.deepcopy(training.model), training.optimizer, policy="uniform-fp8")

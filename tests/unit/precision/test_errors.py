@@ -5,7 +5,7 @@ import math
 import pytest
 from refusal import refusal
 
-from snip_megatron.precision.errors import QUOTED, cut, quoted
+from snip_megatron.precision.errors import QUOTED, SnipError, cut, python_arguments, quoted
 from snip_megatron.precision.strict_json import is_finite
 from snip_megatron.runtime.config import SnipConfig
 from snip_megatron.tools import cli
@@ -53,3 +53,19 @@ def test_the_parser_of_the_command_line_cuts_too(capsys: pytest.CaptureFixture[s
     line = capsys.readouterr().err
     assert "a" * 40 in line
     assert "a" * (QUOTED + 1) not in line
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("--snip-first-update -1: must be at least 0", "first_update=-1: must be at least 0"),
+        ("--snip-budget fp4=0.5 is out of reach", "budget='fp4=0.5' is out of reach"),
+        ("--snip-map and --snip-replay cannot be combined", "map= and replay= cannot be combined"),
+        ("--snip-settings probe_tokens=0: must be 1", "probe_tokens=0: must be 1"),
+        ("use --snip-policy snip, or fisher", "use policy='snip', or fisher"),
+    ],
+)
+def test_a_script_reads_its_own_names_of_arguments(message: str, shown: str) -> None:
+    with pytest.raises(SnipError) as caught, python_arguments():
+        raise SnipError(message, exit_code=7)
+    assert (str(caught.value), caught.value.exit_code) == (shown, 7)
