@@ -56,6 +56,7 @@ def main() -> None:
         formats="mxfp8,nvfp4",
         first_update=first,
         update_interval=first,
+        steps=args.steps,
         dir=str(args.dir),
         overwrite=True,
     )
@@ -72,6 +73,7 @@ def main() -> None:
         value = loss()
         value.backward()
         optimizer.step()
+        snip.record(value)
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {value.item():.3f}", flush=True)
     print(*lines(rank_run(load_run(args.dir)), "nats of training loss"), sep="\n")

@@ -1,4 +1,4 @@
-"""A small transformer trained in a plain torch loop, with SNIP in two lines, marked ``SNIP``. Runs on a CPU in seconds.
+"""A small transformer trained in a plain torch loop, with SNIP in four lines, marked ``SNIP``. Runs on a CPU in seconds.
 
 python examples/plain_loop.py --steps 60
 """
@@ -61,11 +61,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a plain torch loop under SNIP")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--budget", default="fp4=0.75")
+    parser.add_argument("--dir", help="run directory; without one nothing is written")
     args = parser.parse_args()
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    snip = convert(model, optimizer, budget=args.budget, first_update=10, update_interval=25)  # SNIP 1
+    snip = convert(model, optimizer, budget=args.budget, first_update=10, update_interval=25, dir=args.dir)  # SNIP 1
 
     for step, batch in enumerate(batches(args.steps)):
 
@@ -79,8 +80,11 @@ def main() -> None:
         value = loss()
         value.backward()
         optimizer.step()
+        snip.record(value)  # SNIP 3
         if step % 10 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {value.item():.3f}")
+    snip.close()  # SNIP 4
+    print(snip.map)
 
 
 if __name__ == "__main__":

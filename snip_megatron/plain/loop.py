@@ -200,11 +200,15 @@ class PlainSnip:
 
     def _end_step(self) -> None:
         """Record the duration of the step that has begun, and end it without a loss if none was recorded."""
-        if self._began is not None and self._coordinator is not None:
-            self._coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
+        self._time_step()
         if self._open and self._controller is not None:
             self._controller.after_step(self._steps - 1, None, None)
-        self._open, self._began = False, None
+        self._open = False
+
+    def _time_step(self) -> None:
+        if self._began is not None and self._coordinator is not None:
+            self._coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
+        self._began = None
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
         return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, loss)
@@ -271,6 +275,7 @@ class PlainSnip:
     # -- checkpoints -----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the step and SNIP's state. Save it beside the state of the model and of the optimizer."""
+        self._time_step()
         state = self._restored or ControllerState()
         saved = state.to_bytes() if self._controller is None else self._controller.state_to_save()
         return {"steps": self._steps, "state": saved.decode()}

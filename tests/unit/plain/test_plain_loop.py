@@ -240,7 +240,7 @@ def test_the_run_directory_has_losses_and_times_of_steps(tmp_path: Path, capsys:
     assert all(0 < row["step_s"] < 100 for row in run.metrics)
     summary = summarise(run)
     assert summary.total_steps == summary.steps == 20
-    assert summary.bf16_s is not None
+    assert sum(stretch.timed for stretch in summary.maps) > 10
     assert (tmp_path / "run" / "report.html").exists()
     said = capsys.readouterr().out
     assert f"snip: report: {tmp_path / 'run' / 'report.html'}" in said
