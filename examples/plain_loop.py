@@ -1,4 +1,4 @@
-"""A small transformer trained in a plain torch loop, with SNIP in four lines, marked ``SNIP``. Runs on a CPU in seconds.
+"""A small transformer in a plain torch loop, with SNIP in four lines, marked ``SNIP``. Runs on a CPU in seconds.
 
 python examples/plain_loop.py --steps 60
 """

@@ -23,6 +23,8 @@ from snip_megatron.plain.model import Structure, convert_linears, find_structure
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError, python_arguments
 from snip_megatron.reporting.report import write_report
+from snip_megatron.reporting.sensitivity import lines as sensitivity_lines
+from snip_megatron.reporting.sensitivity import rank, unit_of
 from snip_megatron.reporting.sinks import Sinks
 from snip_megatron.reporting.summary import lines, summarise
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_group, on_rank_zero, together
@@ -38,7 +40,7 @@ from snip_megatron.runtime.run_directory import RunDirectory
 from snip_megatron.runtime.solving import SolverInProcess
 from snip_megatron.runtime.state import ControllerState
 from snip_megatron.sensitivity.policies import fixed_map, formats_of, needs_forward_noise
-from snip_megatron.sensitivity.problem import check_reachable
+from snip_megatron.sensitivity.problem import build_problem, check_reachable
 from snip_megatron.sensitivity.table import StatisticsTable
 
 #: Fields of SnipConfig that have an effect in Megatron's loop only.
@@ -126,8 +128,7 @@ class PlainSnip:
                 if any(row.experts > 1 for row in rows):
                     raise SnipError("estimator='noise' compares tokens of two passes, which experts may route apart")
         if os.environ.get("RANK", "0") == "0":
-            for line in structure.describe():
-                print(f"snip: {line}", flush=True)
+            print("\n".join(f"snip: {line}" for line in structure.describe()), flush=True)
         formats = None if self._fixed is not None else formats_of(config.policy, config.formats, config.pins)
         context = StepContext(seed=config.seed, backend=select_backend(config.gemm, formats).backend)
         context.bf16_eval = config.eval == "bf16"
@@ -209,6 +210,19 @@ class PlainSnip:
         if self._began is not None and self._coordinator is not None:
             self._coordinator.record_step_time(self._steps - 1, time.perf_counter() - self._began)
         self._began = None
+
+    def __repr__(self) -> str:
+        """Describe what is converted, the step and the map in force."""
+        model, rows = type(self._structure.model).__name__, self.registry.rows
+        gemms = ", ".join(f"{count} {fmt}" for fmt, count in self.map.counts(self.registry.names).items())
+        return f"PlainSnip({model}, {len(rows)} linears, step {self._steps}, map {self.map.version}: GEMMs in {gemms})"
+
+    def summary(self) -> None:
+        """Print which linears are sensitive: the harm of each GEMM, by kind and ranked, beside the map's choice."""
+        if self.table is None:
+            raise SnipError("no update has measured anything yet: summary() is for after the first one")
+        harms = rank(build_problem(self.table, self._request)[1], self.map)
+        print("\n".join(sensitivity_lines(harms, unit_of(self._config.policy, self._config.q))), flush=True)
 
     def _step(self, step: int, loss: Loss) -> PlainStep:
         return PlainStep(step, self._microbatches, self._structure.model, self._optimizer, loss)

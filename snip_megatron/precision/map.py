@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -93,6 +94,26 @@ class PrecisionMap:
     def linears(self) -> list[LinearId]:
         """Return the linears that the map names, sorted."""
         return sorted({split_option_id(key)[0] for key in self.choices})
+
+    def counts(self, linears: Iterable[str]) -> Counter[str]:
+        """Return the number of GEMMs of ``linears`` by format, the most frequent first."""
+        counts = Counter(fmt.value for name in linears for fmt in self.formats_of(name))
+        return Counter(dict(counts.most_common()))
+
+    def __str__(self) -> str:
+        """Return a table of the map: GEMMs by kind of linear, summed over layers."""
+        kinds: dict[str, list[Formats]] = defaultdict(list)
+        for linear in self.linears():
+            kinds[linear.path].append(self.formats_of(str(linear)))
+        rows = [("linear, over layers", *(gemm.value for gemm in Gemm))]
+        for path, formats in sorted(kinds.items()):
+            by_gemm = (Counter(fmt.value for fmt in column).most_common() for column in zip(*formats, strict=True))
+            rows.append((path, *(", ".join(f"{count} {fmt}" for fmt, count in counts) for counts in by_gemm)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        head = f"map {self.version}, {self.status}"
+        head += "" if self.achieved is None else f", saves {self.achieved:.1%} of what its budget counts"
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([head, *lines] if self.choices else [f"{head}: all GEMMs in bf16"])
 
     @classmethod
     def uniform(cls, linears: Iterable[str], fmt: Format, **fields: Any) -> PrecisionMap:
