@@ -17,7 +17,7 @@ from snip_megatron.layers.autograd import LinearCall, PrequantizedTensor, gradie
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, gradient_spec, grouped_products, refuse_second_derivatives
 from snip_megatron.numerics.products.backend import Formats, assemble, flatten, matrix, restored_operands
-from snip_megatron.numerics.products.grouped import GroupRows
+from snip_megatron.numerics.products.grouped import Rows
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -125,7 +125,12 @@ def may_fuse_experts(fc1: LinearHandle, fc2: LinearHandle) -> bool:
     return grouped_products(fc2).fuses_swiglu((fprop, wgrad))
 
 
-def fused_experts(x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall) -> Tensor:
+def takes_device_rows(*calls: GroupedCall) -> bool:
+    """Return whether :func:`fused_experts` takes rows whose numbers only the device knows."""
+    return all(call.products.takes_device_rows(call.formats) for call in calls)
+
+
+def fused_experts(x: Tensor, probs: Tensor, rows: Rows, fc1: GroupedCall, fc2: GroupedCall) -> Tensor:
     """Return the MLP of all experts: fc2 of SwiGLU of fc1, times the probability of each row.
 
     Args:
@@ -143,7 +148,7 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probs: Tensor, rows: GroupRows, fc1: GroupedCall, fc2: GroupedCall, *_: Tensor
+        ctx: Any, x: Tensor, probs: Tensor, rows: Rows, fc1: GroupedCall, fc2: GroupedCall, *_: Tensor
     ) -> Tensor:
         """Compute the result, and save Y of fc1 and the operands of both wgrads."""
         ctx.calls, ctx.rows, ctx.like_probs = (fc1, fc2), rows, (probs.shape, probs.dtype)

@@ -11,7 +11,7 @@ from snip_megatron.layers.context import LinearHandle, LinearState
 from snip_megatron.layers.grouped import grouped_product, grouped_products
 from snip_megatron.layers.registry import DeviceStep
 from snip_megatron.layers.swiglu import quantized_gradient, quantized_swiglu
-from snip_megatron.numerics.products.grouped import group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, group_rows
 from snip_megatron.numerics.quantize.operands import OperandSpec
 from snip_megatron.precision import ALL_BF16, Format, Formats
 
@@ -107,6 +107,8 @@ def _warm_up_weighted_swiglu(linear: WarmUpLinear, call: LinearCall) -> None:
     if not products.pads:
         return
     rows = group_rows((len(linear.x), *[0] * (linear.experts - 1)), linear.x.device, backwards=True)  # which moves rows
+    if products.takes_device_rows(handle.formats):
+        DeviceRows(linear.x.new_zeros(linear.experts, dtype=torch.long), len(linear.x), backwards=True)
     probs = linear.x.new_zeros(len(linear.x), dtype=torch.float32)
     probs, x, g = (rows.pad(each) for each in (probs, linear.x, linear.g))
     for each in (probs, x, g):

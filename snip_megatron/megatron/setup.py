@@ -297,6 +297,7 @@ class SnipRun:
             compat.check_reduced_models(model)
         self._host = host = make_host(args, model, registry)
         compat.report_expert_gradients(model)
+        compat.fuse_copies(call.optimizer)
         groups = host.groups
         registry.context.dp_rank, registry.context.dp_size = groups.dp_rank, groups.dp_size
         if groups.experts is not None:

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from snip_megatron.layers.context import LinearHandle
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, grouped_products, pad, unpad
-from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
-from snip_megatron.megatron.compat.routing import call_before_counts
+from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts, takes_device_rows
+from snip_megatron.megatron.compat.routing import prepare_before_counts
 from snip_megatron.megatron.compat.transformer_engine import StockState, forward_under, normalized
 from snip_megatron.megatron.linears import may_reduce_scatter, product, why_no_swiglu
-from snip_megatron.numerics.products.grouped import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, GroupRows, group_rows
 
 
 def run_delayed_wgrad(module: Any, handle: LinearHandle) -> bool:
@@ -177,10 +177,15 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
     snip_fused_swiglu: bool
 
-    def snip_prepare(self) -> None:
-        """Prepare the next forward as far as possible before the host waits for the numbers of rows."""
-        if not self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # otherwise the weights are not there yet
-            self.__dict__["snip_prepared"] = self._snip_prepared()
+    def snip_prepare(self) -> bool:
+        """Prepare the next forward as far as possible without the numbers of rows.
+
+        Returns whether it takes these numbers on the device, so that the host need not wait for them.
+        """
+        if self.linear_fc1.snip_experts[0].context.fsdp_sharded:  # the weights are not there yet
+            return False
+        self.__dict__["snip_prepared"] = _, _, calls = self._snip_prepared()
+        return bool(calls) and takes_device_rows(*calls)
 
     def _snip_prepared(self) -> tuple[bool, bool, list[GroupedCall]]:
         """Return whether rows are padded, whether the last expert comes first, and the calls of fused linears."""
@@ -201,6 +206,9 @@ class SnipTEGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         padded, backwards, calls = self.__dict__.pop("snip_prepared", None) or self._snip_prepared()
         if not padded:
             return super().forward(hidden, tokens_per_expert, probs, *buffers, **named)  # type: ignore[no-any-return]
+        if calls and tokens_per_expert.device == hidden.device and takes_device_rows(*calls):
+            on_device = DeviceRows(tokens_per_expert, len(hidden), backwards=backwards)
+            return fused_experts(hidden, probs, on_device, *calls), None
         rows = group_rows(tuple(tokens_per_expert.tolist()), hidden.device, backwards=backwards)
         if calls:
             return fused_experts(hidden, probs, rows, *calls), None
@@ -214,7 +222,7 @@ def convert_expert_mlps(model_chunks: Sequence[torch.nn.Module], *, fuse_swiglu:
         mlp: Any = getattr(layer, "experts", None)
         if type(mlp) is TEGroupedMLP and hasattr(mlp.linear_fc1, "snip_experts"):
             mlp.__class__, mlp.snip_fused_swiglu = SnipTEGroupedMLP, fuse_swiglu and _is_weighted_swiglu(mlp)
-            call_before_counts(layer.token_dispatcher, mlp.snip_prepare)
+            prepare_before_counts(layer.token_dispatcher, mlp.snip_prepare)
             for handle in (*mlp.linear_fc1.snip_experts, *mlp.linear_fc2.snip_experts):
                 handle.state.beside_swiglu = mlp.snip_fused_swiglu
 

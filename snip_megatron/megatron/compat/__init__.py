@@ -33,6 +33,7 @@ from snip_megatron.megatron.compat.loop import (
     wrap_train_step,
 )
 from snip_megatron.megatron.compat.megatron_precision import let_snip_choose
+from snip_megatron.megatron.compat.optimizer_copies import fuse_copies
 from snip_megatron.megatron.compat.optimizers import (
     NEEDS_PACKAGE,
     PACKAGE,

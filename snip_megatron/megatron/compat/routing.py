@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from snip_megatron.megatron.compat.versions import changed, check_names
+from snip_megatron.megatron.compat.versions import changed, check_names, check_signature
 
 _SCALE = "main_loss_backward_scale"
 _DROP = "apply_router_token_dropping"
@@ -33,6 +33,9 @@ check_names(TopKRouter.routing, _DROP, "router_replay")
 check_names(router_module, *_BALANCED)
 for _method in (MoEAlltoAllTokenDispatcher.dispatch_postprocess, MoEAlltoAllTokenDispatcher.combine_preprocess):
     check_names(_method, "num_local_experts", "num_global_tokens_per_local_expert", "sort_chunks_by_idxs")
+
+check_signature(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize, "self", "point", "tokens_per_expert")
+check_names(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize, "cuda_dtoh_point", "cuda_sync_point")
 
 TopK = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,15 +54,38 @@ def skip_sorting(model: Sequence[torch.nn.Module]) -> None:
             dispatcher.num_local_experts, dispatcher.num_global_tokens_per_local_expert = 1, None
 
 
-def call_before_counts(dispatcher: Any, callback: Callable[[], None]) -> None:
-    """Call ``callback`` before a dispatcher waits for the experts' numbers of rows."""
+def prepare_before_counts(dispatcher: Any, prepare: Callable[[], bool]) -> None:
+    """Call ``prepare`` before a dispatcher waits for the experts' numbers of rows.
+
+    If it returns True, experts take these numbers on the device. On a rank that has all experts and drops no token, the
+    dispatcher then does not wait: the sum of the numbers is known.
+    """
+    if _counts_may_stay(dispatcher):
+        copied, stay = dispatcher._maybe_dtoh_and_synchronize, False
+
+        def counts(point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+            nonlocal stay
+            if point == dispatcher.cuda_dtoh_point:
+                stay = prepare()
+            return tokens_per_expert if stay else copied(point, tokens_per_expert)
+
+        dispatcher._maybe_dtoh_and_synchronize = counts
+        return
     stock = dispatcher.dispatch_postprocess
 
     def dispatch_postprocess(*arguments: Any) -> Any:
-        callback()
+        prepare()
         return stock(*arguments)
 
     dispatcher.dispatch_postprocess = dispatch_postprocess
+
+
+def _counts_may_stay(dispatcher: Any) -> bool:
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher or dispatcher.num_local_experts != 1:  # skip_sorting sets 1
+        return False
+    config = dispatcher.config
+    dynamic = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
+    return dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad and not dynamic
 
 
 def _routers(model: Sequence[torch.nn.Module]) -> list[Any]:

@@ -18,18 +18,36 @@ from snip_megatron.numerics.quantize.formats import TILE
 from snip_megatron.numerics.quantize.kernels import has_kernels
 from snip_megatron.numerics.quantize.operands import OperandPair, OperandSpec, RowMap
 from snip_megatron.numerics.quantize.rounding import derive_seed
-from snip_megatron.precision import Format, Gemm
+from snip_megatron.precision import Format, Formats, Gemm
 
 
-class GroupRows(list[int]):
-    """Numbers of rows of the experts with their padding, as a linear of experts takes them.
+class _PaddedRows:
+    """The rows of the experts of a layer, with padding and without.
 
     Attributes:
         backwards: whether the last expert comes first. Megatron lays parameters and gradients of a model out from the
             last one on, so that rows in this order meet weights in the order of their memory.
         unpadded: number of rows without padding.
         moves: whether padding changes anything.
+        map: where the rows are, on the device.
     """
+
+    backwards: bool
+    unpadded: int
+    moves: bool
+    map: RowMap
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return x [rows, ...] with zero rows after those of each expert. Autograd does not see it."""
+        return _functions(x).pad(self.map, x) if self.moves else x
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return the rows of x without the padding of :meth:`pad`. Autograd does not see it."""
+        return _functions(x).unpad(self.map, x, self.unpadded) if self.moves else x
+
+
+class GroupRows(list[int], _PaddedRows):
+    """Numbers of rows of the experts with their padding, as a linear of experts takes them."""
 
     def __init__(self, counts: Sequence[int], device: torch.device, *, backwards: bool) -> None:
         unpadded = np.array(counts, dtype=np.int64)  # faster than torch and than Python
@@ -48,20 +66,38 @@ class GroupRows(list[int]):
         return self
 
     @functools.cached_property
-    def map(self) -> RowMap:
+    def map(self) -> RowMap:  # type: ignore[override]
         """Where the rows are, on the device: one copy to it and one launch."""
         table = torch.from_numpy(self._table).to(self._device, non_blocking=True)
         rows = sum(self)
         numbers = _numbers(1 << rows.bit_length(), self._device)[:rows]
         return RowMap(torch.searchsorted(table[3], numbers, right=True, out_int32=True), table)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """Return x [rows, ...] with zero rows after those of each expert. Autograd does not see it."""
-        return _functions(x).pad(self.map, x) if self.moves else x
 
-    def unpad(self, x: Tensor) -> Tensor:
-        """Return the rows of x without the padding of :meth:`pad`. Autograd does not see it."""
-        return _functions(x).unpad(self.map, x, self.unpadded) if self.moves else x
+class DeviceRows(_PaddedRows):
+    """Rows of experts whose numbers only the device knows, so that the host need not wait for them.
+
+    The padded rows are as many as they can be at most. The last ones may belong to no expert: grouped products leave
+    them as they are, and nothing reads them.
+
+    Args:
+        counts: number of rows of each expert, integers [experts] on the device.
+        unpadded: their sum.
+        backwards: see :class:`_PaddedRows`.
+    """
+
+    moves = True
+
+    def __init__(self, counts: Tensor, unpadded: int, *, backwards: bool) -> None:
+        self.backwards, self.unpadded, self._experts = backwards, unpadded, len(counts)
+        rows = (unpadded + (TILE - 1) * len(counts)) // TILE * TILE
+        self.map = _functions(counts).of_counts(counts, rows, backwards=backwards)
+
+    def __len__(self) -> int:
+        return self._experts
+
+
+Rows = GroupRows | DeviceRows
 
 
 def _functions(x: Tensor) -> Any:
@@ -79,9 +115,9 @@ def group_rows(counts: tuple[int, ...], device: torch.device, *, backwards: bool
     return GroupRows(counts, device, backwards=backwards)
 
 
-def rows_of(splits: Sequence[int], device: torch.device) -> GroupRows:
+def rows_of(splits: Sequence[int] | Rows, device: torch.device) -> Rows:
     """Return ``splits``, or the rows of experts that have so many and need no padding."""
-    return splits if isinstance(splits, GroupRows) else group_rows(tuple(splits), device)
+    return splits if isinstance(splits, Rows) else group_rows(tuple(splits), device)
 
 
 @functools.lru_cache(maxsize=4)
@@ -106,17 +142,23 @@ class GroupLoop:
         self._quantize = quantize
         self._multiply = multiply
 
-    def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+    def quantize_rows(self, x: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
         """Return X [rows, K] or G [rows, N] as the operands of two products.
 
         ``splits`` are the rows of each expert, and may be 0. Every expert's keys are derived from those of ``spec``.
         """
+        assert not isinstance(splits, DeviceRows)
         rows = torch.split(x, list(splits))
         return _by_side([self._quantize(part, _of_expert(spec, e)) for e, part in enumerate(rows)], spec)
 
-    def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
+    def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """Do the same for the padded rows of x, which has no padding."""
         return self.quantize_rows(rows.pad(x), rows, spec)
+
+    def takes_device_rows(self, formats: Formats) -> bool:
+        """Return whether the three GEMMs of a linear in ``formats`` take :class:`DeviceRows`: each is one launch."""
+        *others, wgrad = formats
+        return wgrad is Format.BF16 and self.in_one_launch.issuperset(others)
 
     def quantize_weights(self, weights: Sequence[Tensor], spec: OperandSpec) -> OperandPair:
         """Return the weights [N, K] of all experts as the operands of fprop and of dgrad."""
@@ -126,12 +168,12 @@ class GroupLoop:
         """Return whether :meth:`swiglu` and :meth:`swiglu_gradient` make operands in these formats."""
         return False
 
-    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
         """Return SwiGLU of y [rows, 2K] times ``probs``, FP32 [rows], as :meth:`quantize_rows` makes it."""
         raise NotImplementedError
 
     def swiglu_gradient(
-        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
+        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
         """Return the gradient of y as :meth:`quantize_rows` makes it, and that of ``probs``, from that of the result of
         :meth:`swiglu`, d [rows, K].

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snip_megatron.numerics.products.deepgemm import run
-from snip_megatron.numerics.products.grouped import GroupLoop, GroupRows, rows_of
+from snip_megatron.numerics.products.grouped import GroupLoop, Rows, rows_of
 from snip_megatron.numerics.quantize.operands import TILED, Operand, OperandPair, OperandSpec
 from snip_megatron.precision import Format, Gemm
 
@@ -36,7 +36,7 @@ class RowsOperand(NamedTuple):
     """
 
     matrix: Operand | Tensor
-    rows: GroupRows
+    rows: Rows
     unpadded: bool = False
 
 
@@ -70,7 +70,7 @@ class HopperGroups(GroupLoop):
         self._tiled = frozenset(() if library is None else TILED)
         self.in_one_launch = self._tiled | {Format.BF16}
 
-    def quantize_rows(self, x: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+    def quantize_rows(self, x: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
         """See the base class. Tiles along K know no experts: all rows are one matrix with one key of dgrad."""
         x, (first, second) = x.contiguous(), spec.formats
         row: Any = x if first is Format.BF16 else None
@@ -82,7 +82,7 @@ class HopperGroups(GroupLoop):
             return operands
         return _either(operands, super().quantize_rows(x, splits, spec._replace(rowwise=apart[0], columnwise=apart[1])))
 
-    def quantize_unpadded(self, x: Tensor, rows: GroupRows, spec: OperandSpec) -> OperandPair:
+    def quantize_unpadded(self, x: Tensor, rows: Rows, spec: OperandSpec) -> OperandPair:
         """See the base class. Where formats allow it, no padded copy is made: kernels find the rows of each expert."""
         first, second = spec.formats
         if first not in self._tiled or second not in (Format.BF16, None):
@@ -95,12 +95,12 @@ class HopperGroups(GroupLoop):
         """See the base class. Wgrad in fp8 and fp4 takes operands that are apart for every expert."""
         return self._swiglu is not None and formats[0] in self.in_one_launch and formats[1] in (Format.BF16, None)
 
-    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec) -> OperandPair:
+    def swiglu(self, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec) -> OperandPair:
         assert self._swiglu is not None
         return _of_experts(self._swiglu(y, None, spec, probs), splits, y.device)
 
     def swiglu_gradient(
-        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int], spec: OperandSpec
+        self, d: Tensor, y: Tensor, probs: Tensor, splits: Sequence[int] | Rows, spec: OperandSpec
     ) -> tuple[OperandPair, Tensor]:
         assert self._swiglu is not None
         *pair, of_probs = self._swiglu(y, d, spec, probs)
@@ -187,7 +187,7 @@ def _either(pair: Sequence[Any], others: OperandPair) -> OperandPair:
     return others[0] if pair[0] is None else pair[0], others[1] if pair[1] is None else pair[1]
 
 
-def _of_experts(pair: Sequence[Any], splits: Sequence[int], device: torch.device) -> OperandPair:
+def _of_experts(pair: Sequence[Any], splits: Sequence[int] | Rows, device: torch.device) -> OperandPair:
     """Return the operands of a matrix with the rows of all experts as grouped products take them."""
     rows = rows_of(splits, device)
     row, col = pair

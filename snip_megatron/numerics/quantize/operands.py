@@ -120,13 +120,29 @@ class RowMap(NamedTuple):
     ``kernels/quantize.py`` has the functions in Triton.
 
     Attributes:
-        experts: int32 [padded rows], the expert of every padded row, ascending. Every expert has a multiple of 128.
+        experts: int32 [padded rows], the expert of every padded row, ascending. Every expert has a multiple of 128. The
+            last rows may be of no expert, -1.
         table: int32 [4, experts], of every expert its first padded row, its first row without padding, its number of
             rows without padding, and the row after its last padded one.
     """
 
     experts: Tensor
     table: Tensor
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, rows: int, *, backwards: bool) -> RowMap:
+        """Return where ``rows`` padded rows are of experts that have ``counts``, integers [experts], without padding.
+
+        ``backwards`` says whether the last expert comes first.
+        """
+        firsts = counts.cumsum(0) - counts
+        if backwards:
+            counts, firsts = counts.flip(0), firsts.flip(0)
+        padded = (counts + TILE - 1) // TILE * TILE
+        ends = padded.cumsum(0)
+        table = torch.stack((ends - padded, firsts, counts, ends)).int()
+        experts = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).int()
+        return cls(experts.masked_fill(experts == len(counts), -1), table)
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x [rows, ...], which has no padding, with zero rows after the rows of each expert."""
@@ -146,7 +162,7 @@ class RowMap(NamedTuple):
         """Return which padded rows are no padding, and the rows without padding that they hold."""
         start, first, count, _ = self.table[:, self.experts.long()]
         place = torch.arange(len(start), device=start.device) - start
-        valid = place < count
+        valid = (place < count) & (self.experts >= 0)
         return valid, (first + place)[valid]
 
 

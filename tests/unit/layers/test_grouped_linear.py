@@ -14,11 +14,11 @@ from torch import Tensor
 
 from snip_megatron.layers.context import GEMM_INDEX, LinearState, Override, StepContext
 from snip_megatron.layers.grouped import GroupedCall, grouped_call, grouped_product, pad, unpad
-from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts
+from snip_megatron.layers.swiglu import fused_experts, may_fuse_experts, takes_device_rows
 from snip_megatron.layers.warm_up import warm_up_gemms, warm_up_linear
 from snip_megatron.numerics.products.backend import REFERENCE, GemmBackend
 from snip_megatron.numerics.products.check import decibel
-from snip_megatron.numerics.products.grouped import GroupRows, group_rows
+from snip_megatron.numerics.products.grouped import DeviceRows, Rows, group_rows
 from snip_megatron.numerics.quantize import derive_seed, fake_quantize, swiglu
 from snip_megatron.numerics.quantize.formats import STOCHASTIC
 from snip_megatron.numerics.quantize.kernels.launch import list_launches
@@ -60,7 +60,7 @@ class Experts(torch.nn.Module):
     def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
         return grouped_product(self.handles, list(self.parameters()), x, splits)
 
-    def call(self, rows: GroupRows, on_wgrad_complete: Callable[[], None] | None = None) -> GroupedCall:
+    def call(self, rows: Rows, on_wgrad_complete: Callable[[], None] | None = None) -> GroupedCall:
         order = slice(None, None, -1 if rows.backwards else 1)
         return grouped_call(self.handles[order], list(self.parameters())[order], on_wgrad_complete)
 
@@ -242,6 +242,41 @@ def test_swiglu_times_probabilities_between_two_linears(of_fc1: Formats, of_fc2:
     least = 12 if FP4 in (*of_fc1, *of_fc2) else 20
     for actual, exact in zip((y, x.grad, probs.grad, *found), (expected, *gradients), strict=True):
         assert not exact.any() or decibel(exact.detach(), actual.detach()) > least
+
+
+@pytest.mark.parametrize(
+    ("of_fc1", "of_fc2"), [((FP8, FP8, BF16), (BF16, FP8, BF16)), ((FP4, FP4, BF16), (FP8, BF16, BF16))]
+)
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("splits", [(130, 0, 7), (0, 0, 137), (1, 1, 135)])
+def test_rows_that_only_the_device_knows_give_the_same_bits(
+    splits: tuple[int, ...], of_fc1: Formats, of_fc2: Formats, backwards: bool
+) -> None:
+    results: list[list[Tensor]] = []
+    for on_device in (False, True):
+        backend, draws = hopper(activations=swiglu, groups=emulated_grouped), torch.Generator().manual_seed(5)
+        fc1, fc2 = Experts(3, of_fc1, backend, n=512, k=128), Experts(3, of_fc2, backend, n=128, k=256)
+        x, g = (torch.randn(137, 128, generator=draws).bfloat16() for _ in range(2))
+        probs = torch.rand(137, generator=draws).requires_grad_()
+        rows: Rows = group_rows(splits, torch.device("cpu"), backwards=backwards)
+        if on_device:
+            rows = DeviceRows(torch.tensor(splits), 137, backwards=backwards)
+        calls = fc1.call(rows), fc2.call(rows)
+        assert takes_device_rows(*calls)
+        y = fused_experts(x.requires_grad_(), probs, rows, *calls)
+        y.backward(g)
+        assert x.grad is not None
+        assert probs.grad is not None
+        main_grads = [weight.main_grad for weight in (*fc1.parameters(), *fc2.parameters())]
+        results.append([y.detach(), x.grad, probs.grad, *main_grads])  # type: ignore[list-item]
+    for known, found in zip(*results, strict=True):
+        assert torch.equal(known, found)
+
+
+def test_wgrads_that_run_expert_by_expert_need_the_numbers_of_rows() -> None:
+    rows = group_rows((130, 7), torch.device("cpu"))
+    for backend, formats in ((hopper(groups=emulated_grouped), (FP8, FP8, FP8)), (REFERENCE, (BF16, FP8, BF16))):
+        assert not takes_device_rows(Experts(2, formats, backend, n=256, k=128).call(rows))
 
 
 def test_saved_tensors_may_come_back_in_rows() -> None:

@@ -256,9 +256,30 @@ _WORDS = ["row_word_0", "row_word_1", "col_word_0", "col_word_1"]
 def _source_rows(experts_ptr, table_ptr, EXPERTS, m):
     """Return the row without padding that part m begins with, and the number of its rows that are no padding."""
     expert = tl.load(experts_ptr + m * EDGE)
-    before = m * EDGE - tl.load(table_ptr + expert)
-    first = tl.load(table_ptr + EXPERTS + expert) + before
-    return first.to(tl.int64), tl.load(table_ptr + 2 * EXPERTS + expert) - before
+    place = tl.maximum(expert, 0)
+    before = m * EDGE - tl.load(table_ptr + place)
+    first = tl.load(table_ptr + EXPERTS + place) + before
+    count = tl.load(table_ptr + 2 * EXPERTS + place) - before
+    return tl.where(expert < 0, 0, first).to(tl.int64), tl.where(expert < 0, 0, count)
+
+
+@triton.jit(do_not_specialize=["EXPERTS"])
+def row_map_kernel(counts_ptr, experts_ptr, table_ptr, EXPERTS, SIZE: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Write where the padded rows of experts are, 128 rows a program: ``RowMap.of_counts``. SIZE ≥ EXPERTS."""
+    part, place = tl.program_id(0), tl.arange(0, SIZE)
+    inside = place < EXPERTS
+    counts = tl.load(counts_ptr + ((EXPERTS - 1 - place) if BACKWARDS else place), mask=inside, other=0).to(tl.int32)
+    padded = (counts + EDGE - 1) // EDGE * EDGE
+    ends, upto = tl.cumsum(padded, 0), tl.cumsum(counts, 0)
+    expert = tl.sum(((ends <= part * EDGE) & inside).to(tl.int32), 0)
+    expert = tl.where(expert < EXPERTS, expert, -1)
+    tl.store(experts_ptr + part * EDGE + tl.arange(0, EDGE), tl.zeros((EDGE,), tl.int32) + expert)
+    if part == 0:
+        firsts = (tl.sum(counts, 0) - upto) if BACKWARDS else (upto - counts)
+        tl.store(table_ptr + place, ends - padded, mask=inside)
+        tl.store(table_ptr + EXPERTS + place, firsts, mask=inside)
+        tl.store(table_ptr + 2 * EXPERTS + place, counts, mask=inside)
+        tl.store(table_ptr + 3 * EXPERTS + place, ends, mask=inside)
 
 
 @triton.jit(do_not_specialize=["EXPERTS"])

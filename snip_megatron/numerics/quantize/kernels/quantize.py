@@ -16,6 +16,7 @@ from snip_megatron.numerics.quantize.kernels.programs import (
     block_kernel,
     key_kernel,
     quantised_rows_kernel,
+    row_map_kernel,
     rows_kernel,
     tensor_kernel,
     tile_kernel,
@@ -35,6 +36,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "amax": {"num_warps": 8, "maxnreg": 64},
     "quantised rows": {"num_warps": 8, "maxnreg": 64},
     "moved rows": {"num_warps": 4},
+    "row map": {"num_warps": 4},
 }
 """Launch options of each kind of kernel. ``benchmarks.kernels.quantize --sweep`` tries others. No tile crosses warps:
 many warps with few registers each hide each other's latency."""
@@ -188,6 +190,16 @@ def _group_output(w: Tensor, rows: int, depth: int) -> Operand:
 
 # -- rows of experts -------------------------------------------------------------------------------------------------
 _ROWS, _COLS = 16, 512  # of a program that moves rows
+
+
+def of_counts(counts: Tensor, rows: int, *, backwards: bool) -> RowMap:
+    """See :meth:`snip_megatron.numerics.quantize.operands.RowMap.of_counts`. ``rows`` is a multiple of 128, not 0."""
+    row_map = RowMap(counts.new_empty(rows, dtype=torch.int32), counts.new_empty(4, len(counts), dtype=torch.int32))
+    launch(
+        row_map_kernel, (rows // TILE, 1), (counts, *row_map), (), (len(counts),),
+        {"SIZE": triton.next_power_of_2(len(counts)), "BACKWARDS": backwards}, LAUNCH["row map"],
+    )  # fmt: skip
+    return row_map
 
 
 def pad(rows: RowMap, x: Tensor) -> Tensor:

@@ -30,4 +30,5 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     assert experts.shape == (rows,)
     for first in range(0, rows, TILE):
         (expert,) = set(experts[first : first + TILE].tolist())  # a tile of rows is of one expert
-        d[first : first + TILE] = left[first : first + TILE] @ right[expert].t()
+        if expert >= 0:  # the last tiles may be of no expert
+            d[first : first + TILE] = left[first : first + TILE] @ right[expert].t()

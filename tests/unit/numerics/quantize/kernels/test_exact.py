@@ -9,7 +9,7 @@ from snip_megatron.numerics.products.grouped import GroupRows, group_rows
 from snip_megatron.numerics.products.grouped_hopper import add_wgrad
 from snip_megatron.numerics.quantize import derive_seeds, operands
 from snip_megatron.numerics.quantize.device_keys import DeviceKeys, LinearIdentity
-from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair
+from snip_megatron.numerics.quantize.operands import CachedPair, ExactOperand, OperandPair, RowMap
 from snip_megatron.numerics.quantize.reference import Rotation
 
 from ..specs import spec
@@ -207,6 +207,34 @@ def test_rows_of_experts_are_padded_and_unpadded(
     padded = rows.pad(x)
     assert torch.equal(quantizers.call("pad", rows.map, x), padded)
     assert torch.equal(quantizers.call("unpad", rows.map, padded, len(x)), x)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("splits", [(3, 0, 128, 130, 32), (0, 0, 7), (1,) * 37, (0, 256)])
+def test_the_device_finds_the_rows_of_experts(quantizers: Quantizers, splits: tuple[int, ...], backwards: bool) -> None:
+    """The same rows as those that the host finds, and after them tiles of no expert."""
+    known, counts = rows_of(splits, backwards=backwards).map, torch.tensor(splits)
+    rows = (sum(splits) + 127 * len(splits)) // 128 * 128
+    for found in (
+        RowMap.of_counts(counts, rows, backwards=backwards),
+        quantizers.call("of_counts", counts, rows, backwards=backwards),
+    ):
+        assert torch.equal(found.table, known.table)
+        experts, others = found.experts.split([len(known.experts), rows - len(known.experts)])
+        assert torch.equal(experts, known.experts)
+        assert (others == -1).all()
+
+
+def test_tiles_of_no_expert_are_zero_and_no_rows_come_from_them(quantizers: Quantizers) -> None:
+    counts, x = torch.tensor((3, 0, 130)), matrix(133, 256)
+    rows = RowMap.of_counts(counts, 512, backwards=True)
+    padded = quantizers.call("pad", rows, x)
+    assert torch.equal(padded, rows.pad(x))
+    assert not padded[384:].any()
+    padded[384:] = torch.nan
+    assert torch.equal(quantizers.call("unpad", rows, padded, len(x)), x)
+    found = quantizers.call("quantize_operands", x, spec("fp8"), None, rows)
+    assert_operands(found, operands.quantize_operands(rows.pad(x), spec("fp8")))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""Copies between the distributed optimizer and the model, for all parameters in one launch.
+
+Megatron copies the FP32 parameters into the model one by one, and takes a view of every gradient. With a thousand
+weights of experts this takes the host 27 ms a step, longer than the GPU takes for Adam. The results are the same, bit
+for bit.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from snip_megatron.megatron.compat.versions import check_signature
+
+check_signature(DistributedOptimizer._copy_main_params_to_model_params, "self")
+check_signature(DistributedOptimizer._copy_model_grads_to_main_grads, "self")
+check_signature(DistributedOptimizer._get_model_param_range_map, "self", "param")
+
+
+def fuse_copies(optimizer: Any) -> None:
+    """Replace the copies of the distributed optimizers in ``optimizer``, where they have Megatron's plain form.
+
+    Parameters in FP8, Megatron-FSDP, and optimizers that hold the main parameters themselves have copies of their own.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and _is_plain(part):
+            copies = _Copies(part)
+            part._copy_main_params_to_model_params = copies.update_model
+            part._copy_model_grads_to_main_grads = copies.take_gradients
+
+
+def _is_plain(optimizer: Any) -> bool:
+    ddp, config = optimizer.ddp_config, optimizer.config
+    quantized = getattr(ddp, "fp8_param_gather", False) or getattr(ddp, "fp4_param_gather", False)
+    own = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or config.optimizer_cpu_offload
+    return not (optimizer.is_stub_optimizer or ddp.use_megatron_fsdp or quantized or own)
+
+
+class _Copies:
+    """The copies of one optimizer. Megatron's own functions run where tensors are not as they are expected.
+
+    The views that are copied are made once, and again when a tensor that they depend on is another one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._copy_params = optimizer._copy_main_params_to_model_params
+        self._copy_grads = optimizer._copy_model_grads_to_main_grads
+        self._params: tuple[list[Any], list[tuple[list[Tensor], list[Tensor]]]] = ([], [])
+        self._grads: tuple[list[Any], list[Tensor]] = ([], [])
+
+    @torch.no_grad()
+    def update_model(self) -> None:
+        """Copy this rank's shard of the FP32 parameters into the buffers of the model."""
+        pairs = self._pairs()
+        mains, buffers = [main for main, _ in pairs], self._buffers()
+        if any(main.device != buffers[0].device for main in mains):
+            self._copy_params()
+            return
+        sources = [*mains, *buffers]
+        if not _same(sources, self._params[0]):
+            self._params = sources, self._groups(pairs)
+        for shards, masters in self._params[1]:
+            torch._foreach_copy_(shards, masters)
+
+    def take_gradients(self) -> None:
+        """Let the FP32 parameters have this rank's shard of ``main_grad`` as their gradients."""
+        pairs = self._pairs()
+        grads = [getattr(param, "main_grad", None) for _, param in pairs]
+        if any(grad is None or grad.dtype is not torch.float32 for grad in grads):
+            self._copy_grads()
+            return
+        if not _same(grads, self._grads[0]):
+            shards = [self._shard(grad, param, "param") for grad, (_, param) in zip(grads, pairs, strict=True)]
+            self._grads = grads, shards
+        for (main, _), shard in zip(pairs, self._grads[1], strict=True):
+            main.grad = shard
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Return this rank's shards of the FP32 parameters, each with its parameter of the model."""
+        optimizer = self._optimizer
+        kinds = (
+            (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
+            (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
+        )
+        return [pair for kind in kinds for groups in zip(*kind, strict=True) for pair in zip(*groups, strict=True)]
+
+    def _buffers(self) -> list[Tensor]:
+        return [bucket.param_data for buffer in self._optimizer.buffers for bucket in buffer.buckets]
+
+    def _groups(self, pairs: list[tuple[Any, Any]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Return the shards of the model and of the optimizer, apart by the dtype of the model's."""
+        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for main, param in pairs:
+            index, _, bucket = self._optimizer.model_param_gbuf_map[param]
+            data = self._optimizer.buffers[index].buckets[bucket].param_data
+            shards, masters = groups.setdefault(data.dtype, ([], []))
+            shards.append(self._shard(data, param, "gbuf_world_in_bucket"))
+            masters.append(main)
+        return list(groups.values())
+
+    def _shard(self, tensor: Tensor, param: Any, name: str) -> Tensor:
+        """Return this rank's range of a tensor. Ranges of the name ``name`` count from its first element."""
+        bounds = self._optimizer._get_model_param_range_map(param)[name]
+        return tensor.view(-1)[bounds.start : bounds.end]
+
+
+def _same(tensors: list[Any], before: list[Any]) -> bool:
+    return len(tensors) == len(before) and all(map(operator.is_, tensors, before))
