@@ -68,7 +68,7 @@ class _Copies:
     def take_gradients(self) -> None:
         """Let the FP32 parameters have this rank's shard of ``main_grad`` as their gradients."""
         pairs = self._pairs()
-        grads = [getattr(param, "main_grad", None) for _, param in pairs]
+        grads: list[Any] = [getattr(param, "main_grad", None) for _, param in pairs]
         if any(grad is None or grad.dtype is not torch.float32 for grad in grads):
             self._copy_grads()
             return
