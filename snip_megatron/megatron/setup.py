@@ -264,7 +264,10 @@ class SnipRun:
             controller.before_step(call.step, probe)
             self.graphs.recapture(call.step)
         started = time.perf_counter()
-        result = train_step()
+        try:
+            result = train_step()
+        except compat.RecaptureError as error:
+            raise _broken(call.step, "recapture", error.__cause__ or error) from error
         if result[_SHOULD_EXIT]:  # no weight has changed, and a resumed job runs the step again
             return result
         if self._probes is not None:
@@ -374,4 +377,8 @@ def _between_steps(step: int, part: str) -> Iterator[None]:
     except SnipError:
         raise
     except Exception as error:
-        raise UpdateBrokenError(step, Failure.of(part, error), error, "SNIP's work") from error
+        raise _broken(step, part, error) from error
+
+
+def _broken(step: int, part: str, error: BaseException) -> UpdateBrokenError:
+    return UpdateBrokenError(step, Failure.of(part, error), error, "SNIP's work")

@@ -248,7 +248,7 @@ class Failure(NamedTuple):
     unsupported: bool  # a SnipError: the model or the loop is not one that SNIP measures
 
     @classmethod
-    def of(cls, part: str, error: Exception) -> "Failure":
+    def of(cls, part: str, error: BaseException) -> "Failure":
         """Describe an exception of this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         memory, unsupported = isinstance(error, torch.OutOfMemoryError | MemoryError), isinstance(error, SnipError)
@@ -280,7 +280,7 @@ class UpdateBrokenError(SnipError):
 
     exit_code = EXIT_UPDATE_BROKEN
 
-    def __init__(self, step: int, failure: Failure, error: Exception, work: str = "the update") -> None:
+    def __init__(self, step: int, failure: Failure, error: BaseException, work: str = "the update") -> None:
         advice = "; lower --micro-batch-size" if failure.out_of_memory else ""
         super().__init__(
             f"{failure}; {work} of step {step} failed where other ranks wait for this one, so the job ends: restart"

@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launch import tiny_llama_args
+from launch import error_lines, tiny_llama_args
 from warm_ranks import WarmRanks
 
 from snip_megatron.precision import Gemm
+from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
 from snip_megatron.runtime.run_data import read_maps, read_metrics
 
 LAYERS = [0, 1]
@@ -54,3 +55,15 @@ def test_graphs_hold_all_but_the_experts_and_follow_the_map(warm: WarmRanks, tmp
     assert changed, "the second map is another one"
     expected += [again] if again else []
     assert [call["layers"] for call in calls] == expected
+
+
+def test_a_capture_that_fails_at_an_adoption_ends_in_one_line(warm: WarmRanks, tmp_path: Path) -> None:
+    args = tiny_llama_args(*EXPERTS, *SNIP, *GRAPHS, "--snip-dir", str(tmp_path / "run"), iters=12)
+    failure = [5, 0, "megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs", "OutOfMemoryError"]
+    env = {"CAPTURES": str(tmp_path / "captures"), "ALTER": "fail", "FAIL": json.dumps([failure])}
+    ended = warm.run(1, args, module="altered_pretrain", env=env, tmp=tmp_path)
+    assert ended.returncode == EXIT_UPDATE_BROKEN
+    (line,) = error_lines(ended)
+    assert "adoption: OutOfMemoryError: injected into create_cudagraphs; SNIP's work of step 5 failed" in line
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(4))  # step 4's come with step 5's
+    assert list(read_maps(tmp_path / "run")) == [5]

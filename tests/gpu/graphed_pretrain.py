@@ -4,9 +4,10 @@ Each rank writes ``rank<k>.json``: ``losses`` (last pipeline stage) and ``grad_n
 ``replays`` (step from 1 -> CUDA graphs that were replayed in it), ``milliseconds`` of each step, ``free`` (bytes of the
 card after it) and ``weights`` (SHA-256 of each parameter at the end, sorted: layers of Transformer Engine's own order
 theirs in another way). With ``FILL=<step>:<bytes>`` all but so many bytes of the card are taken after that step, and
-no weights are written. Linears get the names of ``snip_te_map`` where arguments have its factory. Gated delta nets in
-deterministic mode take their norm from torch too: every process would choose by times in which order that of
-flash-linear-attention sums.
+no weights are written. With ``FAIL=<step>:<kind>`` the first capture after that step fails: by an exception, or out of
+``memory``. A SnipError ends the training as it ends the entry. Linears get the names of ``snip_te_map`` where arguments
+have its factory. Gated delta nets in deterministic mode take their norm from torch too: every process would choose by
+times in which order that of flash-linear-attention sums.
 """
 
 import ctypes
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from snip_megatron.megatron.startup import prepare
+from snip_megatron.megatron.startup import prepare, report
+from snip_megatron.precision.errors import SnipError
 from snip_megatron.pretrain_gpt import parse_snip_arguments
 
 
@@ -31,6 +33,8 @@ class Recorder:
     def __init__(self) -> None:
         self.body: dict[str, Any] = {"losses": {}, "grad_norms": {}, "replays": {}, "milliseconds": {}, "free": {}}
         self._fill_after, self._leave = map(int, os.environ.get("FILL", "0:0").split(":"))
+        fail_after, _, self._kind = os.environ.get("FAIL", "0:").partition(":")
+        self._fail_after = int(fail_after)
         self._model: list[torch.nn.Module] = []
         self._replays = 0
         replay = torch.cuda.CUDAGraph.replay
@@ -55,6 +59,8 @@ class Recorder:
             self.body["replays"][number] = self._replays
             if number == self._fill_after:
                 self._fill()
+            if number == self._fail_after:
+                torch.nn.modules.module.register_module_forward_pre_hook(self._fail)
             self.body["free"][number] = torch.cuda.mem_get_info()[0]
             return result
 
@@ -66,6 +72,13 @@ class Recorder:
         address = ctypes.c_uint64()
         code = ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
         assert code == 0, f"cuMemAlloc of {size} bytes: error {code}"
+
+    def _fail(self, *_: Any) -> None:
+        """Fail in a capture as a layer would."""
+        if torch.cuda.is_current_stream_capturing():
+            if self._kind == "memory":
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            raise RuntimeError("injected into a capture")
 
     def _digests(self) -> list[str]:
         for chunk in self._model:
@@ -89,7 +102,7 @@ def _named(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     return chunks
 
 
-def main() -> None:
+def main() -> int:
     startup = prepare(sys.argv[1:], parse_snip_arguments(sys.argv[1:]).snip_no_compat)
     from snip_megatron.megatron import compat
     from snip_megatron.megatron.compat import pretraining
@@ -112,9 +125,13 @@ def main() -> None:
     compat.wrap_train_step(recorder.wrap)
     try:
         run(startup)
+    except SnipError as error:
+        report(error, "pretrain_gpt")
+        return error.exit_code
     finally:
         recorder.write(Path(os.environ["TRACE"]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

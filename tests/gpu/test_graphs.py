@@ -18,8 +18,10 @@ from dense_names import dense_names
 from forked_ranks import can_fork, run_ranks
 
 from snip_megatron.precision import Format, PrecisionMap
+from snip_megatron.runtime.exchange import EXIT_UPDATE_BROKEN
+from snip_megatron.runtime.run_data import read_metrics
 
-STEPS, SAVED, LAYERS = 14, 8, 4
+STEPS, SAVED, ADOPTED, LAYERS = 14, 8, 5, 4
 AT_ONCE = {1: int(os.environ.get("AT_ONCE", 12)), 2: 2}
 """Trainings at the same time, by ranks. Collectives of many that take turns hardly ever run on both GPUs at once."""
 IMPLEMENTATIONS = ("local", "transformer_engine", "full_iteration")
@@ -110,11 +112,22 @@ class Trainings:
             self._runs[key] = self._pools[1].submit(resume)
         return self._runs[key]
 
+    def failing(self, graphs: str, kind: str) -> Future[dict[str, Any]]:
+        """An fp4 training whose first capture fails after the adoption before step :data:`ADOPTED`."""
+        key = ("failing", graphs, kind)
+        if key not in self._runs:
+            failure = {"FAIL": f"{ADOPTED}:{kind}"}
+            number = len(self._runs)
+            self._runs[key] = self._pools[1].submit(self._train, number, "fp4", graphs, (), "one", failure)
+        return self._runs[key]
+
     def end(self) -> None:
         for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
 
-    def _train(self, number: int, kind: str, graphs: str | None, extra: tuple[str, ...], layout: str) -> dict[str, Any]:
+    def _train(
+        self, number: int, kind: str, graphs: str | None, extra: tuple[str, ...], layout: str, failure: Any = None
+    ) -> dict[str, Any]:
         run = self._folder / f"{number}-{kind}-{graphs}-{layout}"
         run.mkdir()
         snip = shlex.split(MAPS[kind].format(folder=self._folder))
@@ -125,12 +138,12 @@ class Trainings:
         arguments = [*LLAMA, *grouped, "--train-iters", str(STEPS), *snip, *captured, *shlex.split(parallel)]
         arguments += [each.format(run=run) for each in extra]
         logs = [run / f"log{rank}" for rank in range(ranks)]
-        environment = {"TRACE": str(run / "trace"), "OMP_NUM_THREADS": "1", "NCCL_MAX_CTAS": "8"}
+        environment = {"TRACE": str(run / "trace"), "OMP_NUM_THREADS": "1", "NCCL_MAX_CTAS": "8"} | (failure or {})
         codes = run_ranks(
             ranks, "graphed_pretrain", arguments, folder=run, environment=environment, timeout=420,
             outputs=[(log, log) for log in logs],
         )  # fmt: skip
-        if any(codes):
+        if any(codes) and failure is None:
             texts = "\n".join(log.read_text()[-3000:] for log, code in zip(logs, codes, strict=True) if code)
             raise RuntimeError(f"{run.name}: exit codes {codes}\n{texts}")
         bodies = [json.loads((run / "trace" / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -140,7 +153,7 @@ class Trainings:
         body["weights"] = [each["weights"] for each in bodies]
         events = run / "snip" / "events.jsonl"
         body["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        return body | {"folder": str(run)}
+        return body | {"folder": str(run), "codes": codes, "log": logs[-1].read_text(errors="replace")}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +181,9 @@ def on_one(trainings: Trainings) -> Trainings:
         trainings.saving("fp4", graphs)
     for graphs in ("local", "transformer_engine"):
         trainings.resumed("fp4", graphs)
+    for graphs in IMPLEMENTATIONS:
+        for kind in ("exception", "memory"):
+            trainings.failing(graphs, kind)
     return trainings
 
 
@@ -239,6 +255,23 @@ def test_a_resumed_run_goes_on_bit_for_bit(on_one: Trainings, graphs: str) -> No
     assert min(resumed["losses"]) == SAVED + 1
     assert resumed["replays"][STEPS] > 0
     same_steps(whole, resumed)
+
+
+@pytest.mark.parametrize("kind", ["exception", "memory"])
+@pytest.mark.parametrize("graphs", IMPLEMENTATIONS)
+def test_a_capture_that_fails_after_an_adoption_ends_in_a_line(on_one: Trainings, graphs: str, kind: str) -> None:
+    undisturbed, failed = on_one.begin("fp4", graphs).result(), on_one.failing(graphs, kind).result()
+    log = failed["log"]
+    assert failed["codes"] == [EXIT_UPDATE_BROKEN], log[-4000:]
+    (line,) = [line for line in log.splitlines() if line.startswith("pretrain_gpt: ")]
+    assert f"; SNIP's work of step {ADOPTED + (graphs == 'full_iteration')} failed" in line, line
+    assert "Traceback" not in log, log[-4000:]
+    assert len(failed["losses"]) == ADOPTED + (graphs == "full_iteration")
+    for name in ("losses", "grad_norms"):
+        assert failed[name] == {step: undisturbed[name][step] for step in failed[name]}
+    assert [event["step"] for event in failed["events"] if event["event"] == "adopt"] == [ADOPTED]
+    rows = read_metrics(Path(failed["folder"]) / "snip")
+    assert [row["step"] for row in rows] == list(range(len(failed["losses"]) - 1))  # the last come with the next step's
 
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "fp4") for name in BESIDE_EXPERTS), ("experts", "fp8")])

@@ -13,6 +13,7 @@ from snip_megatron.megatron.compat.gradients import (
 )
 from snip_megatron.megatron.compat.graphs import (
     IMPLEMENTATIONS,
+    RecaptureError,
     graph_implementation,
     graphs_bypassed,
     graphs_leave_experts_out,

@@ -100,6 +100,10 @@ def schedule_without_graph(forward_backward_func: Callable[..., Any]) -> Callabl
     return inner
 
 
+class RecaptureError(Exception):
+    """Graphs could not be captured again after the map had changed. The exception of the capture is the cause."""
+
+
 class Graphs:
     """Base class of the graphs of one implementation in this process.
 
@@ -108,7 +112,18 @@ class Graphs:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._again = False  # whether the next capture replaces graphs
         self._undo = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def _capture(self) -> Iterator[None]:
+        """Raise RecaptureError if a capture of the training step inside this context fails that a map has caused."""
+        try:
+            yield
+        except Exception as error:
+            if self._again:
+                raise RecaptureError from error
+            raise
 
     @property
     def captured(self) -> bool:
@@ -173,7 +188,9 @@ class LocalGraphs(Graphs):
         allocate = core.alloc_tensor_from_graph_mempool
 
         def timed(record: Any) -> Any:
-            if figures := create():
+            with self._capture():
+                figures = create()
+            if figures:
                 self.seconds += figures["time"]
             return figures
 
@@ -198,6 +215,7 @@ class LocalGraphs(Graphs):
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         # The next step is recorded.
+        self._again = True
         torch.cuda.synchronize()
         pool = core.CudaGraphManager.global_mempool  # the deletion forgets it
         for chunk in model:
@@ -232,6 +250,8 @@ class LocalGraphs(Graphs):
 class FullIterationGraphs(Graphs):
     """One graph of all forwards and backwards of a step. The first steps run without it."""
 
+    _warmup = 0
+
     @property
     def captured(self) -> bool:
         return FullCudaGraphWrapper.cuda_graph["training"] is not None
@@ -240,6 +260,7 @@ class FullIterationGraphs(Graphs):
         self, model: Sequence[torch.nn.Module], args: Any, layers: Sequence[torch.nn.Module] | None = None
     ) -> None:
         # The next step runs without a graph and compiles kernels. The one after it captures.
+        self._again, self._warmup = True, args.cuda_graph_warmup_steps
         torch.cuda.synchronize()
         FullCudaGraphWrapper.reset_cuda_graph(None, "training")  # a method that only uses the class
         FullCudaGraphWrapper.curr_iteration["training"] = args.cuda_graph_warmup_steps - 1
@@ -251,7 +272,9 @@ class FullIterationGraphs(Graphs):
             before, started = self.captured, time.perf_counter()
             if not before:
                 _gather_in_the_step(named["model"])
-            result = forward_backward_func(**named)
+            captures = not before and FullCudaGraphWrapper.curr_iteration["training"] == self._warmup
+            with self._capture() if captures else contextlib.nullcontext():
+                result = forward_backward_func(**named)
             if self.captured and not before:
                 self.seconds += time.perf_counter() - started
             return result

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -85,3 +86,30 @@ def test_layers_of_changed_linears() -> None:
     assert layers_of(layers, [nested, layers[1][0], layers[1][1][0]]) == [layers[1], layers[3]]
     assert layers_of(layers, []) is None
     assert layers_of(layers, [layers[0][0], torch.nn.Linear(1, 1)]) is None, "a linear in no captured layer"
+
+
+# -- captures that fail ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("implementation", ["local", "full_iteration"])
+def test_a_capture_that_fails_says_whether_a_map_has_caused_it(
+    args: argparse.Namespace, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU Megatron's own captures fail."""
+    monkeypatch.setattr(FullCudaGraphWrapper, "curr_iteration", {"training": args.cuda_graph_warmup_steps})
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_record", [(torch.nn.Linear(1, 1), "fwd")])
+    graphs = compat.IMPLEMENTATIONS[implementation]()
+
+    def capture(model: Any) -> None:
+        if implementation == "local":
+            _CudagraphGlobalRecord.create_cudagraphs()
+        torch.cuda.CUDAGraph().capture_begin()
+
+    try:
+        with pytest.raises((RuntimeError, ValueError)) as own:
+            graphs.timed(capture)(model=[])
+        with pytest.raises((AssertionError, RuntimeError)):  # at the device
+            graphs.recapture([], args)
+        with pytest.raises(compat.RecaptureError) as caused:
+            graphs.timed(capture)(model=[])
+        assert repr(caused.value.__cause__) == repr(own.value)
+    finally:
+        graphs.close()
