@@ -181,9 +181,9 @@ def on_one(trainings: Trainings) -> Trainings:
         trainings.saving("fp4", graphs)
     for graphs in ("local", "transformer_engine"):
         trainings.resumed("fp4", graphs)
-    for graphs in IMPLEMENTATIONS:
+    for failing in IMPLEMENTATIONS:
         for kind in ("exception", "memory"):
-            trainings.failing(graphs, kind)
+            trainings.failing(failing, kind)
     return trainings
 
 
