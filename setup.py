@@ -18,6 +18,7 @@ REQUIREMENTS = [
     "numpy>=2",
     "scipy>=1.14",  # the linear program of a plan
     "jinja2>=3",  # torch needs it as well
+    "PyYAML>=6",  # omegaconf needs it as well
     "packaging>=24",  # megatron-core needs it as well
     "psutil>=6",  # Megatron's distributed checkpoint asserts it, without declaring it
 ]

@@ -20,6 +20,7 @@ from snip_megatron.precision.errors import SnipError, installed_version, located
 from snip_megatron.runtime.agreement import Terms, configuration_table, of_launcher, rank_device, together
 from snip_megatron.runtime.config import SnipConfig, resolve_arguments
 from snip_megatron.runtime.defaults import FASTEST, LOSS, backend_of, dominated
+from snip_megatron.runtime.options import given_options
 from snip_megatron.timing.cost_model import load_cost_model
 
 if TYPE_CHECKING:
@@ -68,12 +69,13 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
     if not getattr(args, "snip", False):
         return resolve_arguments(args), []
     te_linears = args.transformer_impl == "transformer_engine"
-    native = native_backend(args.snip_gemm or SnipConfig.gemm, te_linears=te_linears)
-    config = resolve_arguments(args, native or _named_backend(args.snip_timings))
+    options = given_options(args, SnipConfig)
+    native = native_backend(options.get("gemm", SnipConfig.gemm), te_linears=te_linears)
+    config = resolve_arguments(args, native or _named_backend(options.get("timings")))
     if not config.updates and not config.late:
         return config, []
     lines = [dominated(config.budget, config.formats, native)]
-    if args.snip_budget is None:
+    if "budget" not in options:
         free = "" if native else ": formats are emulated on this machine, which saves no time"
         budget = f"--snip-budget {config.budget} over {','.join(config.formats)}, schedule {config.schedule}{free}"
         if config.budget == FASTEST:
@@ -83,6 +85,22 @@ def configuration(args: argparse.Namespace) -> tuple[SnipConfig, list[str]]:
             )
         lines.insert(0, budget)
     return config, [line for line in lines if line]
+
+
+def check_own_arguments(args: argparse.Namespace) -> None:
+    """Check SNIP's arguments, and the files that they name, before Megatron has validated its own and printed them.
+
+    Raises SnipError as :func:`configuration`, or if a file cannot be read.
+    """
+    if getattr(args, "use_checkpoint_args", False):  # which replace some of these later
+        return
+    with rank_device():
+        config, _ = configuration(args)
+        if config.enabled:
+            from snip_megatron.megatron.conversion import with_resolved_gemm
+
+            with_resolved_gemm(config, args)  # which reads the maps
+            _named_backend(config.timings)
 
 
 def _named_backend(timings: str | None) -> str | None:

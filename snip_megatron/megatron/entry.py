@@ -11,7 +11,7 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from snip_megatron.megatron import compat
-from snip_megatron.megatron.attachment import prepare_megatron, prepare_run
+from snip_megatron.megatron.attachment import check_own_arguments, prepare_megatron, prepare_run
 from snip_megatron.megatron.compat import pretraining
 from snip_megatron.megatron.datasets import check_data, get_batch, packed_documents, provide_datasets
 from snip_megatron.megatron.startup import Startup
@@ -39,7 +39,7 @@ def prepare(startup: Startup) -> tuple[Callable[[], None], Terms]:
     configuration cannot work.
     """
     shown: list[str] = []
-    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown))
+    args = pretraining.parse_arguments(functools.partial(provide_arguments, startup, shown), check_own_arguments)
     check_data(args)
     check_layers_of_experts(args)
     prepare_megatron(args, startup, shown)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from snip_megatron.numerics.products import BACKENDS, LIBRARIES
 from snip_megatron.precision import FOUR_BIT, GRANULARITIES, Format, candidates_fault
@@ -305,6 +305,8 @@ def resolve_arguments(args: argparse.Namespace, backend: str | None = None) -> S
     """
     options = given_options(args, SnipConfig)
     if not getattr(args, "snip", False):
+        if getattr(args, "snip_config", None) is not None:
+            raise SnipError("--snip-config has no effect without --snip: add --snip, or leave it out")
         # The entry applies compatibility patches with or without SNIP.
         if without_effect := [name for name in options if name != "no_compat"]:
             argument = f"--snip-{without_effect[0].replace('_', '-')}"
@@ -395,7 +397,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--snip", action="store_true", help="choose the format of every GEMM while training")
     add_options(group, SnipConfig)
     add_settings(group)
+    group.add_argument("--snip-help", action=_SnipHelp, help="list SNIP's arguments alone, and exit")
     return parser
+
+
+class _SnipHelp(argparse.Action):
+    """Prints the help of SNIP's arguments, without Megatron's, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, *_: Any) -> NoReturn:
+        own = argparse.ArgumentParser(add_help=False, usage="<Megatron's arguments> --snip [--snip-...]")
+        add_arguments(own).print_help()
+        raise SystemExit(0)
 
 
 class _Help(argparse.HelpFormatter):
@@ -429,7 +444,7 @@ def parse_snip_arguments(argv: Sequence[str]) -> argparse.Namespace:
         if argument.startswith("--snip-"):
             close = did_you_mean(argument, parser._option_string_actions)
             raise SnipError(f"unrecognized arguments: {cut(argument)}{close}")
-    args.snip_no_compat = tuple(args.snip_no_compat or ())
+    args.snip_no_compat = given_options(args, SnipConfig).get("no_compat", ())
     return args
 
 

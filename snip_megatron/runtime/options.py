@@ -11,9 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from snip_megatron.precision import Format
-from snip_megatron.precision.errors import SnipError, cut, did_you_mean
+from snip_megatron.precision.errors import SnipError, cut, did_you_mean, located
 from snip_megatron.precision.phases import AUTO, Schedule
+from snip_megatron.precision.strict_json import check_schema, mapping, read_file, read_object
+from snip_megatron.runtime.run_data import CONFIG, RUN_SCHEMA
 
 LISTS = ("formats",)  # comma separated; the other tuples are arguments that may be repeated
 
@@ -109,6 +113,10 @@ def add_options(
 
 
 def add_settings(group: Any) -> None:
+    """Add ``--snip-config`` and ``--snip-settings``, which set any field of the configuration."""
+    text = "YAML or JSON file of options by the names of their fields, or a run directory or its config.json, whose"
+    text += " options are taken; an argument on the command line wins"
+    group.add_argument("--snip-config", metavar="FILE", help=text)
     text = "value of a setting that has no argument of its own (docs/arguments.md), or a JSON object of several"
     group.add_argument("--snip-settings", action="append", metavar="NAME=VALUE", help=f"{text}; repeatable")
 
@@ -116,9 +124,11 @@ def add_settings(group: Any) -> None:
 def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "snip_") -> dict[str, Any]:
     """Return the fields that the user has set by arguments of :func:`add_options` and :func:`add_settings`.
 
-    The names of these arguments in ``args`` begin with ``prefix``.
+    An argument takes precedence over a setting, and both over the file of ``--snip-config``. The names of these
+    arguments in ``args`` begin with ``prefix``.
     """
-    values: dict[str, Any] = {}
+    file = getattr(args, "snip_config", None)
+    values = {} if file is None else _read_options(Path(file), configuration)
     for text in getattr(args, "snip_settings", None) or ():
         values |= _settings(text, configuration)
     for f in dataclasses.fields(configuration):
@@ -127,6 +137,35 @@ def given_options(args: argparse.Namespace, configuration: Any, prefix: str = "s
             words = filter(None, value.split(",")) if f.name in LISTS else value
             values[f.name] = tuple(words) if isinstance(f.default, tuple) else value
     return values
+
+
+def _read_options(path: Path, configuration: Any) -> dict[str, Any]:
+    """Return the options of a ``--snip-config`` file: a flat object of them, or a run's ``config.json``."""
+    if path.is_dir():
+        path /= CONFIG
+    where = f"--snip-config {path}"
+    content = read_file(path, where)
+    with located(where):
+        body = read_object(content) if path.suffix == ".json" else _yaml_object(content)
+        if "schema" in body:
+            check_schema(body, RUN_SCHEMA)
+            # A run stores sizes of its model too, and beside its options a first update that follows from its length.
+            stored = {**mapping(body.get("config"), "config")}
+            if "first_update" in mapping(body.get("facts", {}), "facts"):
+                stored["first_update"] = body["facts"]["first_update"]
+            names = [f.name for f in dataclasses.fields(configuration)[1:]]
+            body = {name: stored[name] for name in names if stored.get(name) is not None}
+        return _checked_values(body, configuration, "")
+
+
+def _yaml_object(content: bytes) -> dict[str, Any]:
+    try:
+        body = yaml.safe_load(content)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SnipError(f"not YAML: {error}") from None
+    if not isinstance(body, dict) or not all(isinstance(name, str) for name in body):
+        raise SnipError("not an object of options by name")
+    return body
 
 
 def _settings(text: str, configuration: Any) -> dict[str, Any]:
@@ -141,16 +180,19 @@ def _settings(text: str, configuration: Any) -> dict[str, Any]:
 def _checked_values(values: Mapping[str, Any], configuration: Any, where: str) -> dict[str, Any]:
     """Return values of fields as their types. ``where`` begins the SnipError about an unknown name or another type."""
     fields = {f.name: f for f in dataclasses.fields(configuration)[1:]}
-    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in checked.items():
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, str) and name in LISTS:
+            value = value.split(",")
+        checked[name] = value = tuple(value) if isinstance(value, list) else value
         if name not in fields:
             raise SnipError(f"{where}{cut(name)}: unknown{did_you_mean(name, fields)}")
         default = fields[name].default
         kind = type(default) if isinstance(default, (bool, int, float, tuple)) else str
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise SnipError(f"{where}{name}: expected {kind.__name__}, not {cut(json.dumps(value))}")
+            raise SnipError(f"{where}{name}: expected {kind.__name__}, not {cut(value)}")
         if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
-            raise SnipError(f"{where}{name}: expected a list of texts, not {cut(json.dumps(value))}")
+            raise SnipError(f"{where}{name}: expected texts, not {cut(value)}")
     return checked
 
 

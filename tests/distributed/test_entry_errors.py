@@ -56,6 +56,7 @@ def test_wrong_argument_is_one_line_without_a_launcher(extra: list[str], message
     ("extra", "message"),
     [
         (["--snip", "--snip-budget", "fp4=1.7"], "--snip-budget fp4=1.7: the share must be a number between 0 and 1"),
+        (["--snip", "--snip-map", "/dev/null"], "--snip-map /dev/null: not JSON"),
         (["--snip-policy", "fisher"], "--snip-policy has no effect without --snip: add --snip, or leave it out"),
         (["--num-layer", "2"], "unrecognized arguments: --num-layer 2; did you mean --num-layers?"),
         (["--tensor-model-parallel-size", "2"], "Megatron refuses the arguments: world size (1) is not divisible"),
@@ -81,7 +82,10 @@ def test_what_is_refused_beside_megatron_is_one_line(
 ) -> None:
     (tmp_path / "map.json").write_text(MAP)
     saving = ("--save", "checkpoint", "--save-interval", "1")
-    check_refusal(warm.run(1, tiny_llama_args(*extra, *saving), tmp=tmp_path), message)
+    process = warm.run(1, tiny_llama_args(*extra, *saving), tmp=tmp_path)
+    check_refusal(process, message)
+    if message.startswith(("--snip-budget", "--snip-policy", "--snip-map /dev/null")):
+        assert "arguments ---" not in process.stdout  # before Megatron prints its table
     assert {path.name for path in tmp_path.iterdir()} == {"map.json", "rank0.out", "rank0.err"}  # nothing is written
 
 

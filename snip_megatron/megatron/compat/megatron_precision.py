@@ -4,6 +4,7 @@ Megatron and Transformer Engine then train in BF16. Megatron Bridge's configurat
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from snip_megatron.megatron.startup import say
@@ -89,10 +90,12 @@ def _argument(name: str, value: Any) -> str:
     return argument if value is True else f"{argument} {value}"
 
 
-def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def let_snip_choose(
+    parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None
+) -> argparse.ArgumentParser:
     """Let ``parser`` switch Megatron's FP8 and FP4 off where ``--snip`` is given, before Megatron validates arguments.
 
-    The formats of the recipe become the attribute ``snip_recipe`` of the arguments.
+    The formats of the recipe become the attribute ``snip_recipe`` of the arguments. Then ``check`` is called with them.
     """
     parse = parser.parse_known_args
 
@@ -102,6 +105,8 @@ def let_snip_choose(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             line, args.snip_recipe = switch_off(args)
             if line:
                 say(line)
+        if check is not None:
+            check(args)
         return args, others
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]

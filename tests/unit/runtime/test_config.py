@@ -36,8 +36,10 @@ def flag(name: str) -> str:
 def test_every_option_is_an_argument_with_help_and_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     actions = {action.dest: action for action in parser._actions}
-    assert set(actions) - {"help", "snip", "snip_settings"} == {f"snip_{name}" for name in OPTIONS}
-    assert len(set(actions) - {"help", "snip"}) <= 30  # a user of a job can read them all
+    assert set(actions) - {"help", "snip", "snip_settings", "snip_config", argparse.SUPPRESS} == {
+        f"snip_{name}" for name in OPTIONS
+    }
+    assert len(set(actions) - {"help", "snip"}) <= 32  # a user of a job can read them all
     assert all(actions[f"snip_{name}"].help for name in OPTIONS)
     assert f"; default: {SnipConfig.lag}" in actions["snip_lag"].help
 
@@ -76,6 +78,50 @@ def test_settings() -> None:
     assert refusal(parse, "--snip", "--snip-settings", "probe_token=5")
     wrong = refusal(parse, "--snip", "--snip-settings", '{"map": 5}')
     assert wrong == "--snip-settings map: expected str, not 5"
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    """The command line wins over it, and the configuration that a run stores is accepted back."""
+    file = tmp_path / "snip.yaml"
+    file.write_text("budget: fp4=0.5\nformats: fp8,fp4\npin: ['*.linear_qkv=fp8']\nlag: 3\nno_compat: [cpu]\n")
+    expected = SnipConfig(enabled=True, budget=Budget("fp4", 0.5), pin=("*.linear_qkv=fp8",), lag=3, no_compat=("cpu",))
+    assert parse("--snip", "--snip-config", str(file)) == expected
+    assert parse_snip_arguments(["--snip-config", str(file)]).snip_no_compat == ("cpu",)
+    other = parse("--snip", "--snip-config", str(file), "--snip-lag", "5", "--snip-settings", "probe_tokens=64")
+    assert other == dataclasses.replace(expected, lag=5, probe_tokens=64)
+
+    stored = json.dumps(
+        {"schema": "snip.run/1", "config": {**other.as_dict(), "num_layers": 2}, "facts": {"first_update": 7}}
+    )
+    (tmp_path / "config.json").write_text(stored)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert parse("--snip", "--snip-config", str(path)) == dataclasses.replace(other, first_update=7)
+    assert "without --snip" in refusal(parse, "--snip-config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "buget: fp4=0.5", "buget: unknown; did you mean budget?"),
+        ("a.json", '{"lag": "soon"}', "lag: expected int, not soon"),
+        ("a.yaml", "pin: [1]", "pin: expected texts, not (1,)"),
+        ("a.yaml", "- lag", "not an object of options by name"),
+        ("a.yaml", "{", "not YAML: "),
+        ("a.json", "lag: 3", "not a JSON object (it must start with '{')"),
+        ("a.json", '{"schema": "snip.map/1"}', 'schema: must be "snip.run/1"'),
+    ],
+)
+def test_a_wrong_file_of_options_is_one_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    where = f"--snip-config {tmp_path / name}"
+    assert refusal(parse, "--snip", "--snip-config", str(tmp_path / name)).startswith(f"{where}: {message}")
+
+
+def test_help_lists_snips_arguments_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse_snip_arguments(["--num-layers", "2", "--snip-help"])
+    assert leaving.value.code == 0
+    assert {flag(name) for name in OPTIONS} <= set(capsys.readouterr().out.split())
 
 
 def test_nothing_given_is_the_default_and_disabled() -> None:
