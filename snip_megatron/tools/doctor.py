@@ -31,7 +31,10 @@ MEGATRON = Requirement(f"megatron-core{SUPPORTED}")
 REQUIRED = (
     Requirement("torch>=2.8"),
     MEGATRON,
-    *map(Requirement, ("ortools>=9.15,<10", "numpy>=2", "scipy>=1.14", "omegaconf>=2.3", "psutil>=6", "jinja2>=3")),
+    *map(
+        Requirement,
+        ("ortools>=9.15,<10", "numpy>=2", "scipy>=1.14", "omegaconf>=2.3", "psutil>=6", "jinja2>=3", "PyYAML>=6"),
+    ),
     Requirement("packaging>=24"),
 )
 EXTRAS = (
