@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snip_megatron.precision import Format, Gemm, LinearId, PrecisionMap, format_shares, option_id, split_option_id
+from snip_megatron.reporting.sensitivity import costliest_format
 from snip_megatron.runtime.run_data import Adoption, RunData, number
 
 MAX_POINTS = 2000
@@ -166,7 +167,9 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
 
     - ``codes`` [R][C]: an index into ``formats``, or null if the model has no such linear,
     - ``changed``: the number of changed GEMMs, or null for the first map,
-    - ``scores``: an index into the list ``scores``, or null if the scores are not known.
+    - ``scores``: an index into the lists ``scores`` and ``harms``, or null if the scores are not known.
+
+    ``harms`` are tables [R][C] of the score of each GEMM in its costliest format.
     """
     known = [a for a in adoptions if a.precision_map is not None and a.precision_map.choices]
     keys = dict.fromkeys(key for a in known if a.precision_map for key in a.precision_map.choices)
@@ -201,6 +204,7 @@ def map_payload(adoptions: Sequence[Adoption]) -> dict[str, Any] | None:
         "layers": layers,
         "maps": maps,
         "scores": [[[_cell(table, *cell) for cell in row] for row in cells] for table in tables.values()],
+        "harms": [[[_harm(table, *cell) for cell in row] for row in cells] for table in tables.values()],
     }
 
 
@@ -211,8 +215,18 @@ def _short_kind(stack: str, path: str) -> str:
     return " ".join([*([] if stack == "decoder" else [stack]), *modules, last.removeprefix("linear_")])
 
 
+def _options(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> Any:
+    return scores.get(option_id(linear, gemm), scores.get(linear))  # at granularity layer, those of the linear
+
+
+def _harm(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> float | None:
+    options = _options(scores, linear, gemm)
+    costliest = costliest_format(options)
+    return None if costliest is None else float(f"{options[costliest.value]['q']:.3e}")
+
+
 def _cell(scores: Mapping[str, Any], linear: str, gemm: Gemm) -> dict[str, list[float | None]] | None:
-    options = scores.get(option_id(linear, gemm), scores.get(linear))  # at granularity layer, those of the linear
+    options = _options(scores, linear, gemm)
     if not isinstance(options, Mapping):
         return None
     return {

@@ -153,12 +153,6 @@ def phases_of(run: RunData) -> list[RunPhase]:
     return result
 
 
-def remaining_phases(run: RunData) -> list[RunPhase]:
-    """Return the phases after the last recorded step, the current one cut to its rest. Empty if there are none."""
-    now = _next_step(run)
-    return [replace(phase, begin=max(phase.begin, now)) for phase in phases_of(run) if phase.end > now]
-
-
 def differences(before: PrecisionMap | None, after: PrecisionMap) -> dict[str, str]:
     """Return how the formats of two maps differ, by kind of GEMM, such as ``{"fprop": "12 fp4 → fp8"}``.
 

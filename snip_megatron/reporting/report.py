@@ -22,7 +22,9 @@ from markupsafe import Markup
 from snip_megatron import __version__
 from snip_megatron.precision.errors import needs_extra
 from snip_megatron.reporting.figures import format_figure, loss_figure, map_payload
+from snip_megatron.reporting.health import checks, measured_rise
 from snip_megatron.reporting.map_views import phase_view, recorded_linears, stage_view, unquantised_flops
+from snip_megatron.reporting.sensitivity import unit_of
 from snip_megatron.reporting.summary import RunSummary, headline, sentences, summarise
 from snip_megatron.runtime.account import duration, share_text
 from snip_megatron.runtime.run_data import REPORT, RunData, fields_of, load_run, number
@@ -79,9 +81,13 @@ def render(run: RunData, *, live: bool = False) -> str:
         summary_maps=summary.maps[-MAX_MAP_ROWS:],
         figures=figures,
         maps=map_payload(run.maps),
+        adoptions=len(run.adoptions),
+        unit=unit_of(str(run.config.get("policy")), str(run.config.get("q"))),
         stages=stage_view(run, rows, unreadable),
         phases=phases,
+        checks=checks(run),
         updates=run.updates,
+        rises={adoption.version: rise for adoption in run.adoptions if (rise := measured_rise(adoption))},
         timed=any(update.speedup is not None for update in run.updates),
         faults=[_event_row(event) for event in run.faults],
         events=[_event_row(event) for event in run.events[-MAX_EVENT_ROWS:]],
@@ -154,24 +160,27 @@ def _tiles(run: RunData, summary: RunSummary) -> list[tuple[str, str]]:
     total = summary.total_steps
     of = f" of {total:,}" if total is not None and total > summary.steps else ""
     last = summary.maps[-1] if summary.maps else None
-    predicted = None if last is None or last.predicted is None else f"{last.predicted:.3f}"
     linears = " of the linears" if last is not None and last.predicted_of == "linears" else ""
-    cost = f"{summary.cost_s:.2f} s" + ("" if summary.cost_share is None else f", {summary.cost_share:.2%}")
+    predicted = None if last is None else last.predicted
     measured = None if summary.judged is None else summary.judged.speedup
+    beside = "" if predicted is None else f"; predicted{linears} {predicted:.3f}"
+    loss = summary.loss
+    share = f", {loss.share}" if loss is not None and loss.share else ""
+    of_time = "" if summary.cost_share is None else f", {summary.cost_share:.2%} of the time"
     tiles: list[tuple[str, str | None]] = [
         ("training steps", f"{steps[-1] + 1:,}{of}" if steps else "none"),
-        (f"loss at step {finite[-1][0]:,}" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
-        ("steps with a non-finite loss", f"{len(losses) - len(finite):,}" if 0 < len(finite) < len(losses) else None),
+        (f"loss at step {finite[-1][0]:,}, nats" if finite else "", f"{finite[-1][1]:.4f}" if finite else None),
         ("tokens a second", _figure(summary.tokens_s, ",.0f")),
-        ("speedup over bf16, measured", _figure(measured, ".3f")),
-        (f"speedup{linears} over bf16, predicted", predicted),
+        (f"speedup over bf16, measured{beside}", _figure(measured, ".3f")),
+        (f"speedup{linears} over bf16, predicted", _figure(predicted, ".3f") if measured is None else None),
         (f"speedup over {summary.fp8} everywhere, predicted", _figure(summary.over_fp8, ".3f")),
+        ("GPU hours saved so far", _figure(summary.gpu_hours_saved, ",.3g")),
         ("maps adopted", f"{len(run.maps):,}"),
         ("formats now", _formats_now(run)),
-        ("asked", None if timed is None else str(timed.budget)),
-        ("predicted loss now", _figure(None if timed is None else timed.loss, ".3g")),
-        ("cost of updates", cost if run.updates else None),
-        ("faults", f"{len(run.faults):,}"),
+        ("budget", None if timed is None else str(timed.budget)),
+        (f"predicted rise of the loss, nats{share}", None if loss is None else f"{loss.nats:.2g}"),
+        ("measured rise of the loss, nats", measured_rise(run.adoptions[-1]) if run.adoptions else None),
+        (f"cost of updates{of_time}", duration(summary.cost_s) if run.updates else None),
     ]
     return [(label, value) for label, value in tiles if value is not None]
 

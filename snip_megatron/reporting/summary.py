@@ -6,6 +6,7 @@ end of a run, the report and ``snip report --json`` show them. A running job com
 """
 
 import contextlib
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from snip_megatron.numerics.products import EMULATIONS
 from snip_megatron.precision import PrecisionMap
 from snip_megatron.precision.errors import SnipError
-from snip_megatron.reporting.map_views import Prediction, RunPhase, differences, remaining_phases
+from snip_megatron.reporting.map_views import Prediction, differences
 from snip_megatron.runtime.account import STEPS, TOLERANCE, Account, Stretch, duration, is_quantised
 from snip_megatron.runtime.defaults import in_nats
 from snip_megatron.runtime.run_data import Adoption, RunData, number
@@ -55,6 +56,8 @@ class LossCost:
         bound: the budget ``loss=``, which bounds ``at_end`` with phases and ``nats`` without. None for other budgets.
         low, high: range of the true rise, from the ratios that were measured on small models.
         backward: whether the formats of dgrad and wgrad are included.
+        bf16_loss: the run's present loss, without ``nats``, or that of its last validation in bf16. None if unknown.
+        rise, rise_error: the rise as measured before the map was adopted, and its standard error. None if unmeasured.
         measured: validation loss in the map's formats minus that in bf16. None unless the run validated in both.
         steps: training steps in which the loss falls by ``nats`` at present. None if noise hides its fall.
     """
@@ -68,6 +71,14 @@ class LossCost:
     steps: float | None
     at_end: float | None = None
     bound: float | None = None
+    bf16_loss: float | None = None
+    rise: float | None = None
+    rise_error: float | None = None
+
+    @property
+    def share(self) -> str:
+        """``nats`` as a part of the loss in bf16, as text. Empty if that loss is unknown."""
+        return f"{100 * self.nats / self.bf16_loss:.2g} % of this run's bf16 loss" if self.bf16_loss else ""
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,12 @@ class RunSummary:
         costs: seconds by kind of event.
         loss: None if it cannot be predicted.
         memory: None if it was not recorded.
-        assumes: the assumption of ``saved_run_s`` as half a sentence: the current map stays, or the plan is followed.
+        assumes: the assumption of ``saved_run_s`` as half a sentence.
         tokens_s: tokens a second of the usual steps under the latest map that has a median.
         over_fp8, fp8: predicted speedup of a step under the map in force over one with all linears in ``fp8``, the
             fastest 8-bit format.
         lost: number of records that were never written, by kind.
+        gpus: number of GPUs. 0 on a CPU.
     """
 
     verdict: str
@@ -123,6 +135,12 @@ class RunSummary:
     over_fp8: float | None = None
     fp8: str = ""
     lost: Mapping[str, int] = field(default_factory=dict)
+    gpus: int = 0
+
+    @property
+    def gpu_hours_saved(self) -> float | None:
+        """GPU hours saved so far, minus all costs. None on a CPU, or if the time saved is not known."""
+        return self.saved_s * self.gpus / 3600 if self.saved_s is not None and self.gpus else None
 
     @property
     def cost_s(self) -> float:
@@ -191,6 +209,7 @@ def summarise(run: RunData) -> RunSummary:
         memory=_memory(run),
         tokens_s=_tokens_per_second(run, maps),
         lost=run.lost,
+        gpus=0 if run.facts.get("device", "cpu") == "cpu" else int(number(run.facts.get("world_size")) or 1),
     )
     last = run.adoptions[-1].precision_map if run.adoptions else None
     over = None if prediction is None or last is None else prediction.over_fp8(last, account.latest_bf16_s)
@@ -199,7 +218,7 @@ def summarise(run: RunData) -> RunSummary:
     if summary.why:  # without times in bf16, no stretch has a speedup that a reader could take for a result
         summary = replace(summary, maps=tuple(replace(stretch, bf16=deque()) for stretch in maps), saved_s=None)
     else:
-        saved_run_s, assumes = _saved_over_run(summary, run, prediction)
+        saved_run_s, assumes = _saved_over_run(summary, run)
         summary = replace(summary, saved_run_s=saved_run_s, assumes=assumes)
     return _with_verdict(summary)
 
@@ -214,7 +233,7 @@ def _why_not_judged(run: RunData) -> str:
     return "the batch size ramps up, and steps with it" if run.facts.get("batch_size_ramps") else ""
 
 
-def _saved_over_run(summary: RunSummary, run: RunData, prediction: Prediction | None) -> tuple[float | None, str]:
+def _saved_over_run(summary: RunSummary, run: RunData) -> tuple[float | None, str]:
     """Return the time saved at the end of the run, and what that assumes.
 
     Future updates are assumed to cost as much as those so far.
@@ -226,30 +245,12 @@ def _saved_over_run(summary: RunSummary, run: RunData, prediction: Prediction | 
     step_saving = 0.0
     if last.quantised and last.bf16_s is not None and last.step_s is not None:
         step_saving = last.bf16_s - last.step_s
-    saving, assumes = steps * step_saving, "this map stays"
-    phases = remaining_phases(run)
-    current = run.adoptions[-1].precision_map if run.adoptions else None
-    if any(differences(current, phase.precision_map) for phase in phases):
-        plan_saving = _plan_saving(last, step_saving, phases, prediction)
-        assumes = "this map stays, although the plan changes it"
-        if plan_saving is not None and sum(phase.steps for phase in phases) == steps:
-            saving, assumes = plan_saving, "the plan is followed"
-    return summary.saved_s + saving - _count_future_updates(steps, run.config) * summary.update_s, assumes
-
-
-def _plan_saving(
-    last: Stretch, step_saving: float, phases: Sequence[RunPhase], prediction: Prediction | None
-) -> float | None:
-    """Return the seconds that the remaining phases save.
-
-    The measured saving of a step under the current map is scaled by the ratio of the predicted savings. Returns None if
-    a prediction is missing, or if the current map saves nothing, so that there is nothing to scale.
-    """
-    speedups = [_predicted_speedup(prediction, phase.precision_map, last.predicted_of) or 0.0 for phase in phases]
-    if min(speedups) <= 0.0 or step_saving <= 0 or last.predicted is None or last.predicted <= 1.0:
-        return None
-    scale = step_saving / (1.0 - 1.0 / last.predicted)
-    return math.fsum(p.steps * scale * (1.0 - 1.0 / speedup) for p, speedup in zip(phases, speedups, strict=True))
+    current, phases = run.adoptions[-1].precision_map, [plan.phases for plan in run.plans.values()][-1:]
+    later = [phase.precision_map for phase in itertools.chain(*phases) if phase.begin >= summary.steps]
+    changes = any(differences(current, precision_map) for precision_map in later)
+    assumes = "this map stays" + (", although the plan changes it" if changes else "")
+    future_costs = _count_future_updates(steps, run.config) * summary.update_s
+    return summary.saved_s + steps * step_saving - future_costs, assumes
 
 
 def _tokens_per_second(run: RunData, maps: Sequence[Stretch]) -> float | None:
@@ -271,19 +272,12 @@ def _stretch_prediction(
     """Return the predicted speedup under the map of a stretch, and of what: the whole ``step`` or the ``linears``."""
     if adoption is None or not stretch.quantised:
         return None, ""
-    step = number(adoption.fields.get("step_speedup"))
-    if step is None and adoption.precision_map is not None:
-        step = _predicted_speedup(prediction, adoption.precision_map, "step")
+    step, precision_map = number(adoption.fields.get("step_speedup")), adoption.precision_map
+    if step is None and precision_map is not None:
+        step = precision_map.step_speedup if prediction is None else prediction.step_speedup(precision_map)
     if step is not None:
         return step, "step"
     return (None, "") if adoption.speedup is None else (adoption.speedup, "linears")
-
-
-def _predicted_speedup(prediction: Prediction | None, precision_map: PrecisionMap, of: str) -> float | None:
-    """Return the predicted speedup of the whole ``step`` or of the ``linears`` under a map. None if it is not known."""
-    if of != "step" or prediction is None:
-        return precision_map.step_speedup if of == "step" else precision_map.speedup if of == "linears" else None
-    return prediction.step_speedup(precision_map)
 
 
 # -- loss and memory -----------------------------------------------------------------------------------------------
@@ -307,7 +301,11 @@ def _loss_cost(run: RunData) -> LossCost | None:
         at_end = math.fsum(phase.precision_map.objective or 0.0 for phase in plans[-1].phases)
     budget = run.budget
     bound = budget.value if budget is not None and budget.kind == "loss" else None
-    return LossCost(last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, bound)
+    rise, error = (number(last.fields.get(name)) for name in ("measured_rise", "measured_error"))
+    return LossCost(
+        last.version, nats, low, high, backward, _measured_rise(run, last.step), steps, at_end, bound,
+        _bf16_loss(run, nats), rise, error,
+    )  # fmt: skip
 
 
 def _sum_of_scores(precision_map: PrecisionMap, scores: Mapping[str, Any], name: str) -> float:
@@ -325,6 +323,13 @@ def _measured_rise(run: RunData, since: int) -> float | None:
     quantised, bf16 = (validations.get(formats, {}) for formats in ("map", "bf16"))
     last = max(quantised.keys() | bf16.keys(), default=since)
     return quantised[last] - bf16[last] if last > since and last in quantised and last in bf16 else None
+
+
+def _bf16_loss(run: RunData, rise: float) -> float | None:
+    """Return the loss of the last validation in bf16, or the mean of the last 20 losses without ``rise``."""
+    validations = run.validations().get("bf16", {})
+    losses = [loss for loss in run.series("loss")[1] if loss is not None][-20:]
+    return validations[max(validations)] if validations else math.fsum(losses) / len(losses) - rise if losses else None
 
 
 def _slope(run: RunData) -> float | None:
@@ -415,7 +420,8 @@ def headline(summary: RunSummary) -> str:
         text += f", {_saved(summary.saved_run_s)} over the run if {summary.assumes}"
     whole = (summary.bf16_s or 0.0) * summary.steps
     share = "" if not whole else f" ({summary.saved_s / whole:+.1%} of its time in bf16 so far)"
-    return f"Worth it: {summary.verdict}. {text[0].upper()}{text[1:]}{share}, all costs of SNIP included."
+    hours = "" if summary.gpu_hours_saved is None else f": {summary.gpu_hours_saved:+,.2g} GPU hours so far"
+    return f"Worth it: {summary.verdict}. {text[0].upper()}{text[1:]}{share}, all costs of SNIP included{hours}."
 
 
 def sentences(summary: RunSummary) -> list[str]:
@@ -466,11 +472,14 @@ def _loss_text(summary: RunSummary, loss: LossCost | None) -> str:
     if loss is None:
         return ""
     during = "" if loss.at_end is None else " while it is in force,"
+    share = f"{loss.share}; " if loss.share else ""
     parts = [
         f"Map {loss.version} is predicted to raise the loss by {loss.nats:.2g} nats{during} over bf16 at equal weights"
-        f" ({loss.low:.2g} to {loss.high:.2g} as far as small models tell: the error at real sizes, and what training"
-        " makes of the rise, were not measured)"
+        f" ({share}{loss.low:.2g} to {loss.high:.2g} nats as far as small models tell)"
     ]
+    if loss.rise is not None:
+        error = "" if loss.rise_error is None else f" ± {loss.rise_error:.1g}"
+        parts.append(f"{loss.rise:.2g}{error} nats were measured before it was adopted")
     if loss.at_end is not None:
         bounds = "" if loss.bound is None else f": --snip-budget loss={loss.bound:g} bounds this figure, not the first"
         remaining = f"of all phases of its plan, {loss.at_end:.2g} nats are predicted to be left at the end of training"

@@ -56,11 +56,11 @@ def step_files(run: Path, folder: str, extra: str = "") -> dict[int, Path]:
     return dict(sorted(by_step.items()))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines.
+def read_lines(path: Path, *, skipped: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines. A missing file has no records. Raises SnipError if it cannot be read.
 
-    Torn lines (after a crash or on a full disk) are skipped. A missing file has no records. Raises SnipError if it
-    cannot be read.
+    Damaged lines are left out, and a message about them is added to ``skipped``. A last line without its end is not
+    damaged: the run is writing it, or was killed at it.
     """
     try:
         raw = path.read_bytes()
@@ -68,7 +68,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise SnipError(f"{path}: cannot be read: {error.strerror}") from None
-    return [record for line in raw.split(b"\n") if (record := parse_line(line)) is not None]
+    *complete, last = raw.split(b"\n")
+    records = [parse_line(line) for line in complete]
+    damaged = [i for i, (line, record) in enumerate(zip(complete, records, strict=True), 1) if line and record is None]
+    if damaged and skipped is not None:
+        lines = "one damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
+        skipped.append(f"{path}: {lines}, the first is line {damaged[0]}")
+    return [record for record in (*records, parse_line(last)) if record is not None]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -93,17 +99,18 @@ def read_config(run: Path | str) -> dict[str, Any]:
     return body if isinstance(body.get("facts"), dict) else body | {"facts": {}}
 
 
-def read_events(run: Path | str) -> list[dict[str, Any]]:
-    """Return the events in the order in which they were written. A missing file has none.
+def read_events(run: Path | str, *, skipped: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the events in the order in which they were written. See :func:`read_lines`."""
+    records = read_lines(Path(run) / EVENTS, skipped=skipped)
+    return [record for record in records if isinstance(record.get("event"), str)]
 
-    Torn lines are skipped. Raises SnipError if the file cannot be read.
+
+def read_metrics(run: Path | str, *, skipped: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used.
+
+    See :func:`read_lines`.
     """
-    return [record for record in read_lines(Path(run) / EVENTS) if isinstance(record.get("event"), str)]
-
-
-def read_metrics(run: Path | str) -> list[dict[str, Any]]:
-    """Return the metrics, one record a step, ascending. Of a step that was recorded twice, the last record is used."""
-    by_step = {record["step"]: record for record in read_lines(Path(run) / METRICS)}
+    by_step = {record["step"]: record for record in read_lines(Path(run) / METRICS, skipped=skipped)}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -263,7 +270,7 @@ class RunData:
     """The content of a run directory.
 
     ``plans`` are keyed by the step before which they came into force. ``unreadable`` has one message for each broken
-    step file.
+    step file, and for each file of lines with damaged ones.
     """
 
     path: Path
@@ -332,12 +339,12 @@ class RunData:
 
 
 def load_run(path: Path | str) -> RunData:
-    """Read a run directory. Broken step files are listed in ``unreadable``.
+    """Read a run directory. Broken step files and damaged lines are listed in ``unreadable``.
 
     Raises SnipError if ``path`` is not a run directory.
     """
     path, unreadable = Path(path), list[str]()
-    body, events = read_config(path), read_events(path)
+    body, events = read_config(path), read_events(path, skipped=unreadable)
     maps = read_maps(path, skipped=unreadable)
     scores = {
         version_of(each): each["scores"] for each in read_scores(path, skipped=unreadable, last=MAX_SCORES).values()
@@ -346,7 +353,7 @@ def load_run(path: Path | str) -> RunData:
         path=path,
         config=body["config"],
         facts=body["facts"],
-        metrics=read_metrics(path),
+        metrics=read_metrics(path, skipped=unreadable),
         events=events,
         adoptions=[_adoption(event, maps, scores) for event in events if event["event"] == "adopt"],
         updates=_updates(events),

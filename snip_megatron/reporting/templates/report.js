@@ -39,6 +39,7 @@
   // ---- map --------------------------------------------------------------------------------------------------------
   const scientific = (value) => (value === null || value === undefined ? "–" : value.toExponential(2));
   const linearName = (row, column) => `${maps.rows[row].stack}.layers.${maps.layers[column]}.${maps.rows[row].path}`;
+  const harmOf = (map, row, column) => (map.scores === null ? null : maps.harms[map.scores][row][column]);
   const scoresOf = (map, row, column) => (map.scores === null ? null : maps.scores[map.scores][row][column]);
 
   function isChanged(index, row, column) {
@@ -72,19 +73,22 @@
   function drawMap(index) {
     const map = maps.maps[index];
     const grid = (cell) => map.codes.map((row, r) => row.map((code, c) => (code === null ? null : cell(r, c))));
-    const trace = {
+    const common = {
       type: "heatmap",
-      z: map.codes,
       x: maps.layers.map(String),
       y: maps.rows.map((row) => row.label),
-      text: grid((r, c) => (isChanged(index, r, c) ? "●" : "")),
-      texttemplate: maps.layers.length <= 48 ? "%{text}" : "",
-      textfont: { color: "#ffffff", size: 10 },
       customdata: grid((r, c) => hoverText(index, r, c)),
       hovertemplate: "%{customdata}<extra></extra>",
       hoverongaps: false,
       xgap: maps.layers.length <= 48 ? 2 : 0.5,
       ygap: 2,
+    };
+    const formats = {
+      ...common,
+      z: map.codes,
+      text: grid((r, c) => (isChanged(index, r, c) ? "●" : "")),
+      texttemplate: maps.layers.length <= 48 ? "%{text}" : "",
+      textfont: { color: "#ffffff", size: 10 },
       showscale: false,
       ...colourScale(),
     };
@@ -94,12 +98,28 @@
       xaxis: { title: { text: "layer" }, type: "category", showgrid: false, fixedrange: true },
       yaxis: { autorange: "reversed", showgrid: false, fixedrange: true, ticks: "" },
     });
-    Plotly.react("map", [trace], layout, { ...config, displayModeBar: false });
+    Plotly.react("map", [formats], layout, { ...config, displayModeBar: false });
+    Plotly.react("harm", [harmTrace(map, common, grid)], layout, { ...config, displayModeBar: false });
     byId("map-caption").textContent = caption(index);
     byId("slider").setAttribute("aria-valuetext", caption(index));
     byId("previous").disabled = index === 0;
     byId("next").disabled = index === maps.maps.length - 1;
-    if (byId("choices").open) fillTable(index);
+    fillTable(index);
+  }
+
+  // Colours follow the logarithm of the harm, over four decades below the highest.
+  function harmTrace(map, common, grid) {
+    const log = (value) => (value > 0 ? Math.log10(value) : -Infinity);
+    const highest = Math.max(...maps.harms.flat(2).map(log), -30);
+    const ticks = [0, 1, 2, 3, 4].map((down) => highest - down);
+    return {
+      ...common,
+      z: grid((r, c) => { const harm = harmOf(map, r, c); return harm === null ? null : Math.max(log(harm), highest - 4); }),
+      zmin: highest - 4,
+      zmax: highest,
+      colorscale: [[0, "#fff3e4"], [0.5, "#e8833a"], [1, "#6d1f0a"]],
+      colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks, ticktext: ticks.map((tick) => (10 ** tick).toExponential(0)) },
+    };
   }
 
   function caption(index) {
@@ -130,22 +150,23 @@
     const table = byId("choices-table");
     table.replaceChildren();
     const head = table.createTHead().insertRow();
-    for (const name of ["linear", "GEMM", "format", "before", "ΔL", "ΔW", "Q"]) {
+    for (const name of ["linear and GEMM", "format", "before", "harm", "ΔL", "ΔW", "cost"]) {
       const cell = document.createElement("th");
       cell.textContent = name;
       head.append(cell);
     }
     const body = table.createTBody();
-    maps.layers.forEach((_, c) => maps.rows.forEach((row, r) => {
-      if (map.codes[r][c] === null) return;
+    const cells = maps.layers.flatMap((_, c) => maps.rows.map((__, r) => [r, c])).filter(([r, c]) => map.codes[r][c] !== null);
+    cells.sort((a, b) => (harmOf(map, ...b) ?? -1) - (harmOf(map, ...a) ?? -1));
+    for (const [r, c] of cells) {
       const format = maps.formats[map.codes[r][c]].name;
       const before = isChanged(index, r, c) ? maps.formats[maps.maps[index - 1].codes[r][c]].name : "";
-      const score = (scoresOf(map, r, c) || {})[format] || [];
+      const figures = [harmOf(map, r, c), ...((scoresOf(map, r, c) || {})[format] || [null, null, null])];
       const line = body.insertRow();
-      for (const text of [linearName(r, c), row.gemm, format, before, ...[0, 1, 2].map((i) => scientific(score[i]))]) {
+      for (const text of [`${linearName(r, c)}:${maps.rows[r].gemm}`, format, before, ...figures.map(scientific)]) {
         line.insertCell().textContent = text;
       }
-    }));
+    }
   }
 
   // ---- start ------------------------------------------------------------------------------------------------------
@@ -155,7 +176,6 @@
   if (maps) {
     drawLegend();
     slider.addEventListener("input", show);
-    byId("choices").addEventListener("toggle", show);
     for (const [id, move] of [["previous", -1], ["next", 1]]) {
       byId(id).addEventListener("click", () => { slider.value = Number(slider.value) + move; show(); });
     }

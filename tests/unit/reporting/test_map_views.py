@@ -10,7 +10,7 @@ import synthetic_run
 from snip_megatron.precision import Format, Gemm, PrecisionMap, option_id
 from snip_megatron.precision.phases import PlanPhase, PrecisionPlan
 from snip_megatron.reporting import map_views as views
-from snip_megatron.reporting.map_views import phase_view, phases_of, remaining_phases
+from snip_megatron.reporting.map_views import phase_view, phases_of
 from snip_megatron.reporting.report import render
 from snip_megatron.reporting.summary import headline, summarise
 from snip_megatron.runtime.run_data import RunData, load_run
@@ -104,7 +104,7 @@ def spans(run: RunData) -> list[tuple[int, int, int]]:
 def test_a_run_without_plans_shows_nothing(path: Path) -> None:
     run = load_run(path)
     assert phase_view(run) is None
-    assert phases_of(run) == remaining_phases(run) == []
+    assert phases_of(run) == []
     assert 'id="phases-title"' not in render(run, live=True)
 
 
@@ -137,7 +137,6 @@ def test_a_plan_holds_until_the_next_one_or_until_the_guard_drops_it(path: Path)
     synthetic_run.add_event(path, 55, "guard", action="taken_back", version=2, reason="loss spike")
     run = load_run(path)
     assert spans(run)[-1] == (50, 55, 2)
-    assert remaining_phases(run) == []
     view = phase_view(run)
     assert view["expected"] is None
 
@@ -150,7 +149,6 @@ def test_phases_move_with_the_end_of_the_run(path: Path) -> None:
     run = load_run(path)
     assert spans(run) == [(15, 120, 1), (120, 240, 1)]
     assert [phase.share for phase in phases_of(run)] == [1.0, 0.5]
-    assert [(phase.begin, phase.steps) for phase in remaining_phases(run)] == [(60, 60), (120, 120)]
     page = render(run, live=True)
     assert '<td class="word">plan_moved</td><td class="text">last_before 120, last 240' in page
 
@@ -171,10 +169,10 @@ def adopted(path: Path, precision_map: PrecisionMap) -> RunData:
     return load_run(path)
 
 
-def test_what_a_plan_saves_over_the_run_is_scaled_by_its_predictions(timed_run: Path) -> None:
+def test_the_saving_over_the_run_takes_the_map_in_force_for_the_last_one(timed_run: Path) -> None:
     synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, SLOW), last=1000))
     worth = summarise(adopted(timed_run, FAST))
-    assert worth.assumes == "the plan is followed"
-    # 0.5 s were measured where a third of the step was predicted; SLOW is predicted to save half as much
-    assert worth.saved_run_s == pytest.approx(worth.saved_s + 380 * 0.5 + 500 * 0.25)
-    assert "over the run if the plan is followed" in headline(worth)
+    assert worth.saved_run_s == pytest.approx(worth.saved_s + 880 * 0.5)
+    assert "over the run if this map stays, although the plan changes it" in headline(worth)
+    synthetic_run.add_plan(timed_run, plan_of((35, FAST), (500, FAST), last=1000, version=2))
+    assert summarise(adopted(timed_run, FAST)).assumes == "this map stays"

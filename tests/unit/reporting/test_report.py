@@ -97,7 +97,7 @@ def scripts_of(page: Page):
 
 
 def test_all_figures_are_there(page):
-    assert {"loss", "map", "slider", "formats", "choices"} <= page.ids()
+    assert {"loss", "map", "harm", "slider", "formats", "choices-table"} <= page.ids()
     loss = page.data("figures-data")["loss"]["data"]
     assert [trace["name"] for trace in loss] == ["training loss", "validation", "map adopted", "guard"]
     assert loss[0]["x"] == list(range(synthetic_run.STEPS))
@@ -126,6 +126,7 @@ def test_the_grid_is_the_map(page, whole_run):
                 assert shown == pytest.approx(
                     [scores[key]["fp4"][n] for n in ("delta_loss", "delta_weight", "q")], rel=1e-3
                 )
+                assert payload["harms"][entry["scores"]][r][c] == shown[2]  # fp4 is the costliest
 
 
 def test_a_bf16_run(tmp_path):
@@ -199,8 +200,27 @@ def test_non_finite_losses_are_counted(tmp_path):
         for step in range(4):
             run.metric(step, loss=float("nan") if step > 1 else 2.0, grad_norm=1.0, fp4_fraction=0.0)
     page = page_of(tmp_path)
-    assert "steps with a non-finite loss" in page.texts
+    assert "NaN or Inf: 2, the last at step 3; no spike" in page.texts
     assert page.data("figures-data")["loss"]["data"][0]["y"] == [2.0, 2.0, None, None]
+
+
+def test_damaged_records_are_said_and_no_part_of_the_page_denies_them(tmp_path):
+    run = synthetic_run.write_run(tmp_path / "run", updates=2, steps=50, faults=False)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[20] = lines[20][:9] + b"\n"
+    (run / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 50, "lo')  # the last one is being written
+    for file in (run / "maps").iterdir():
+        file.write_text("{")
+    page = page_of(run)
+    assert f"{run / 'metrics.jsonl'}: one damaged line, the first is line 21" in page.texts
+    assert "2 maps were adopted, but their files cannot be read." in page.texts
+    assert not any("has adopted none" in text for text in page.texts)
+    assert "files unreadable or damaged: 3" in page.texts
+
+
+def test_a_run_without_updates_says_so(tmp_path):
+    page = page_of(synthetic_run.write_run(tmp_path / "run", updates=0, faults=False))
+    assert "No map is recorded: this run has adopted none." in page.texts
 
 
 def test_out_and_its_errors(whole_run, tmp_path):

@@ -46,6 +46,8 @@ def test_a_run_that_saves_time(tmp_path: Path) -> None:
     assert (before.quantised, under.version, under.speedup) == (False, 1, 2.0)
     text = "\n".join(lines(worth))
     assert headline(worth).startswith("Worth it: yes. Saved 83.")
+    assert worth.gpu_hours_saved == pytest.approx(2 * worth.saved_s / 3600)  # of two ranks
+    assert headline(worth).endswith(f"costs of SNIP included: +{worth.gpu_hours_saved:.2g} GPU hours so far.")
     assert "so far, saved " in headline(worth)
     assert "A step took 2.0 s in bf16 (median of 29 steps), 1.0 s under map 1 (85 steps, mean 1.0 s): 2.00 x." in text
     assert "1 update cost 1.7 s, 1.10% of the time: probes 1.6 s" in text
@@ -64,7 +66,10 @@ def test_the_loss_is_that_of_the_chosen_formats(tmp_path: Path) -> None:
     assert worth.loss.low == pytest.approx(TRUE_OVER_PREDICTED[0] * worth.loss.nats)
     assert worth.loss.steps is None  # 120 noisy losses hide how fast the loss falls
     text = "\n".join(lines(worth))
+    losses = load_run(tmp_path / "run").series("loss")[1][-20:]
+    assert worth.loss.bf16_loss == pytest.approx(sum(losses) / 20 - worth.loss.nats)
     assert f"Map 1 is predicted to raise the loss by {worth.loss.nats:.2g} nats over bf16" in text
+    assert f"({100 * worth.loss.nats / worth.loss.bf16_loss:.2g} % of this run's bf16 loss; " in text
     assert "without the formats of dgrad" not in text
 
 
@@ -142,7 +147,7 @@ def test_predicted_speedups_are_those_of_the_stored_times(tmp_path: Path) -> Non
     assert worth.maps[-1].predicted == pytest.approx(144 / 108)
     assert (worth.fp8, worth.over_fp8) == ("fp8", pytest.approx(1.0))  # fp8 everywhere is as fast
     page = render(load_run(tmp_path / "run"))
-    assert "<dt>speedup over bf16, predicted</dt><dd>1.333</dd>" in page
+    assert "<dt>speedup over bf16, measured; predicted 1.333</dt><dd>1.053</dd>" in page
     assert worth.verdict == "yes"
     assert "less than half of the predicted gain was measured (1.05 x, predicted 1.33 x)" in worth.warnings[0]
 

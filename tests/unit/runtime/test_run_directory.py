@@ -83,7 +83,9 @@ def test_readers_skip_torn_lines(tmp_path):
     recorded_run(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "loss": 2.\n[1]\n{"step": "x"}\n{"step": 4, "lo')
-    assert [m["step"] for m in read_metrics(tmp_path)] == [0, 1, 2]
+    skipped: list[str] = []
+    assert [m["step"] for m in read_metrics(tmp_path, skipped=skipped)] == [0, 1, 2]
+    assert skipped == [f"{tmp_path / 'metrics.jsonl'}: 3 damaged lines, the first is line 4"]
     assert read_events(tmp_path / "absent") == []
 
 

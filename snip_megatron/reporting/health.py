@@ -1,0 +1,100 @@
+"""Whether a training is healthy: its losses, the guard, updates, the rise of the loss as measured, and its records."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from snip_megatron.runtime.run_data import Adoption, RunData, number
+
+_WINDOW = 50
+_SIGMA, _MIN_RISE = 6.0, 0.01
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the panel. ``healthy`` is False if it needs a look, and None if there is nothing to judge."""
+
+    name: str
+    text: str
+    healthy: bool | None
+
+
+def checks(run: RunData) -> list[Check]:
+    """Return the checks of a run, each with what was found."""
+    return [_loss(run), _guard(run), _updates(run), _rise(run), _records(run)]
+
+
+def loss_spikes(run: RunData) -> list[int]:
+    """Return the steps whose loss is above the mean of the 50 losses before it by the guard's number of deviations.
+
+    As for the guard, a spike is also at least 1 % above that mean.
+    """
+    points = [(step, loss) for step, loss in zip(*run.series("loss"), strict=True) if loss is not None]
+    if len(points) <= _WINDOW:
+        return []
+    losses = np.array([loss for _, loss in points])
+    centred = losses - losses.mean()
+    sums = (np.concatenate(([0.0], np.cumsum(values))) for values in (centred, centred**2))
+    mean, square = ((s[_WINDOW:-1] - s[: -_WINDOW - 1]) / _WINDOW for s in sums)
+    deviation = np.sqrt(np.maximum(0.0, square - mean**2))
+    level = np.abs(mean + losses.mean())
+    limit = mean + np.maximum((number(run.config.get("guard_sigma")) or _SIGMA) * deviation, _MIN_RISE * level)
+    return [points[_WINDOW + int(i)][0] for i in np.flatnonzero(centred[_WINDOW:] > limit)]
+
+
+def measured_rise(adoption: Adoption) -> str | None:
+    """Return the rise of the loss that was measured when a map was adopted, as text. None if none was measured."""
+    rise, error = number(adoption.fields.get("measured_rise")), number(adoption.fields.get("measured_error"))
+    return None if rise is None else f"{rise:.2g}" + ("" if error is None else f" ± {error:.1g}")
+
+
+def _loss(run: RunData) -> Check:
+    steps, losses = run.series("loss")
+    broken = [step for step, loss in zip(steps, losses, strict=True) if loss is None]
+    if len(broken) == len(losses):
+        return Check("Loss", "not recorded", None)
+    spikes = loss_spikes(run)
+    texts = [
+        f"NaN or Inf: {len(broken):,}, the last at step {broken[-1]:,}" if broken else "never NaN or Inf",
+        f"spikes: {len(spikes):,}, the last at step {spikes[-1]:,}" if spikes else "no spike",
+    ]
+    return Check("Loss", "; ".join(texts), not broken and not spikes)
+
+
+def _guard(run: RunData) -> Check:
+    events = [event for event in run.events if event["event"] == "guard"]
+    counts = Counter(str(event.get("action", "alarm")).replace("_", " ") for event in events)
+    text = ", ".join(f"{count} {action}" for action, count in counts.items())
+    return Check("Guard", f"{text}, the last before step {events[-1]['step']:,}" if events else "no alarm", not events)
+
+
+def _updates(run: RunData) -> Check:
+    counts = Counter(event["event"] for event in run.events)
+    adopted = sum(update.adopted_step is not None for update in run.updates)
+    kinds = {"dropped": "dropped", "solve_failed": "failed", "skipped": "skipped", "sidecar_restart": "solver restarts"}
+    faults = [f"{counts[kind]} {name}" for kind, name in kinds.items() if counts[kind]]
+    last = next((e.get("reason") for e in reversed(run.events) if e["event"] in kinds and e.get("reason")), None)
+    text = ", ".join([f"{adopted} of {len(run.updates)} adopted", *faults])
+    return Check("Updates", text + (f"; the last reason: {last}" if last and faults else ""), not faults)
+
+
+def _rise(run: RunData) -> Check:
+    """Compare the latest measured rise with its prediction, and with the bound of the budget."""
+    adoption = next((a for a in reversed(run.adoptions) if measured_rise(a) is not None), None)
+    if adoption is None:
+        return Check("Rise of the loss", "not measured: no map of this run was tried before it was adopted", None)
+    fields, budget = adoption.fields, run.budget
+    rise, error = number(fields.get("measured_rise")) or 0.0, number(fields.get("measured_error")) or 0.0
+    predicted = number(fields.get("predicted_rise"))
+    text = f"map {adoption.version} raised it by {measured_rise(adoption)} nats as measured"
+    text += "" if predicted is None else f", predicted {predicted:.2g}"
+    bound = budget.value if budget is not None and budget.kind == "loss" else None
+    within = bound is None or rise - 2 * error <= bound
+    return Check("Rise of the loss", text + ("" if bound is None else f", bound {bound:g}"), within)
+
+
+def _records(run: RunData) -> Check:
+    lost = [f"{count} of {kind} lost" for kind, count in run.lost.items()]
+    texts = [*lost, *([f"files unreadable or damaged: {len(run.unreadable)}"] if run.unreadable else [])]
+    return Check("Records", ", ".join(texts) or "complete", not texts)
