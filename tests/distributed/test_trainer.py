@@ -1,0 +1,40 @@
+"""The ``Trainer`` of transformers under SNIP: in one process, and data parallel on two ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+pytest.importorskip("accelerate")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainer_measures_adopts_records_and_resumes(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if ranks == 1:
+        import trainer_ranks
+
+        monkeypatch.setattr(sys, "argv", ["trainer_ranks", str(tmp_path)])
+        trainer_ranks.main()
+        said = capfd.readouterr().out
+    else:
+        process = run_ranks(ranks, [str(tmp_path)], module="trainer_ranks", tmp=tmp_path)
+        assert process.returncode == 0, process.stderr[-4000:]
+        said = process.stdout
+    assert said.count("snip: formats are chosen for 100% of the FLOPs") == 2  # of two trainings, by one rank
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    stock, snip = found[0]["stock"], found[0]["snip"]
+    assert snip["losses"][:5] == stock["losses"][:5]
+    assert snip["norms"][:5] == stock["norms"][:5]
+    assert snip["losses"][5:] != stock["losses"][5:]
+    assert snip["tokens"] == ranks * 2 * 17
+    assert "fp4" in snip["map"].values()
+    assert found[0]["resumed"] == snip | {"tokens": None}
+    assert all(each["snip"] == snip for each in found)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx(snip["losses"], abs=1e-3)
+    assert all(row["step_s"] > 0 for row in rows)
+    assert (tmp_path / "run" / "report.html").exists()
