@@ -3,8 +3,8 @@
 python -m benchmarks.reliability.soak --steps N --out F.json                  # TP2 × PP2 × DP2 on eight CPU ranks
 python -m benchmarks.reliability.soak --steps N --device cuda --layout tp2 --out F.json
 
-On GPUs this command starts torchrun. Faults come from the table of the tests (tests/faults/table.py), at random steps
-of a seed. Every loss, gradient norm and map must be that of the replay, bit for bit, and what each
+On GPUs this command starts torchrun. Faults come from the table of the tests (tests/faults/table.py), drawn by a
+seed. Every loss, gradient norm and map must be that of the replay, bit for bit, and what each
 process holds must be flat after the first tenth: see :func:`flatness`.
 """
 
@@ -24,17 +24,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from faults.campaign import WAIT, Job, LostError, curve_of, lines_of, outcome_of  # noqa: E402  adds tests/distributed
-from faults.table import FAULTS  # noqa: E402
+from faults.campaign import Job, LostError, lines_of  # noqa: E402  adds tests/distributed
+from faults.table import Case, all_cases, ends  # noqa: E402
 from launch import run_ranks  # noqa: E402
 from warm_ranks import WarmRanks  # noqa: E402
 
 from benchmarks.common import header, write  # noqa: E402
 from snip_megatron.runtime.run_data import read_events  # noqa: E402
 
-UPDATES, FAULT_EVERY, SETTLED = 20, 50, 5
-"""Steps between updates, and between faults; steps after which the effects of a fault have ended."""
-SNIP = f"--snip-budget fp4=0.75 --snip-formats fp8,fp4 --snip-first-update {UPDATES} --snip-update-interval {UPDATES}"
+UPDATES, LAG, FAULT_EVERY = 20, 10, 50
+"""Steps between updates, from an update to its map, and between faults."""
+SNIP = ("--snip-budget", "fp4=0.75", "--snip-formats", "fp8,fp4")
 LAYOUTS = {
     "tp2-pp2-dp2": (8, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
@@ -51,8 +51,7 @@ _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
 }
-AT_ANY_STEP = ("slow rank", "disk full", "disk read-only", "run directory removed")
-"""Faults that need no update. The others hit the step before an update."""
+_DELAY_S = 3.0
 RESIDENT_SHARE = 0.02
 Body = dict[str, Any]
 
@@ -60,7 +59,7 @@ Body = dict[str, Any]
 class GpuRanks:
     """Starts ranks by torchrun, each with a GPU of its own, as :class:`WarmRanks` does on the CPU."""
 
-    def run(self, ranks: int, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> Any:
+    def run(self, ranks: int, args: Sequence[str], *, env: Mapping[str, str], grace: float, **options: Any) -> Any:
         options["tmp"].mkdir(parents=True, exist_ok=True)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(ranks)))}
         return run_ranks(ranks, args, env=devices | _DETERMINISTIC | dict(env), **options)
@@ -69,17 +68,10 @@ class GpuRanks:
         """Do nothing."""
 
 
-def draw_faults(steps: int, seed: int) -> dict[int, str]:
-    """Return step → fault, one in every 50 steps, none in the first and the last of them."""
-    drawn = random.Random(seed)
-    names = [name for name, fault in FAULTS.items() if not fault.ends]
-    faults = {}
-    for begin in range(FAULT_EVERY, steps - FAULT_EVERY, FAULT_EVERY):
-        name = drawn.choice(names)
-        span = range(begin, begin + FAULT_EVERY - SETTLED)
-        at = drawn.choice(span if name in AT_ANY_STEP else [step for step in span if step % UPDATES == 0])
-        faults[at] = name
-    return faults
+def draw_faults(steps: int, seed: int) -> dict[int, Case]:
+    """Return step → fault, one in every 50 steps, none in the first and the last of them. None ends the job."""
+    drawn, cases = random.Random(seed), [case for case in all_cases() if not ends(case)]
+    return {begin: drawn.choice(cases) for begin in range(FAULT_EVERY, steps - FAULT_EVERY, FAULT_EVERY)}
 
 
 def soak(
@@ -87,39 +79,38 @@ def soak(
     folder: Path,
     layout: str,
     steps: int,
-    faults: Mapping[int, str],
+    faults: Mapping[int, Case],
     extra: Sequence[str] = (),
     timeout: float = 3600.0,
 ) -> Body:
-    """Train with faults by step, and replay without. Returns what came of it; ``lost`` says what a fault has cost."""
-    count, arguments = LAYOUTS[layout]
+    """Train with faults from the update at or after a step, and replay without.
+
+    Returns what came of it; ``lost`` says what a fault has cost.
+    """
+    count, cases = LAYOUTS[layout][0], list(faults.values())
     started = time.perf_counter()
-    job = Job(ranks, folder, (count, tuple(arguments.split())), 0.0, (*SNIP.split(), *extra), timeout)
+    job = Job(
+        ranks, folder / "job", LAYOUTS[layout], cases, _DELAY_S, first=UPDATES, interval=UPDATES, lag=LAG,
+        due=list(faults), steps=steps, extra=[*SNIP, *extra], sample_every=max(1, steps // 200), timeout=timeout,
+    )  # fmt: skip
     body: Body = {"layout": layout, "ranks": count, "steps": steps}
     try:
-        trained, code = job.train("training", steps, faults, *WAIT, sample_every=max(1, steps // 200))
-        if code:
-            raise LostError(f"training ended with exit code {code}: {job.error}")
-        body["training_seconds"] = round(time.perf_counter() - started, 1)
-        job.check(curve_of(trained), steps)
-        body["lost"] = None
+        job.run()
     except LostError as error:
         return body | {"lost": str(error)}
-    events = read_events(job.folder / "merged")
-    outcomes = [
-        {"step": step, "fault": name}
-        | ({} if name in AT_ANY_STEP else {"outcome": (came := outcome_of(events, step, UPDATES))})
-        | ({} if name in AT_ANY_STEP or came in FAULTS[name].outcomes else {"wrong": True})
-        for step, name in faults.items()
-    ]
-    kinds = [event["event"] for event in events]
+    if job.lost:
+        return body | {"lost": [f"{cases[index]}: {why}" for index, why in job.lost.items()]}
+    kinds = [event["event"] for event in read_events(folder / "job" / "run")]
     counts = {kind: kinds.count(kind) for kind in ("submit", "adopt", "solve_failed", "dropped", "sidecar_restart")}
-    held = [lines_of(trained, f"resources{rank}") for rank in range(count)]
     return body | {
+        "lost": None,
         "seconds": round(time.perf_counter() - started, 1),
         "events": counts,
-        "faults": outcomes,
-        "resources": [flatness(samples) for samples in held],
+        "faults": [
+            {"from_step": step, **case._asdict(), "outcome": job.outcomes[index]}
+            for index, (step, case) in enumerate(faults.items())
+        ],
+        "resources": [flatness(lines_of(folder / "job", f"resources{rank}")) for rank in range(count)],
     }
 
 
@@ -176,9 +167,8 @@ def main() -> int:
             ranks.close()
     write(args.out, header(args.commit) | result)
     growing = sorted({name for rank in result.get("resources", []) for name in rank["growing"]})
-    wrong = [fault for fault in result.get("faults", []) if "wrong" in fault]
-    print(f"lost: {result['lost']}; growing: {', '.join(growing) or 'nothing'}; outcomes that are wrong: {wrong}")
-    return int(result["lost"] is not None or bool(growing) or bool(wrong))
+    print(f"lost: {result['lost']}; growing: {', '.join(growing) or 'nothing'}")
+    return int(result["lost"] is not None or bool(growing))
 
 
 if __name__ == "__main__":

@@ -1,64 +1,194 @@
-"""The table of faults: how each is injected into a rank or into the solver process, and what must come of it.
+"""The table of faults: what breaks, and the moments of a run at which it does. Every cell is a case.
 
-A fault hits one update of a training, ``delay`` seconds after its step begins. One that ``ends`` the job hits a step
-between two checkpoints, and the job is started again on the latest one.
+A fault is injected from outside: a function of the run is wrapped in each rank, and the fault happens when the run
+calls it (:mod:`faults.trainer`). A case hits one rank once.
 """
 
+import copy
+import dataclasses
 import errno
-import functools
+import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from snip_megatron.runtime.solving import SolveJob
 
-DEADLINE_S = 1.5
-DROPPED = "dropped, then adopted"
-"""The outcome of an update that all ranks drop and try again after a lag."""
+
+# -- NaN: what a call leaves behind or is given ------------------------------------------------------------------------
+def _nan_in_sums(genuine: Callable[..., Any], recorder: Any, *args: Any) -> Any:
+    genuine(recorder, *args)
+    name = next(iter(recorder.sums))
+    recorder.sums[name] = recorder.sums[name] * float("nan")
+
+
+def _nan_in_weight_divergence(genuine: Callable[..., Any], errors: Any, partial: Any, *args: Any) -> Any:
+    genuine(errors, partial, *args)
+    partial.arrays["linear.g2"].flat[0] = float("nan")
+
+
+def _inf_before_reduction(genuine: Callable[..., Any], table: Any, *args: Any) -> Any:
+    table.arrays["boundary.h2"].flat[0] = float("inf")
+    return genuine(table, *args)
+
+
+def _nan_in_answer(genuine: Callable[..., Any], coordinator: Any, step: int, result: Any) -> Any:
+    spoilt = result.precision_map and dataclasses.replace(result.precision_map, objective=float("nan"))
+    return genuine(coordinator, step, dataclasses.replace(result, precision_map=spoilt))
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A row of the table.
+class Moment:
+    """A moment of a run.
 
     Attributes:
-        outcomes: Outcomes that are right: ``adopted``, :data:`DROPPED`, or the reason of ``solve_failed``. For a fault
-            that ends the job: ``stopped`` (a checkpoint of the step was written) or ``killed``.
-        in_rank: Called before the update's step on ``rank``, as ``in_rank(context, delay)``.
-        rank: The rank that it hits. -1 is the last one.
-        in_solver: Called by the solver process with the job, which it may replace.
-        ends: Whether the fault ends the job.
+        target: The function that the run calls then, as ``module:Class.function``.
+        rank: The rank that a fault hits. -1 is the last one.
+        nan: Calls the function, where the fault is NaN. None if there is nothing to spoil.
+        host: Whether the function is Megatron's, so that an exception of it ends a job with SNIP as without.
     """
 
-    outcomes: tuple[str, ...]
-    in_rank: Callable[[Any, float], None] | None = None
-    rank: int = 0
-    in_solver: Callable[[SolveJob], SolveJob | None] | None = None
-    ends: bool = False
+    target: str
+    rank: int = -1
+    nan: Callable[..., Any] | None = None
+    host: bool = False
 
 
-# -- in the solver process -----------------------------------------------------------------------------------------
-def _sleep(seconds: float, job: SolveJob) -> None:
-    time.sleep(seconds)
+_PROBE, _RECORDER = "snip_megatron.runtime.probe:", "snip_megatron.sensitivity.recorder:LinearRecorder."
+_COORDINATOR, _CONTROLLER = (
+    "snip_megatron.runtime.coordinator:RankZeroCoordinator.", "snip_megatron.runtime.controller:Controller.",
+)  # fmt: skip
+MOMENTS = {
+    "memory check": Moment(f"{_PROBE}ProbeRunner.check_memory"),
+    "preparation": Moment(f"{_PROBE}ProbeRunner.prepare"),
+    "forward and backward": Moment("snip_megatron.megatron.host:MegatronStep.schedule"),
+    "recording": Moment(f"{_RECORDER}_record", nan=_nan_in_sums),
+    "weight divergence": Moment(f"{_PROBE}UpdateErrors.add_linear", nan=_nan_in_weight_divergence),
+    "noise": Moment(f"{_RECORDER}_compare", nan=_nan_in_sums),
+    "reduction": Moment("snip_megatron.sensitivity.reduction:PartialTable.pack", nan=_inf_before_reduction),
+    "submission": Moment(f"{_COORDINATOR}submit", rank=0),
+    "solving": Moment(f"{_COORDINATOR}decision", rank=0),
+    "answer": Moment(f"{_COORDINATOR}_receive", rank=0, nan=_nan_in_answer),
+    "decision": Moment(f"{_CONTROLLER}_decide"),
+    "adoption": Moment("snip_megatron.layers.registry:LinearRegistry.adopt"),
+    "checkpoint": Moment("megatron.training.training:save_checkpoint", host=True),
+    "record": Moment("snip_megatron.runtime.storage:Writer._append", rank=0),
+    "start": Moment(f"{_CONTROLLER}_start"),
+    "end": Moment(f"{_CONTROLLER}close"),
+}
+"""All moments but the capture of CUDA graphs, which needs a GPU."""
 
 
-def _raise(error: type[Exception], job: SolveJob) -> None:
-    raise error("injected")
+# -- faults --------------------------------------------------------------------------------------------------------
+def _error(kind: str, moment: str) -> Exception:
+    import torch
+
+    if moment == "record":  # in the thread that writes files
+        return MemoryError("injected") if kind == "out of memory" else OSError(errno.EIO, "injected")
+    return torch.OutOfMemoryError("injected") if kind == "out of memory" else RuntimeError("injected")
 
 
-def _make_infeasible(job: SolveJob) -> SolveJob:
-    return replace(job, request=replace(job.request, pins=(("*", "bf16"),)))
+def _break_disk(rank: Any, fails: Callable[[str], None]) -> None:
+    """Call ``fails`` before anything is written into the run directory, until the next update."""
+    folder, genuine = (
+        str(rank.folder / "run") + os.sep,
+        {name: getattr(os, name) for name in ("open", "write", "replace")},
+    )
+
+    def check(path: Any) -> None:
+        if isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(folder):
+            fails(str(path))
+
+    def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            check(path)
+        return genuine["open"](path, flags, *args, **kwargs)
+
+    def write(descriptor: int, data: bytes) -> Any:
+        check(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return genuine["write"](descriptor, data)
+
+    def rename(source: Any, target: Any, **kwargs: Any) -> None:
+        check(target)
+        genuine["replace"](source, target, **kwargs)
+
+    os.open, os.write, os.replace = open_file, write, rename  # type: ignore[assignment]
+    rank.undo.append(rank.write_records)  # called last: the next fault finds no records that wait for another try
+    rank.undo.append(lambda: [setattr(os, name, function) for name, function in genuine.items()])
 
 
-def _answer_garbage(job: SolveJob) -> None:
+def _disk_full(rank: Any) -> None:
+    def fails(path: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    _break_disk(rank, fails)
+
+
+def _disk_stalled(rank: Any) -> None:
+    end, healed = time.monotonic() + rank.delay, threading.Event()
+    _break_disk(rank, lambda path: bool(healed.wait(max(0.0, end - time.monotonic()))) and None)
+    rank.undo.append(healed.set)
+
+
+ON_RANK: dict[str, Callable[[Any], None]] = {
+    "delay": lambda rank: time.sleep(rank.delay),
+    "solver killed": lambda rank: rank.kill_solver(),
+    "rank killed": lambda rank: os.kill(os.getpid(), signal.SIGKILL),
+    "disk full": _disk_full,
+    "disk stalled": _disk_stalled,
+    "SIGTERM": lambda rank: os.kill(os.getpid(), signal.SIGTERM),
+}
+"""Faults that happen before the function of the moment is called."""
+ON_RANK_ZERO = ("solver killed", "disk full", "disk stalled")
+IN_SOLVER = ("exception", "out of memory", "NaN", "delay", "solver killed", "garbage")
+"""Faults that the solver process injects into itself while it solves."""
+FAULTS = ("exception", "out of memory", "NaN", *ON_RANK, "garbage")
+ENDS = ("exception", "out of memory", "rank killed", "SIGTERM")
+"""Faults that may end a job."""
+
+
+class Case(NamedTuple):
+    """A cell of the table."""
+
+    moment: str
+    fault: str
+
+    def rank(self, world: int) -> int:
+        """Return the rank that the fault hits."""
+        return 0 if self.fault in ON_RANK_ZERO else MOMENTS[self.moment].rank % world
+
+    def inject(self, rank: Any, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Break the call of the moment, or what is around it."""
+        if self.fault in ("exception", "out of memory"):
+            raise _error(self.fault, self.moment)
+        nan = MOMENTS[self.moment].nan
+        if self.fault == "NaN" and nan is not None:
+            return nan(genuine, *args, **kwargs)
+        ON_RANK[self.fault](rank)
+        return genuine(*args, **kwargs)
+
+
+def all_cases() -> list[Case]:
+    """Return every case, neighbours at different moments."""
+    cases = [Case(moment, fault) for fault in FAULTS for moment in MOMENTS]
+    spoils = {"NaN": lambda moment: MOMENTS[moment].nan is not None, "garbage": lambda moment: False}
+    return [case for case in cases if case.moment == "solving" or spoils.get(case.fault, bool)(case.moment)]
+
+
+def ends(case: Case) -> bool:
+    """Return whether a case ends its process, or needs a checkpoint near it."""
+    always = case.fault in ("rank killed", "SIGTERM") or case.moment in ("start", "end", "checkpoint")
+    by_error = case.moment in ("forward and backward", "decision", "adoption") and case.fault in ENDS
+    return always or by_error
+
+
+def _answer_garbage() -> None:
     frame = sys._getframe()
     while "answers" not in frame.f_locals:  # those of solving.main
         assert frame.f_back is not None
@@ -67,203 +197,30 @@ def _answer_garbage(job: SolveJob) -> None:
     frame.f_locals["answers"].flush()
 
 
-# -- in a rank -----------------------------------------------------------------------------------------------------
-def _signal_solver(number: int, rank: Any, delay: float) -> None:
-    rank.later(delay, lambda: rank.sidecar.pid is None or os.kill(rank.sidecar.pid, number))
-
-
-def _set_deadline(rank: Any, delay: float) -> None:
-    usual, rank.sidecar._deadline = rank.sidecar._deadline, DEADLINE_S
-    rank.undo.append(lambda: setattr(rank.sidecar, "_deadline", usual))
-
-
-def _stop_solver(rank: Any, delay: float) -> None:
-    _set_deadline(rank, delay)
-    _signal_solver(signal.SIGSTOP, rank, delay)
-
-
-def _refuse_processes(rank: Any, delay: float) -> None:
-    genuine = subprocess.Popen
-    refusals = [errno.EAGAIN, errno.ENOMEM]
-
-    def popen(*args: Any, **kwargs: Any) -> Any:
-        if refusals:
-            error = refusals.pop()
-            raise OSError(error, os.strerror(error))
-        return genuine(*args, **kwargs)
-
-    subprocess.Popen = popen  # type: ignore[misc,assignment]
-    rank.undo.append(lambda: setattr(subprocess, "Popen", genuine))
-    _signal_solver(signal.SIGKILL, rank, delay)
-
-
-def _break_statistics(rank: Any, delay: float) -> None:
-    from snip_megatron.sensitivity.reduction import PartialTable
-
-    genuine = PartialTable.pack
-
-    def pack(table: Any, *args: Any) -> Any:
-        table.arrays["boundary.h2"].flat[0] = float("inf")
-        PartialTable.pack = genuine  # type: ignore[method-assign]
-        return genuine(table, *args)
-
-    PartialTable.pack = pack  # type: ignore[method-assign]
-
-
-def _break_recording(error: str, rank: Any, delay: float) -> None:
-    """The next linear that an update records raises an exception of torch or Python, by name."""
-    import torch
-
-    from snip_megatron.sensitivity.recorder import LinearRecorder
-
-    genuine = LinearRecorder._record
-
-    def record(*args: Any) -> None:
-        LinearRecorder._record = genuine  # type: ignore[method-assign]
-        raise getattr(torch, error, RuntimeError)("injected")
-
-    LinearRecorder._record = record  # type: ignore[method-assign]
-
-
-def _break_disk(error: int, rank: Any, delay: float) -> None:
-    """From now on nothing can be written into the run directory. A full disk takes half of the first line."""
-    folder = str(rank.run.path.absolute()) + os.sep
-    genuine = {name: getattr(os, name) for name in ("open", "write", "replace")}
-    partial = [error == errno.ENOSPC]
-
-    def fails(path: Any) -> bool:
-        return isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(folder)
-
-    def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
-        if flags & (os.O_WRONLY | os.O_CREAT) and fails(path):
-            raise OSError(error, os.strerror(error), str(path))
-        return genuine["open"](path, flags, *args, **kwargs)
-
-    def write(descriptor: int, data: bytes) -> Any:
-        if not fails(os.readlink(f"/proc/self/fd/{descriptor}")):
-            return genuine["write"](descriptor, data)
-        if partial[0] and len(data) > 1:
-            partial[0] = False
-            return genuine["write"](descriptor, data[: len(data) // 2])
-        raise OSError(error, os.strerror(error))
-
-    def rename(source: Any, target: Any, **kwargs: Any) -> None:
-        if fails(target):
-            raise OSError(error, os.strerror(error), str(target))
-        genuine["replace"](source, target, **kwargs)
-
-    rank.run.writer.flush()
-    os.open, os.write, os.replace = open_file, write, rename  # type: ignore[assignment]
-
-    def heal() -> None:
-        for name, function in genuine.items():
-            setattr(os, name, function)
-        rank.run.writer.flush()
-
-    rank.undo.append(heal)
-
-
-def _stall_disk(rank: Any, delay: float) -> None:
-    """Let every access to the run directory wait until this fault ends. The training thread must make none."""
-    folder = str(rank.run.path.absolute())
-    genuine = {name: getattr(os, name) for name in ("stat", "write", "fsync")}
-    training, reached, released = threading.current_thread(), threading.Event(), threading.Event()
-
-    def wait(path: Any) -> None:
-        if isinstance(path, int):
-            path = os.path.realpath(f"/proc/self/fd/{path}")
-        if released.is_set() or not isinstance(path, str | os.PathLike) or not os.path.abspath(path).startswith(folder):
-            return
-        if threading.current_thread() is training:
-            raise AssertionError(f"training accesses {path}")
-        reached.set()
-        released.wait()
-
-    def waiting(name: str) -> Any:
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            wait(path)
-            return genuine[name](path, *args, **kwargs)
-
-        return call
-
-    def heal() -> None:
-        assert reached.is_set(), "nothing was written"
-        released.set()
-        for name, function in genuine.items():
-            setattr(os, name, function)
-        rank.run.writer.flush()
-
-    sys.addaudithook(lambda event, args: wait(args[0]) if args and event.startswith(("open", "os.")) else None)
-    for name in genuine:
-        setattr(os, name, waiting(name))
-    rank.undo.append(heal)
-
-
-def _remove_directory(rank: Any, delay: float) -> None:
-    """Remove the run directory. What it held is put aside for the judge."""
-    rank.run.writer.flush()
-    shutil.copytree(rank.run.path, rank.folder / f"removed{rank.step:04d}")
-    shutil.rmtree(rank.run.path)
-
-
-def _wait(rank: Any, delay: float) -> None:
-    time.sleep(0.5 + delay)
-
-
-def _signal_rank(number: int, rank: Any, delay: float) -> None:
-    rank.later(delay, lambda: os.kill(os.getpid(), number))
-
-
-def _kill_in_save(rank: Any, delay: float) -> None:
-    from megatron.training import training
-
-    genuine = training.save_checkpoint
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        _signal_rank(signal.SIGKILL, rank, delay / 10)
-        genuine(*args, **kwargs)
-        time.sleep(60)  # the save was over before the signal, which comes
-
-    training.save_checkpoint = save
-
-
-def _of(function: Callable[..., Any], *values: Any) -> Any:
-    return functools.partial(function, *values)
-
-
-FAULTS: dict[str, Fault] = {
-    "solver killed": Fault(("died", "adopted"), _of(_signal_solver, signal.SIGKILL), in_solver=_of(_sleep, 1.0)),
-    "SIGTERM to the solver": Fault(("adopted",), _of(_signal_solver, signal.SIGTERM)),
-    "solver stopped": Fault(("deadline",), _stop_solver, in_solver=_of(_sleep, 3.0)),
-    "solver past its deadline": Fault(("deadline",), _set_deadline, in_solver=_of(_sleep, 60.0)),
-    "slow solver": Fault(("adopted",), in_solver=_of(_sleep, 2.0)),
-    "solver out of memory": Fault(("oom",), in_solver=_of(_raise, MemoryError)),
-    "exception in the solver": Fault(("exception",), in_solver=_of(_raise, ZeroDivisionError)),
-    "no feasible map": Fault(("infeasible",), in_solver=_make_infeasible),
-    "garbage from the solver": Fault(("died",), in_solver=_answer_garbage),
-    "no process for the solver": Fault(("died", "adopted"), _refuse_processes),
-    "Inf in a statistic": Fault((DROPPED,), _break_statistics, rank=-1),
-    "exception in a probe": Fault((DROPPED,), _of(_break_recording, "RuntimeError"), rank=-1),
-    "probe out of memory": Fault((DROPPED,), _of(_break_recording, "OutOfMemoryError")),
-    "slow rank": Fault(("adopted",), _wait, rank=-1),
-    "disk full": Fault(("adopted",), _of(_break_disk, errno.ENOSPC)),
-    "disk read-only": Fault(("adopted",), _of(_break_disk, errno.EROFS)),
-    "disk stalled": Fault(("adopted",), _stall_disk),
-    "run directory removed": Fault(("adopted",), _remove_directory),
-    "rank killed": Fault(("killed",), _of(_signal_rank, signal.SIGKILL), rank=-1, ends=True),
-    "preemption": Fault(("stopped",), _of(_signal_rank, signal.SIGTERM), ends=True),
-    "killed while saving": Fault(("killed",), _kill_in_save, ends=True),
-}
-
-
+# -- in the solver process -----------------------------------------------------------------------------------------
 def solve(job: SolveJob) -> Any:
     """The solver of a training with faults: the real answer, after the fault of this update."""
-    import json
-
     from snip_megatron.runtime.solving import solve_job
 
-    plan = json.loads((Path(os.environ["FAULTS"]) / "plan.json").read_text())
-    fault = FAULTS.get(plan["faults"].get(str(job.table.step), ""))
-    if fault is not None and fault.in_solver is not None:
-        job = fault.in_solver(job) or job
+    folder = Path(os.environ["FAULTS"])
+    current, injected = json.loads((folder / "current.json").read_text()), folder / "injectedsolver.jsonl"
+    done = [json.loads(line)["index"] for line in injected.open()] if injected.exists() else []
+    if current["moment"] != "solving" or current["index"] in done:
+        return solve_job(job)
+    if current["fault"] not in IN_SOLVER:  # one that hits a rank, while this process is busy
+        time.sleep(1.0)
+        return solve_job(job)
+    with injected.open("a") as file:
+        file.write(json.dumps({"index": current["index"], "step": job.table.step, "time": time.time()}) + "\n")
+    if current["fault"] == "delay":
+        time.sleep(current["delay"])
+    elif current["fault"] == "solver killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif current["fault"] == "garbage":
+        _answer_garbage()
+    elif current["fault"] == "NaN":
+        job = dataclasses.replace(job, table=copy.deepcopy(job.table))
+        job.table.arrays["linear.g2"].flat[0] = float("nan")
+    else:
+        raise MemoryError("injected") if current["fault"] == "out of memory" else ZeroDivisionError("injected")
     return solve_job(job)

@@ -1,4 +1,4 @@
-"""A few rows of the table of faults. The whole table is ``python -m faults.campaign``."""
+"""A sample of the table of faults and moments. The whole table is ``python -m faults.campaign``."""
 
 import json
 from pathlib import Path
@@ -6,58 +6,46 @@ from pathlib import Path
 import pytest
 from warm_ranks import WarmRanks
 
-from faults.campaign import LAYOUTS, Job, LostError, curve_of, run_faults
-from faults.table import FAULTS
-from snip_megatron.runtime.run_data import read_events
+from faults.campaign import LAYOUTS, LostError, chunks, curve_of, run_cases
+from faults.table import FAULTS, MOMENTS, Case, all_cases
 
-TWO_STAGES = LAYOUTS[2]
-
-
-def test_trainings_go_on_through_faults(warm: WarmRanks, tmp_path: Path) -> None:
-    names = ["solver killed", "garbage from the solver", "Inf in a statistic", "disk full", "disk stalled"]
-    names += ["run directory removed", "exception in a probe", "probe out of memory"]
-    results = run_faults(warm, tmp_path, TWO_STAGES, 0.0, names)
-    assert [(result["fault"], result["lost"]) for result in results] == [(name, None) for name in names]
+SAMPLE = [
+    Case("recording", "exception"), Case("reduction", "NaN"), Case("solving", "solver killed"),
+    Case("solving", "garbage"), Case("record", "out of memory"), Case("answer", "NaN"), Case("adoption", "exception"),
+    Case("checkpoint", "rank killed"), Case("decision", "SIGTERM"), Case("end", "exception"),
+]  # fmt: skip
 
 
-def test_jobs_go_on_from_their_checkpoint(warm: WarmRanks, tmp_path: Path) -> None:
-    results = run_faults(warm, tmp_path, LAYOUTS[0], 0.02, ["preemption", "rank killed"])
-    assert [(result["outcome"], result["lost"]) for result in results] == [("stopped", None), ("killed", None)]
+def test_training_keeps_its_losses_or_ends_in_a_line(warm: WarmRanks, tmp_path: Path) -> None:
+    results = run_cases(warm, tmp_path / "job", "PP2, virtual stages", SAMPLE, 0.5)
+    assert [(line["moment"], line["fault"], line["lost"]) for line in results] == [(*case, None) for case in SAMPLE]
+    outcomes = {(line["moment"], line["fault"]): line["outcome"] for line in results}
+    assert outcomes["recording", "exception"] == "dropped (statistics), adopted"
+    assert outcomes["adoption", "exception"].startswith("ended in a line: [rank 1] rank 1 on ")
+    assert outcomes["checkpoint", "rank killed"] == "killed, and started again"
+    assert outcomes["decision", "SIGTERM"] == "stopped with a checkpoint"
 
 
-def test_training_goes_on_while_the_solver_is_slow(warm: WarmRanks, tmp_path: Path) -> None:
-    """Without ``--snip-wait`` the decision is postponed, and the map adopted when it is there."""
-    job = Job(warm, tmp_path, LAYOUTS[0], 0.0)
-    arguments = ("--snip-update-interval", "100000", "--exit-signal-handler")
-    _, code = job.train("training", 20000, {2: "slow solver"}, *arguments, stop_at_map=True)
-    assert code == 0, job.error
-    kinds = [event["event"] for event in read_events(job.run) if event["step"] >= 2]
-    assert "postpone" in kinds
-    assert "adopt" in kinds
-
-
-# -- the judge -----------------------------------------------------------------------------------------------------
-def trace(folder: Path, rank: int, *lines: tuple[int, str | None, str]) -> Path:
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps({"step": s, "loss": loss, "norm": n, "map": "00"}) + "\n" for s, loss, n in lines)
-    (folder / f"trace{rank}.jsonl").write_text(text)
-    return folder
+def test_every_cell_of_the_table_is_run_once_under_each_layout() -> None:
+    assert {case.moment for case in all_cases()} == set(MOMENTS)
+    assert {case.fault for case in all_cases()} == set(FAULTS)
+    for layout in LAYOUTS:
+        run = [case for cases, _ in chunks(layout) for case in cases]
+        assert sorted(run) == sorted(all_cases())
+    assert len(LAYOUTS) * len(all_cases()) >= 200
 
 
 def test_the_judge_sees_a_bit(tmp_path: Path) -> None:
-    trace(tmp_path / "a", 0, (0, "0x1p0", "n"), (1, "0x1p1", "n"))
-    first = curve_of(trace(tmp_path / "a", 1, (0, None, "n"), (1, None, "n")))
-    second = curve_of(trace(tmp_path / "b", 0, (0, "0x1p0", "n"), (1, "0x1.0000000000001p1", "n")))
+    def trace(name: str, *lines: tuple[int, str | None, str]) -> None:
+        text = "".join(json.dumps({"step": s, "loss": loss, "norm": n, "map": "00"}) + "\n" for s, loss, n in lines)
+        (tmp_path / f"trace{name}.jsonl").write_text(text)
+
+    trace("0.0-0", (0, None, "n"), (1, None, "n"))  # of the first pipeline stage
+    trace("0.0-1", (0, "0x1p0", "n"), (1, "0x1p1", "n"))
+    trace("1.0-1", (0, "0x1p0", "n"), (1, "0x1.0000000000001p1", "n"))
+    first, second = curve_of(tmp_path, "0."), curve_of(tmp_path, "1.")
     assert first[0] == second[0]
     assert first[1] != second[1]
+    trace("0.0-2", (0, "0x1p0", "other"))
     with pytest.raises(LostError, match="step 0 is not the same"):
-        curve_of(trace(tmp_path / "c", 0, (0, "0x1p0", "n"), (0, "0x1p0", "other")))
-    with pytest.raises(LostError, match="or has no loss"):
-        curve_of(trace(tmp_path / "d", 0, (0, None, "n")))
-
-
-def test_every_fault_has_an_outcome_and_a_way_in() -> None:
-    for name, fault in FAULTS.items():
-        assert fault.outcomes, name
-        assert fault.in_rank is not None or fault.in_solver is not None, name
-        assert not fault.ends or set(fault.outcomes) <= {"stopped", "killed"}, name
+        curve_of(tmp_path, "0.")

@@ -1,23 +1,25 @@
-"""The training entry with faults: ``python -m faults.trainer`` with ``FAULTS=<folder>`` that holds ``plan.json``.
+"""The training entry with faults, for ranks with ``FAULTS=<folder>`` that holds ``plan.json``.
 
-The plan has ``faults`` (step → name in the table), ``delay``, ``settle`` (steps before which effects of faults end),
-``stop_at_map``: whether training ends with the first map, and ``sample_every``: steps between two samples of resources,
-0 for none. Each rank leaves ``trace<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the
-map's codes; ``injected<rank>.jsonl``; and ``resources<rank>.jsonl``, what the process holds at the sampled steps.
+The plan has ``cases`` ([moment, fault, step] each), ``delay``, and ``first`` and ``interval`` of updates. Each update
+takes the next case that has not been injected, in this process or in one before it, if its step has come: several
+processes one after the other, each resumed from the checkpoint of the last, go through the cases. Each rank leaves
+``trace<start>-<rank>.jsonl`` there: loss and gradient norm of each step as float.hex(), and the map's codes;
+``injected<rank>.jsonl``; and with ``sample_every`` ``resources<rank>.jsonl``, what the process holds every so many
+steps.
 """
 
 import functools
+import importlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.table import FAULTS
+from faults.table import IN_SOLVER, MOMENTS, Case
 
 _write, _open = os.write, os.open  # the record must survive the faults
 
@@ -35,53 +37,131 @@ class Lines:
 class Rank:
     """This rank as a fault sees it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.step = folder, -1
-        self.controller: Any = None
+    def __init__(self, folder: Path, number: int, world: int) -> None:
+        self.plan = plan = json.loads((folder / "plan.json").read_text())
+        self.folder, self.number, self.world, self.delay = folder, number, world, plan["delay"]
         self.undo: list[Callable[[], Any]] = []  # before the next update
-        self._threads: list[threading.Thread] = []
+        self.controller: Any = None
+        self.step = -1
+        done = {json.loads(line)["index"] for path in folder.glob("injected*.jsonl") for line in path.open()}
+        self._cases = [(i, Case(*each)) for i, (*each, _) in enumerate(plan["cases"]) if i not in done]
+        self._case: tuple[int, Case] | None = None
+        self._injected = Lines(folder / f"injected{number}.jsonl")
+        self._leaving = False
+        self._take_next() if self._cases and self._cases[0][1].moment == "start" else self._tell()
 
-    @property
-    def sidecar(self) -> Any:
-        return self.controller._coordinator._sidecar
+    def begin_update(self, step: int) -> None:
+        """End the effects of the latest fault, and take the next case. Leave for one that needs a start or an end."""
+        self.settle()
+        self._case = None
+        if self._cases and not self._leaving and step >= self.plan["cases"][self._cases[0][0]][2]:
+            moment = self._cases[0][1].moment
+            if moment != "start":
+                self._take_next()
+            if moment in ("start", "end"):
+                self._leaving = True
+                if self.number == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
 
-    @property
-    def run(self) -> Any:
-        return self.controller._coordinator._run
+    def _take_next(self) -> None:
+        self._case = self._cases.pop(0)
+        self._tell()
 
-    def later(self, delay: float, action: Callable[[], Any]) -> None:
-        """Run ``action`` after ``delay`` seconds, whatever the training does then."""
+    def _tell(self) -> None:
+        """Tell the solver process."""
+        if self.number == 0:
+            index, case = self._case or (-1, Case("", ""))
+            fields = {"index": index, "moment": case.moment, "fault": case.fault, "delay": self.delay}
+            part = self.folder / "current.part"
+            part.write_text(json.dumps(fields))
+            part.replace(self.folder / "current.json")
 
-        def wait() -> None:
-            time.sleep(delay)
-            action()
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+    def take(self, moment: str) -> Case | None:
+        """Return the fault that hits this rank now, at its first call of the moment."""
+        if self._case is None or self._case[1].moment != moment or self._case[1].rank(self.world) != self.number:
+            return None
+        index, case = self._case
+        if moment == "solving" and case.fault in IN_SOLVER:
+            return None
+        self._case = None
+        self._injected.add(index=index, step=self.step, time=time.time())
+        return case
 
     def settle(self) -> None:
         """End the effects of the latest fault."""
-        for thread in self._threads:
-            thread.join()
         while self.undo:
             self.undo.pop()()
 
+    def write_records(self) -> None:
+        self.controller._coordinator._run.writer.flush()
 
-def figures(controller: Any, loss: Any, grad_norm: Any) -> dict[str, str | None]:
-    """Return the loss and the gradient norm of a step to the bit, and the codes of its map."""
-    registry = controller._registry
-    values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
-    return {"loss": values[0], "norm": values[1], "map": registry.current.to_codes(registry.names).tobytes().hex()}
+    def kill_solver(self) -> None:
+        pid = self.controller._coordinator._sidecar.pid
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
 
 
-def use_solver(solve: str) -> None:
-    """Let the solver process call ``solve``, as ``module:function``, and be started again soon after it ends."""
+def main() -> int:
+    from snip_megatron.megatron.startup import prepare
+    from snip_megatron.pretrain_gpt import main as train
+
+    prepare(sys.argv[1:], [])
+    folder, number, world = Path(os.environ["FAULTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = Rank(folder, number, world)
+    _follow(rank)
+    for moment in MOMENTS:
+        _wrap(rank, moment)
+    return train()
+
+
+def _wrap(rank: Rank, moment: str) -> None:
+    module, _, path = MOMENTS[moment].target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    genuine = getattr(owner, name)
+
+    @functools.wraps(genuine)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if moment in ("start", "end"):
+            rank.controller = args[0]
+        case = rank.take(moment)
+        if case is None:
+            return genuine(*args, **kwargs)
+        return case.inject(rank, genuine, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _follow(rank: Rank) -> None:
+    """Let ``rank`` know where the training is, and trace every step."""
     from snip_megatron.runtime import coordinator
+    from snip_megatron.runtime.controller import Controller
     from snip_megatron.runtime.sidecar import SidecarClient
 
+    start = f"{os.environ['START']}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    trace = Lines(rank.folder / f"trace{start}-{rank.number}.jsonl")
+    held = Lines(rank.folder / f"resources{rank.number}.jsonl")
+    first, interval, every = (rank.plan[name] for name in ("first", "interval", "sample_every"))
+    before_step, after_step = Controller.before_step, Controller.after_step
+
+    def before(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        rank.controller, rank.step = controller, step
+        if step >= first and (step - first) % interval == 0:
+            rank.begin_update(step)
+        before_step(controller, step, *args, **kwargs)
+
+    def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        codes = controller._registry.current.to_codes(controller._registry.names).tobytes().hex()
+        values = [None if value is None else float(value).hex() for value in (loss, grad_norm)]
+        trace.add(step=step, loss=values[0], norm=values[1], map=codes)
+        if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
+            writes = controller._coordinator is not None
+            held.add(step=step, **resources(controller._coordinator._run.path if writes else None))
+        after_step(controller, step, loss, grad_norm, *args, **kwargs)
+
+    Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
     coordinator.SidecarClient = functools.partial(  # type: ignore[misc,assignment]
-        SidecarClient, solve=solve, restart_backoff_s=0.2
+        SidecarClient, solve="faults.table:solve", restart_backoff_s=0.2
     )
 
 
@@ -99,49 +179,6 @@ def resources(run: Path | None) -> dict[str, int]:
         "written": sum(sizes),
         "files": len(sizes),
     }
-
-
-def main() -> int:
-    from snip_megatron.megatron.startup import prepare
-    from snip_megatron.pretrain_gpt import main as train
-
-    prepare(sys.argv[1:], [])
-    folder, number, world = Path(os.environ["FAULTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _install(Rank(folder), folder, number, world)
-    return train()
-
-
-def _install(rank: Rank, folder: Path, number: int, world: int) -> None:
-    from snip_megatron.runtime.controller import Controller
-
-    plan = json.loads((folder / "plan.json").read_text())
-    trace, injected = Lines(folder / f"trace{number}.jsonl"), Lines(folder / f"injected{number}.jsonl")
-    held, every = Lines(folder / f"resources{number}.jsonl"), plan.get("sample_every", 0)
-    before_step, after_step = Controller.before_step, Controller.after_step
-
-    def before(controller: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        rank.controller, rank.step = controller, step
-        if step in plan["settle"]:
-            rank.settle()
-        name = plan["faults"].get(str(step))
-        fault = FAULTS.get(name or "")
-        if fault is not None and number == fault.rank % world:
-            injected.add(step=step, fault=name)
-            if fault.in_rank is not None:
-                fault.in_rank(rank, plan["delay"])
-        before_step(controller, step, *args, **kwargs)
-
-    def after(controller: Any, step: int, loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        trace.add(step=step, **figures(controller, loss, grad_norm))
-        if every and step % every == 0 and not rank.undo:  # a disk that is stalled is not asked for its files
-            coordinator = controller._coordinator
-            held.add(step=step, **resources(None if coordinator is None else coordinator._run.path))
-        if plan["stop_at_map"] and controller.state.precision_map is not None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(controller, step, loss, grad_norm, *args, **kwargs)
-
-    Controller.before_step, Controller.after_step = before, after  # type: ignore[method-assign]
-    use_solver("faults.table:solve")
 
 
 if __name__ == "__main__":
