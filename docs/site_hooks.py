@@ -6,17 +6,12 @@ The site has the paths of the repository, so that a link works in the repository
   ``benchmarks/`` is a page.
 - A file that a page links to, or names as code, is part of the site: source code as a page with line numbers, anything
   else as it is. Names become links.
-- In ``docs/arguments.md``, ``<!-- arguments: a b -->`` becomes a table of these fields of ``SnipConfig``, and
-  ``<!-- arguments: rest -->`` one of those that no other table has. The
-  drawing of the rooms becomes a picture.
+- The drawing of the rooms becomes a picture.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import html
-import json
 import posixpath
 import re
 import sys
@@ -25,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -170,62 +164,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 # -- what is generated ----------------------------------------------------------------------------------------------
-def options() -> dict[str, argparse.Action]:
-    """The ``--snip-*`` arguments by the field of ``SnipConfig`` that they set."""
-    from snip_megatron.runtime.config import add_arguments
-
-    actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
-    return {action.dest.removeprefix("snip_"): action for action in actions}
-
-
-def rows(names: list[str], known: dict[str, argparse.Action]) -> str:
-    """A table of arguments."""
-    lines = ["| argument | default | meaning |", "|---|---|---|"]
-    for name in names:
-        action = known[name]
-        text, _, default = str(action.help).partition("; default: ")
-        metavar = f" {action.metavar}" if action.metavar else ""
-        value = f"`{default}`" if default and " " not in default else html.escape(default, quote=False)
-        text = html.escape(text.replace("|", "\\|"), quote=False)
-        lines.append(f"| `{action.option_strings[0]}{metavar}` | {value} | {text} |")
-    return "\n".join(lines)
-
-
-def arguments(text: str) -> str:
-    """``docs/arguments.md`` with its tables."""
-    known = options()
-    groups = [found.split() for found in re.findall(r"<!-- arguments: (.*?) -->", text)]
-    placed = {name for group in groups for name in group if name != "rest"}
-    if unknown := placed - set(known):
-        raise PluginError(f"docs/arguments.md: no such field of SnipConfig: {', '.join(sorted(unknown))}")
-    rest = [name for name in known if name not in placed]
-    text = re.sub(
-        r"<!-- arguments: (.*?) -->",
-        lambda found: rows(rest if found[1] == "rest" else found[1].split(), known),
-        text,
-    )
-    return text.replace("<!-- settings -->", settings())
-
-
-def settings() -> str:
-    """A table of the fields of ``SnipConfig`` without an argument of their own."""
-    from snip_megatron.runtime.config import SnipConfig
-    from snip_megatron.runtime.options import is_option
-
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(SnipConfig)[1:]:
-        if not is_option(field):
-            default = json.dumps(field.default)
-            meaning = html.escape(str(field.metadata["help"]), quote=False)
-            lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
-    return "\n".join(lines)
-
-
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in what is generated, and link the files that are named."""
     path = page.file.src_uri
-    if path == "docs/arguments.md":
-        return arguments(markdown)
     if path == "docs/how-it-works.md":
         markdown = re.sub(r"```mermaid\n(.*?)```", lambda found: rooms_picture.svg(found[1]), markdown, flags=re.DOTALL)
     return spaced(linked(markdown, path))
